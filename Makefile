@@ -1,0 +1,42 @@
+# make demo   show and save the gallery of schedules
+# make test   everything that must hold: format, lint, types, import contracts, tests
+# make docs   build the documentation into site/
+# make bench  measure; prints tables
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint docs bench format clean
+
+demo: $(READY)
+	$(BIN)/penstock demo --out out/gallery
+
+test: lint $(READY)
+	$(BIN)/pytest -n auto
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
+bench: $(READY)
+	$(BIN)/python benchmarks/play.py
+	$(BIN)/python benchmarks/fit.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) out site
+
+$(READY): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)

@@ -1,0 +1,14 @@
+"""Timelines, drawn: simulated or measured, they look the same.
+
+text        lines of characters, for terminals and tests
+picture     SVG or PNG, as in the papers
+trace       Chrome trace events, for Perfetto
+gallery     every schedule's picture on one page
+"""
+
+from penstock.draw.gallery import write_gallery
+from penstock.draw.picture import picture
+from penstock.draw.text import text
+from penstock.draw.trace import trace, write_trace
+
+__all__ = ["picture", "text", "trace", "write_gallery", "write_trace"]

@@ -1,0 +1,46 @@
+"""Every error that Penstock raises on purpose.
+
+PenstockError
+├── ArgumentError (ValueError)   what was asked for cannot be: says what would work
+├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
+├── Unsound       (ValueError)   a schedule that must not run: lists every problem
+├── Deadlock      (RuntimeError) in play.py: some ranks wait for ever, and for whom
+└── MissingExtra  (ImportError)  an optional library is not installed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """The root of the tree above."""
+
+
+class ArgumentError(PenstockError, ValueError):
+    """What was asked for cannot be. The message says what would work."""
+
+
+class _Listed(PenstockError, ValueError):
+    """Several problems under one headline, each also in `.problems`."""
+
+    def __init__(self, headline: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join([headline, *(f"  {problem}" for problem in problems)]))
+
+
+class FormatError(_Listed):
+    """Text that is not a schedule."""
+
+
+class Unsound(_Listed):
+    """A schedule or program that must not run."""
+
+
+class MissingExtra(PenstockError, ImportError):
+    """An optional library is not installed."""
+
+    def __init__(self, library: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs {library}, which is not installed: pip install 'penstock[{extra}]'"
+        )

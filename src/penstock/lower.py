@@ -1,0 +1,69 @@
+"""From a schedule to a program; one function a pass.
+
+recompute   Schedule -> Schedule   put an R before every backward that needs one
+lower       Schedule -> Program    write the messages in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.errors import ArgumentError
+from penstock.ir import Action, Compute, Op, Program, Recv, Schedule, Send, StageGraph, produces
+from penstock.play import play
+
+# Is this (stage, micro-batch) to be recomputed?
+Recompute = Callable[[int, int], bool]
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+def recompute_mode(mode: str, chunks: int) -> Recompute:
+    """The seed's three modes of checkpointing, as a predicate."""
+    if mode not in CHECKPOINT_MODES:
+        raise ArgumentError(f"checkpoint is one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'")
+    recomputed = {"always": chunks, "except_last": chunks - 1, "never": 0}[mode]
+    return lambda stage, microbatch: microbatch < recomputed
+
+
+def recompute(schedule: Schedule, wanted: Recompute) -> Schedule:
+    """Put an R right before each backward that `wanted` asks it for.
+
+    An R waits for no gradient, so it fills the time in which the gradient is on its way. Before
+    a pair that may overlap it goes first, so that the pair stays together.
+    """
+    second = {b: a for a, b in schedule.overlaps}
+    lanes = []
+    for lane in schedule.lanes:
+        out: list[Compute] = []
+        for action in lane:
+            if action.op in (Op.B, Op.I) and wanted(action.stage, action.microbatch):
+                at = len(out) - (action in second and out[-1:] == [second[action]])
+                out.insert(at, Compute(Op.R, action.stage, action.microbatch))
+            out.append(action)
+        lanes.append(tuple(out))
+    return replace(schedule, lanes=tuple(lanes))
+
+
+def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
+    """Write the messages in: both ends of each at one moment of one global order.
+
+    The order is that of `play`. When an action ends, each message it made is written as the next
+    thing its two ranks do. So, whatever the ranks have done so far, the earliest event not yet
+    done can be done: an action has all it needs, a message has both its ranks standing before
+    it. That is why the program ends even if a send blocks until it is received.
+    """
+    graph = graph or StageGraph.chain(schedule.stages)
+    events: list[tuple[float, int, list[tuple[int, Action]]]] = []
+    for span in play(schedule, graph):
+        assert isinstance(span.action, Compute)
+        events.append((span.start, 1, [(span.rank, span.action)]))
+        for message in filter(schedule.crosses, produces(span.action, graph)):
+            receiver = schedule.placement[message.dst]
+            events.append((span.end, 0, [(span.rank, Send(message)), (receiver, Recv(message))]))
+    lanes: list[list[Action]] = [[] for _ in schedule.lanes]
+    for _, _, moment in sorted(events, key=lambda event: event[:2]):
+        for rank, action in moment:
+            lanes[rank].append(action)
+    return Program(schedule, graph, tuple(map(tuple, lanes)))

@@ -1,0 +1,274 @@
+"""The one clock: `play` runs a schedule or a program on paper and says when each action runs.
+
+Every rank works through its lane in order; the head of a lane starts when the rank is free and
+all that it needs has come. A heap holds the heads that may start, earliest first, so n actions
+cost O(n log n) whatever the number of ranks. A rank that can never go on is a `Deadlock`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from penstock.cost import Cost
+from penstock.errors import PenstockError
+from penstock.ir import (
+    Action,
+    Compute,
+    Message,
+    Op,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    StageGraph,
+    consumes,
+    follows,
+    produces,
+)
+
+
+class Sends(Enum):
+    """When a send lets its rank go on."""
+
+    BUFFERED = auto()  # at once: the transport keeps the message (gloo, threads)
+    RENDEZVOUS = auto()  # when the receiver has reached its receive (NCCL)
+
+
+class Span(NamedTuple):
+    """When an action ran: simulated, or measured."""
+
+    rank: int
+    step: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank that cannot go on, and the action it waits for with the places where that stands."""
+
+    rank: int
+    step: int
+    action: Action
+    needs: Action
+    places: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        where = " and ".join(f"rank {rank}, step {step}" for rank, step in self.places)
+        tail = f"({where})" if where else "which no rank does"
+        return f"rank {self.rank}, step {self.step}: {self.action} waits for {self.needs} {tail}"
+
+
+class Deadlock(PenstockError, RuntimeError):
+    """Some ranks wait for ever; `.waits` says for whom."""
+
+    def __init__(self, waits: Sequence[Wait]) -> None:
+        self.waits = tuple(waits)
+        super().__init__("\n".join(["deadlock:", *(f"  {wait}" for wait in self.waits)]))
+
+
+# ---- wiring: what each action waits for and gives -----------------------------------------
+
+# How far a thing has come.
+_DONE = 0  # a Compute has been done
+_MADE = 1  # a Message can be sent
+_AWAITED = 2  # a Message can be received: its receiver has come to the receive
+_ARRIVED = 3  # a Message is where it is consumed
+
+_STRIDE = 1 << 32  # between kinds of tokens: more micro-batches than anybody has
+
+
+class _Move(NamedTuple):
+    """Wait for `needs`, spend `seconds`, give each token, some of them after a delay."""
+
+    seconds: float
+    needs: tuple[int, ...]
+    gives: tuple[tuple[int, float], ...]
+
+
+class _Wiring:
+    """Tells the moves of an action: one, or two when its rank must show up and then wait.
+
+    A token is a number: a kind, which stands for (phase, thing of micro-batch 0), plus the
+    micro-batch. Micro-batches are all alike, so the rule is asked once for each op and stage,
+    and to play a million actions makes no objects that outlive their turn.
+    """
+
+    def __init__(
+        self, work: Schedule | Program, graph: StageGraph, cost: Cost, sends: Sends
+    ) -> None:
+        self._schedule = work if isinstance(work, Schedule) else work.schedule
+        self._sent = isinstance(work, Program)  # messages go through sends and receives
+        self._blocking = sends is Sends.RENDEZVOUS
+        self._graph, self._cost = graph, cost
+        self._kinds: dict[tuple[int, Compute | Message], int] = {}
+        self._moves: dict[tuple[str | type, int, int], tuple[_Move, ...]] = {}
+
+    def moves(self, action: Action) -> tuple[tuple[_Move, ...], int]:
+        """In order, with the tokens of micro-batch 0; and the micro-batch, to add to each."""
+        if isinstance(action, Compute):
+            op, stage, microbatch = action
+            again = (stage, microbatch) in self._schedule.recomputed
+            moves = self._moves.get((op, stage, again))
+            if moves is None:
+                moves = (self._compute(Compute(op, stage, 0), again),)
+                self._moves[op, stage, again] = moves
+        else:
+            src, dst, microbatch = action.message
+            moves = self._moves.get((type(action), src, dst))
+            if moves is None:
+                moves = self._communicate(type(action), Message(src, dst, 0))
+                self._moves[type(action), src, dst] = moves
+        return moves, microbatch
+
+    def thing(self, token: int) -> tuple[int, Compute | Message]:
+        """The phase and the thing that a token stands for."""
+        kind, microbatch = divmod(token, _STRIDE)
+        phase, thing = list(self._kinds)[kind]
+        return phase, thing._replace(microbatch=microbatch)
+
+    def _kind(self, phase: int, thing: Compute | Message) -> int:
+        return self._kinds.setdefault((phase, thing), len(self._kinds)) * _STRIDE
+
+    def _compute(self, action: Compute, recomputed: bool) -> _Move:
+        needs, gives = [], [(self._kind(_DONE, action), 0.0)]
+        for message in consumes(action, self._graph):
+            needs.append(self._kind(_ARRIVED, message))
+            if self._sent and self._schedule.crosses(message):
+                needs.append(self._kind(_AWAITED, message))
+        for earlier in follows(action):
+            if earlier.op is not Op.R or recomputed:
+                needs.append(self._kind(_DONE, earlier))
+        for message in produces(action, self._graph):
+            if not self._schedule.crosses(message):
+                gives.append((self._kind(_ARRIVED, message), 0.0))
+            elif self._sent:
+                gives.append((self._kind(_MADE, message), 0.0))
+            else:
+                gives.append((self._kind(_ARRIVED, message), self._cost.send))
+        return _Move(self._cost.seconds(action), tuple(needs), tuple(gives))
+
+    def _communicate(self, end: type[Send | Recv], message: Message) -> tuple[_Move, ...]:
+        phases = (_MADE, _AWAITED, _ARRIVED)
+        made, awaited, arrived = (self._kind(phase, message) for phase in phases)
+        if end is Send:
+            needs = (made, awaited) if self._blocking else (made,)
+            return (_Move(0.0, needs, ((arrived, self._cost.send),)),)
+        post = _Move(0.0, (), ((awaited, 0.0),))
+        return (post, _Move(0.0, (arrived,), ())) if self._blocking else (post,)
+
+
+# ---- the clock ----------------------------------------------------------------------------
+
+
+def play(
+    work: Schedule | Program,
+    graph: StageGraph | None = None,
+    cost: Cost | None = None,
+    sends: Sends = Sends.BUFFERED,
+) -> Iterator[Span]:
+    """Yield the span of every action, by start time; at the end, raise `Deadlock` if stuck.
+
+    A schedule is played over `graph` (a chain, if none is given) and what it makes arrives by
+    itself; a program is played over its own graph, and messages go through sends and receives.
+
+    >>> from penstock.ir import loads
+    >>> for span in play(loads("0F0 0B0 \\n 1F0 1B0")):
+    ...     print(span.start, span.action)
+    0.0 0F0
+    1.0 1F0
+    2.0 1B0
+    4.0 0B0
+    """
+    if isinstance(work, Schedule):
+        graph = graph or StageGraph.chain(work.stages)
+        placement = work.placement
+    else:
+        graph = work.graph
+        placement = work.schedule.placement
+    wiring = _Wiring(work, graph, cost or Cost.even(placement), sends)
+    yield from _run(work.lanes, wiring)
+
+
+def _run(lanes: Sequence[Sequence[Action]], wiring: _Wiring) -> Iterator[Span]:
+    steps = [-1] * len(lanes)
+    todo: list[tuple[_Move, ...]] = [()] * len(lanes)  # what is left of the lane's head
+    microbatches = [0] * len(lanes)
+    clock = [0.0] * len(lanes)
+    given: dict[int, float] = {}
+    waiting: dict[int, list[int]] = {}
+    heap: list[tuple[float, int]] = []
+
+    def settle(rank: int) -> None:
+        """Queue the rank's next move, or wait for the first thing that is missing."""
+        start, microbatch = clock[rank], microbatches[rank]
+        for kind in todo[rank][0].needs:
+            time = given.get(kind + microbatch)
+            if time is None:
+                waiting.setdefault(kind + microbatch, []).append(rank)
+                return
+            if time > start:
+                start = time
+        heappush(heap, (start, rank))
+
+    def begin(rank: int) -> None:
+        """Go on to the next action of the lane."""
+        steps[rank] += 1
+        if steps[rank] < len(lanes[rank]):
+            todo[rank], microbatches[rank] = wiring.moves(lanes[rank][steps[rank]])
+            settle(rank)
+
+    for rank in range(len(lanes)):
+        begin(rank)
+    while heap:
+        start, rank = heappop(heap)
+        move, microbatch = todo[rank][0], microbatches[rank]
+        todo[rank] = todo[rank][1:]
+        clock[rank] = end = start + move.seconds
+        for kind, delay in move.gives:
+            given[kind + microbatch] = end + delay
+            for other in waiting.pop(kind + microbatch, ()):
+                settle(other)
+        if todo[rank]:
+            settle(rank)
+        else:
+            yield Span(rank, steps[rank], lanes[rank][steps[rank]], start, end)
+            begin(rank)
+    if waiting:
+        stuck = {rank: token for token, ranks in waiting.items() for rank in ranks}
+        raise Deadlock(_explain(lanes, steps, wiring, stuck))
+
+
+def _explain(
+    lanes: Sequence[Sequence[Action]], steps: list[int], wiring: _Wiring, stuck: dict[int, int]
+) -> list[Wait]:
+    places: dict[Action, list[tuple[int, int]]] = {}
+    for rank, lane in enumerate(lanes):
+        for step, action in enumerate(lane):
+            places.setdefault(action, []).append((rank, step))
+    waits = []
+    for rank, token in sorted(stuck.items()):
+        needs = _giver(*wiring.thing(token), places)
+        found = tuple(places.get(needs, ()))
+        waits.append(Wait(rank, steps[rank], lanes[rank][steps[rank]], needs, found))
+    return waits
+
+
+def _giver(
+    phase: int, thing: Compute | Message, places: dict[Action, list[tuple[int, int]]]
+) -> Action:
+    """The action that would have given the token: the first that exists, of those that could."""
+    if isinstance(thing, Compute):
+        return thing
+    if phase == _AWAITED:
+        return Recv(thing)
+    if phase == _ARRIVED and any(isinstance(action, Send) for action in places):
+        return Send(thing)
+    ops = [Op.F] if thing.src < thing.dst else [Op.B, Op.I]
+    makers = [Compute(op, thing.src, thing.microbatch) for op in ops]
+    return next((maker for maker in makers if maker in places), makers[0])

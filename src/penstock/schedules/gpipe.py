@@ -1,0 +1,54 @@
+"""All forwards, then all backwards: what can run behind `loss.backward()`, and the plain cases.
+
+naive, 2 ranks                     gpipe, 2 ranks
+0F0     0B0 0F1     0B1            0F0 0F1         0B1 0B0
+    1F0 1B0     1F1 1B1                1F0 1F1 1B1 1B0
+"""
+
+from __future__ import annotations
+
+from penstock.ir import Compute, Op, Schedule
+from penstock.schedules.parts import assemble, check, loop
+
+
+def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
+    """One micro-batch at a time: one rank works, the others wait."""
+    check(ranks, chunks, stages_per_rank)
+    placement = loop(ranks, stages_per_rank)
+    lanes: list[list[Compute]] = [[] for _ in range(ranks)]
+    for microbatch in range(chunks):
+        for stage, rank in enumerate(placement):
+            lanes[rank].append(Compute(Op.F, stage, microbatch))
+        for stage, rank in reversed(list(enumerate(placement))):
+            lanes[rank].append(Compute(Op.B, stage, microbatch))
+    return assemble(placement, chunks, lanes)
+
+
+def gpipe(ranks: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards, last micro-batch first."""
+    return looped_bfs(ranks, chunks, 1)
+
+
+def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
+    """GPipe with several stages a rank: every micro-batch through one stage, then the next."""
+    forward = forward_only(ranks, chunks, stages_per_rank)
+    lanes = []
+    for lane in forward.lanes:
+        backward = [Compute(Op.B, stage, microbatch) for _, stage, microbatch in reversed(lane)]
+        lanes.append([*lane, *backward])
+    return assemble(forward.placement, chunks, lanes)
+
+
+def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
+    """No backwards: inference."""
+    check(ranks, chunks, stages_per_rank)
+    placement = loop(ranks, stages_per_rank)
+    lanes = [
+        [
+            Compute(Op.F, stage, i)
+            for stage in range(rank, len(placement), ranks)
+            for i in range(chunks)
+        ]
+        for rank in range(ranks)
+    ]
+    return assemble(placement, chunks, lanes)

@@ -1,0 +1,178 @@
+"""Is it whole, does it end, does it fit? One function a claim; each returns every problem it finds.
+
+`verify` makes all the claims that make sense for a schedule or program, also for one that
+somebody wrote by hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from penstock.cost import Cost
+from penstock.errors import Unsound
+from penstock.ir import Compute, Op, Program, Recv, Schedule, Send, StageGraph, produces
+from penstock.lower import lower
+from penstock.play import Deadlock, Sends, play
+from penstock.timeline import alive
+
+
+def verify(
+    work: Schedule | Program,
+    graph: StageGraph | None = None,
+    memory: float | None = None,
+    cost: Cost | None = None,
+) -> tuple[str, ...]:
+    """Every problem of a schedule or program; none if it is sound.
+
+    A schedule is lowered for `graph` (a chain, if none is given). `memory` caps what is alive on
+    a rank, in the units of `cost.activation`: by default, micro-batches of a rank's whole share.
+
+    >>> from penstock.ir import loads
+    >>> for problem in verify(loads("0F0 0B0 0F1 0B1 \\n 1F0 1F1 1B1 1B0")):
+    ...     print(problem)
+    rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
+    rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
+    """
+    schedule = work if isinstance(work, Schedule) else work.schedule
+    problems = [*placed(schedule), *whole(schedule), *paired(schedule)]
+    if isinstance(work, Program):
+        graph = work.graph
+        problems += [*same_computes(work), *matched(work)]
+    graph = graph or StageGraph.chain(schedule.stages)
+    problems += connected(schedule, graph)
+    if not problems:
+        problems += ends(work, graph)
+    if memory is not None and not list(placed(schedule)):
+        problems += fits(schedule, memory, cost or Cost.even(schedule.placement))
+    return tuple(problems)
+
+
+def require_sound(
+    work: Schedule | Program,
+    graph: StageGraph | None = None,
+    memory: float | None = None,
+    cost: Cost | None = None,
+) -> None:
+    """Raise `Unsound`, with every problem, unless `verify` finds none."""
+    problems = verify(work, graph, memory, cost)
+    if problems:
+        raise Unsound("this schedule must not run:", problems)
+
+
+# ---- claims about a schedule --------------------------------------------------------------
+
+
+def placed(schedule: Schedule) -> Iterator[str]:
+    """Each action names a stage and a micro-batch that exist, and stands on its stage's rank."""
+    for rank, lane in enumerate(schedule.lanes):
+        for step, action in enumerate(lane):
+            where = f"rank {rank}, step {step}: {action}"
+            if action.stage >= schedule.stages:
+                yield f"{where} names stage {action.stage}, but there are {schedule.stages}"
+            elif schedule.placement[action.stage] != rank:
+                owner = schedule.placement[action.stage]
+                yield f"{where} stands here, but stage {action.stage} is on rank {owner}"
+            if action.microbatch >= schedule.chunks:
+                yield f"{where} names micro-batch {action.microbatch} of {schedule.chunks}"
+
+
+def whole(schedule: Schedule) -> Iterator[str]:
+    """Each micro-batch passes each stage: F once; then B once, or I and W once; R at most once.
+
+    A schedule without any backward is one for inference, and whole with its Fs.
+    """
+    times = Counter(action for lane in schedule.lanes for action in lane)
+    trains = any(action.op in (Op.B, Op.I, Op.W) for action in times)
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.chunks):
+            f, b, i, w, r = (times[Compute(op, stage, microbatch)] for op in Op)
+            where = f"stage {stage}, micro-batch {microbatch}"
+            if f != 1:
+                yield f"{where}: F runs {_times(f)}, not once"
+            if trains and (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
+                found = f"B {_times(b)}, I {_times(i)}, W {_times(w)}"
+                yield f"{where}: it needs B once, or I and W once, but has {found}"
+            if r > 1:
+                yield f"{where}: R runs {_times(r)}, not at most once"
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def paired(schedule: Schedule) -> Iterator[str]:
+    """Actions that may overlap are neighbours in a lane."""
+    steps = {a: (rank, s) for rank, lane in enumerate(schedule.lanes) for s, a in enumerate(lane)}
+    for first, second in sorted(schedule.overlaps):
+        if first not in steps or second not in steps:
+            yield f"{first} and {second} may overlap, but are not both in the schedule"
+        elif steps[second] != (steps[first][0], steps[first][1] + 1):
+            yield f"{first} and {second} may overlap, but are not neighbours in a lane"
+
+
+def connected(schedule: Schedule, graph: StageGraph) -> Iterator[str]:
+    """The graph's edges join stages that exist."""
+    for src, dst in graph.edges:
+        if dst >= schedule.stages:
+            yield f"edge {src}>{dst} names stage {dst}, but there are {schedule.stages}"
+
+
+def fits(schedule: Schedule, memory: float, cost: Cost) -> Iterator[str]:
+    """No rank ever holds more than `memory`."""
+    for rank, lane in enumerate(schedule.lanes):
+        step, _, size = max(alive(lane, cost), key=lambda change: change[2], default=(0, True, 0.0))
+        if size > memory + 1e-9:
+            yield f"rank {rank}, step {step}: {lane[step]} makes {size:g} alive, over {memory:g}"
+
+
+# ---- claims about a program ---------------------------------------------------------------
+
+
+def same_computes(program: Program) -> Iterator[str]:
+    """Without its messages, a program is its schedule."""
+    for rank, lane in enumerate(program.lanes):
+        if tuple(a for a in lane if isinstance(a, Compute)) != program.schedule.lanes[rank]:
+            yield f"rank {rank}: the program computes something else than its schedule"
+
+
+def matched(program: Program) -> Iterator[str]:
+    """Each message between ranks is sent once and received once, on its stages' ranks."""
+    schedule, graph = program.schedule, program.graph
+    expected: Counter[tuple[int, Send | Recv]] = Counter()
+    for lane in schedule.lanes:
+        for action in lane:
+            for message in filter(schedule.crosses, produces(action, graph)):
+                expected[schedule.placement[message.src], Send(message)] = 1
+                expected[schedule.placement[message.dst], Recv(message)] = 1
+    found = Counter(
+        (rank, action)
+        for rank, lane in enumerate(program.lanes)
+        for action in lane
+        if not isinstance(action, Compute)
+    )
+    for rank, end in sorted(expected.keys() | found.keys(), key=str):
+        want, have = expected[rank, end], found[rank, end]
+        if want != have:
+            yield f"rank {rank}: {end} stands here {_times(have)}, not {_times(want)}"
+
+
+# ---- both ---------------------------------------------------------------------------------
+
+
+def ends(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
+    """It ends, also if a send blocks until it is received, as NCCL's do."""
+    try:
+        if isinstance(work, Schedule):
+            work = lower(work, graph)
+        for _ in play(work, sends=Sends.BUFFERED):
+            pass
+    except Deadlock as deadlock:
+        yield from map(str, deadlock.waits)
+        return
+    try:
+        for _ in play(work, sends=Sends.RENDEZVOUS):
+            pass
+    except Deadlock as deadlock:
+        for wait in deadlock.waits:
+            yield f"{wait}, when sends block until they are received"
