@@ -181,9 +181,10 @@ def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None)
     if family.free:
         return family.build(ranks, chunks, per_rank)
     if per_rank != family.stages_per_rank:
+        needed = family.stages_per_rank
         raise ArgumentError(
-            f"{name} has {family.stages_per_rank} stages a rank, not {per_rank}: "
-            f"use stages_per_rank={family.stages_per_rank}"
+            f"{name} has {needed} stage{'s' * (needed > 1)} a rank, not {per_rank}: "
+            f"use stages_per_rank={needed}"
         )
     return family.build(ranks, chunks)
 
@@ -193,7 +194,6 @@ def family_of(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     close = get_close_matches(name, FAMILIES, n=1)
-    hint = f"; did you mean {close[0]}" if close else ""
-    raise ArgumentError(
-        f"there is no schedule '{name}'{hint}. There are: {', '.join(FAMILIES)}; and fit"
-    )
+    hint = f"; did you mean {close[0]}?" if close else "."
+    names = ", ".join([*FAMILIES, "fit"])
+    raise ArgumentError(f"there is no schedule '{name}'{hint} There are: {names}")

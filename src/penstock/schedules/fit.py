@@ -3,20 +3,25 @@
 Many ways to choose what a rank does next are tried, each a list scheduling of the whole step, and
 the quickest result wins. Some follow the order of a named schedule of the same placement and only
 place the Ws anew; others choose the order too. None is best everywhere, none costs much to try.
+Small repairs to the winner come last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from penstock.cost import Cost
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Schedule, StageGraph
+from penstock.play import play
 from penstock.schedules.dualpipe import dualpipe_v
 from penstock.schedules.listing import Bench, Choice, behind, follow, never, run, when_full
 from penstock.schedules.one_f_one_b import eager_one_f_one_b, interleaved
 from penstock.schedules.parts import Placement, check, loop, vee
+from penstock.schedules.polish import polish
 from penstock.schedules.vee import v_half, v_min, zb_v
 from penstock.schedules.zero_bubble import interleaved_zb
 
@@ -27,11 +32,13 @@ def fit(
     cost: Cost | None = None,
     memory: float | Sequence[float] | None = None,
     graph: StageGraph | None = None,
+    effort: int = 200,
 ) -> Schedule:
     """The quickest schedule found for `placement` under `memory`.
 
     `memory` caps the live activations of every rank, or of each rank; by default it is 1F1B's,
-    as many micro-batches as there are ranks.
+    as many micro-batches as there are ranks. `effort` is how many small repairs to try at the
+    end, unless the lower bound is met before.
 
     >>> from penstock import lower, simulate
     >>> schedule = fit(placement=(0, 1, 1, 0), chunks=4, memory=1.5)
@@ -43,16 +50,19 @@ def fit(
     graph = graph or StageGraph.chain(len(placement))
     caps = _caps(placement, cost, memory)
     goal = lower_bound(placement, chunks, cost)
-    best = float("inf")
-    lanes: list[list[Compute]] = []
-    for choose, pace in _choices(placement, chunks, cost):
-        bench = Bench(placement, chunks, cost, caps, graph, pace)
-        end = run(bench, choose, until=best)
-        if end < best and bench.is_complete():
-            best, lanes = end, bench.lanes
-        if best <= goal * (1 + 1e-12):
-            break
-    return Schedule(placement, chunks, tuple(map(tuple, lanes)))
+    best, schedule = float("inf"), None
+    for way in _ways(placement, chunks, cost):
+        bench = Bench(placement, chunks, way.cost, caps, graph, way.pace)
+        run(bench, way.choose, way.patience)
+        if bench.is_complete():
+            found = Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
+            end = max(span.end for span in play(found, graph, cost))
+            if end <= goal * (1 + 1e-12):
+                return found
+            if end < best:
+                best, schedule = end, found
+    assert schedule is not None, "some way that looks out for memory always ends"
+    return polish(schedule, graph, cost, caps, effort)
 
 
 def lower_bound(placement: Placement, chunks: int, cost: Cost) -> float:
@@ -68,13 +78,20 @@ def lower_bound(placement: Placement, chunks: int, cost: Cost) -> float:
         clock += cost.send if hop else 0.0
         arrival[stage] = clock
         clock += cost.F[stage]
-    work = [chunks * (cost.F[s] + cost.I[s] + cost.W[s]) for s in stages]
     busiest = max(
-        min(arrival[s] for s in stages if placement[s] == rank)
-        + sum(work[s] for s in stages if placement[s] == rank)
-        for rank in set(placement)
+        min(arrival[s] for s in stages if placement[s] == rank) + chunks * load
+        for rank, load in enumerate(_loads(placement, cost))
     )
-    return max(busiest, clock + (clock - sum(cost.F)) + sum(cost.I) + cost.W[0])
+    messages = clock - sum(cost.F)
+    return max(busiest, clock + messages + sum(cost.I) + cost.W[0])
+
+
+def _loads(placement: Placement, cost: Cost) -> list[float]:
+    """The time that one micro-batch takes each rank."""
+    loads = [0.0] * (max(placement) + 1)
+    for stage, rank in enumerate(placement):
+        loads[rank] += cost.F[stage] + cost.I[stage] + cost.W[stage]
+    return loads
 
 
 def _caps(placement: Placement, cost: Cost, memory: float | Sequence[float] | None) -> list[float]:
@@ -86,15 +103,16 @@ def _caps(placement: Placement, cost: Cost, memory: float | Sequence[float] | No
         return [ranks * share for share in shares]
     caps = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
     if len(caps) != ranks:
-        raise ArgumentError(
-            f"memory has {len(caps)} entries for {ranks} ranks: give one, or one a rank"
-        )
-    short = [r for r in range(ranks) if caps[r] < shares[r] - 1e-9]
+        raise ArgumentError(f"memory has {len(caps)} entries for {ranks} ranks: one, or one a rank")
+    short = [
+        f"rank {rank}: {cap:g} < {share:g}"
+        for rank, (cap, share) in enumerate(zip(caps, shares, strict=True))
+        if not cap >= share - 1e-9
+    ]
     if short:
-        listed = ", ".join(f"rank {r}: {caps[r]:g} < {shares[r]:g}" for r in short)
         raise ArgumentError(
-            f"no schedule fits this memory, as one micro-batch alone needs more ({listed}): "
-            f"give each rank at least its share, {max(shares):g} for all"
+            f"no schedule fits this memory, as one micro-batch alone needs more "
+            f"({', '.join(short)}): give each rank at least its share, {max(shares):g} for all"
         )
     return caps
 
@@ -111,33 +129,43 @@ class Policy(NamedTuple):
 
     pace: float
     prefer: str  # "F", "I", "turns" (F after I, I after F), or "either"
-    deepest_first: bool = False  # or the oldest micro-batch first
-    weights_when_full: bool = False  # or only when there is nothing else
+    deepest_first: bool  # or the oldest micro-batch first
+    weights_when_full: bool  # or only when there is nothing else
 
 
-POLICIES = tuple(
-    Policy(pace, prefer, deepest, full)
-    for pace in (0.0, 1.0, 0.9, 0.8)
-    for deepest in (False, True)
-    for full in (False, True)
-    for prefer in ("turns", "F", "I", "either")
+POLICIES = (
+    *(
+        Policy(0.0, *rest)
+        for rest in product(("turns", "F", "I", "either"), (False, True), (False, True))
+    ),
+    *(Policy(pace, "F", deepest, False) for pace in (0.8, 0.9) for deepest in (False, True)),
 )
 
 
-def _choices(placement: Placement, chunks: int, cost: Cost) -> Iterator[tuple[Choice, float]]:
-    """Each way to choose, with the time between the starts of two micro-batches."""
-    for schedule in _relatives(placement, chunks):
+class _Way(NamedTuple):
+    """A way to choose, and the costs to plan with: an order made for others may still be best."""
+
+    choose: Choice
+    cost: Cost
+    pace: float = 0.0
+    patience: float = 0.0
+
+
+def _ways(placement: Placement, chunks: int, cost: Cost) -> Iterator[_Way]:
+    even = replace(Cost.even(placement), activation=cost.activation)
+    plans = [cost] if cost == even else [cost, even]
+    for schedule, plan in product(_relatives(placement, chunks), plans):
         order = [
             [a._replace(op=Op.I) if a.op is Op.B else a for a in lane if a.op is not Op.W]
             for lane in schedule.lanes
         ]
         for due in (never, when_full, behind(lambda rank: rank)):
-            yield follow(order, due), 0.0
-    loads = [0.0] * len(placement)
-    for stage, rank in enumerate(placement):
-        loads[rank] += cost.F[stage] + cost.I[stage] + cost.W[stage]
-    for policy in POLICIES:
-        yield _by_policy(policy), policy.pace * max(loads)
+            yield _Way(follow(order, due), plan)
+    for policy, plan in product(POLICIES, plans):
+        pace = policy.pace * max(_loads(placement, plan))
+        yield _Way(_by_policy(policy), plan, pace)
+        if plan is cost:
+            yield _Way(_by_policy(policy), plan, pace, patience=sum(plan.F) / len(placement) / 4)
 
 
 def _relatives(placement: Placement, chunks: int) -> Iterator[Schedule]:
@@ -157,7 +185,7 @@ def _relatives(placement: Placement, chunks: int) -> Iterator[Schedule]:
 def _by_policy(policy: Policy) -> Choice:
     def choose(bench: Bench, rank: int, options: list[Compute]) -> Compute | None:
         preferred = _preferred(policy, bench.lanes[rank])
-        weights = -1 if policy.weights_when_full and when_full(bench, rank) else 2
+        weights = -1 if policy.weights_when_full and bench.is_full(rank) else 2
 
         def key(action: Compute) -> tuple[int, int, int]:
             op, stage, microbatch = action
@@ -166,7 +194,7 @@ def _by_policy(policy: Policy) -> Choice:
                 (turn, -stage, microbatch) if policy.deepest_first else (turn, microbatch, -stage)
             )
 
-        fitting = (a for a in options if a.op is not Op.F or bench.is_safe(rank, a))
+        fitting = [a for a in options if a.op is not Op.F or bench.is_safe(rank, a)]
         return min(fitting, key=key, default=None)
 
     return choose

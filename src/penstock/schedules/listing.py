@@ -17,8 +17,33 @@ _OPS = (Op.F, Op.I, Op.W)
 _HAIR = 1e-9  # memory sizes are sums of fractions
 
 
+class _Node:
+    """One op of one stage: it takes the micro-batches in order."""
+
+    def __init__(self, op: Op, stage: int, rank: int, chunks: int) -> None:
+        self.op, self.stage, self.rank = op, stage, rank
+        self.done = 0  # micro-batches
+        self.ready: list[float] = []  # when each one's inputs are there
+        self.needs = 0  # inputs of each
+        self.enables: list[_Node] = []
+        self._got = [0] * chunks
+        self._latest = [0.0] * chunks
+
+    def arrive(self, microbatch: int, time: float) -> bool:
+        """One more input is there at `time`; is it the last?"""
+        self._latest[microbatch] = max(self._latest[microbatch], time)
+        self._got[microbatch] += 1
+        if self._got[microbatch] < self.needs:
+            return False
+        self.ready.append(self._latest[microbatch])
+        return True
+
+
 class Bench:
-    """The state of one run of list scheduling, under a memory cap for each rank."""
+    """The state of one run of list scheduling, under a memory cap for each rank.
+
+    Micro-batches are there every `pace` seconds, or all at once.
+    """
 
     def __init__(
         self,
@@ -29,48 +54,44 @@ class Bench:
         graph: StageGraph,
         pace: float = 0.0,
     ) -> None:
-        self.placement, self.chunks, self.cost, self.memory = placement, chunks, cost, memory
+        self.chunks, self.cost, self.memory = chunks, cost, memory
         ranks = range(max(placement) + 1)
-        self.owned = [[s for s, owner in enumerate(placement) if owner == r] for r in ranks]
         self.lanes: list[list[Compute]] = [[] for _ in ranks]
         self.free = [0.0 for _ in ranks]
         self.live = [0.0 for _ in ranks]
         self.pending = [0 for _ in ranks]  # Ws that could run
-        self.oldest = [0 for _ in ranks]  # the first micro-batch that still needs the rank
         self._held = [[0.0] * chunks for _ in ranks]
-        self._done = {(op, stage): 0 for op in _OPS for stage in range(len(placement))}
-        self._enables, self._needs = _dependencies(len(placement), graph)
-        self._got = {node: [0] * chunks for node in self._done}
-        self._latest = {node: [0.0] * chunks for node in self._done}
-        self._ready: dict[tuple[Op, int], list[float]] = {
-            node: [] if self._needs[node] else [i * pace for i in range(chunks)]
-            for node in self._done
-        }
-        self.events = [
-            (time, placement[stage]) for (_, stage), at in self._ready.items() for time in at
-        ]
+        self._oldest = [0 for _ in ranks]  # the first micro-batch that still needs the rank
+        self._nodes = _connect(placement, chunks, graph)
+        self._owned = [[n for n in self._nodes.values() if n.rank == rank] for rank in ranks]
+        self._forwards = [[n for n in nodes if n.op is Op.F] for nodes in self._owned]
+        self._weights = [[n for n in nodes if n.op is Op.W] for nodes in self._owned]
+        self.events: list[tuple[float, int]] = []
+        for node in self._nodes.values():
+            if not node.needs:
+                node.ready = [microbatch * pace for microbatch in range(chunks)]
+                self.events += [(time, node.rank) for time in node.ready]
         heapify(self.events)
 
     def options(self, rank: int, now: float) -> list[Compute]:
-        """What the rank could start now, as far as inputs go: each stage's next F, I and W."""
-        found = []
-        for stage in self.owned[rank]:
-            for op in _OPS:
-                node = op, stage
-                microbatch = self._done[node]
-                ready = self._ready[node]
-                if microbatch < len(ready) and ready[microbatch] <= now:
-                    found.append(Compute(op, stage, microbatch))
-        return found
+        """What the rank could start by `now`, as far as inputs go: each stage's next F, I and W."""
+        return [
+            Compute(node.op, node.stage, node.done)
+            for node in self._owned[rank]
+            if node.done < len(node.ready) and node.ready[node.done] <= now
+        ]
 
     def ready_at(self, action: Compute) -> float:
         """When the inputs of one of the `options` are there."""
-        return self._ready[action.op, action.stage][action.microbatch]
+        return self._nodes[action.op, action.stage].ready[action.microbatch]
 
     def has_room(self, rank: int, stage: int) -> bool:
         """May the stage's activations come on top of what is alive?"""
-        size = self.cost.activation[stage]
-        return self.live[rank] + size <= self.memory[rank] + _HAIR
+        return self.live[rank] + self.cost.activation[stage] <= self.memory[rank] + _HAIR
+
+    def is_full(self, rank: int) -> bool:
+        """Is there no room for any F?"""
+        return not any(self.has_room(rank, node.stage) for node in self._forwards[rank])
 
     def is_safe(self, rank: int, action: Compute) -> bool:
         """After this F, can every micro-batch still finish on the rank, oldest first?
@@ -78,71 +99,72 @@ class Bench:
         It can if, with all older ones gone, what it and the younger ones hold plus what it has
         yet to take fits. (The banker's rule; without it the young ones starve the old.)
         """
-        size = self.cost.activation
+        size, cap = self.cost.activation, self.memory[rank] + _HAIR
         alive = self.live[rank] + size[action.stage]
-        for microbatch in range(self.oldest[rank], self.chunks):
+        for microbatch in range(self._oldest[rank], self.chunks):
             mine = microbatch == action.microbatch
             ahead = [
-                stage
-                for stage in self.owned[rank]
-                if self._done[Op.F, stage] <= microbatch and not (mine and stage == action.stage)
+                node.stage
+                for node in self._forwards[rank]
+                if node.done <= microbatch and not (mine and node.stage == action.stage)
             ]
-            if alive + sum(size[stage] for stage in ahead) > self.memory[rank] + _HAIR:
+            if alive + sum([size[stage] for stage in ahead]) > cap:
                 return False
-            if len(ahead) == len(self.owned[rank]):
+            if len(ahead) == len(self._forwards[rank]):
                 return True
             alive -= self._held[rank][microbatch] + (size[action.stage] if mine else 0.0)
         return True
 
     def is_complete(self) -> bool:
         """Has everything been done?"""
-        return all(done == self.chunks for done in self._done.values())
+        return all(node.done == self.chunks for node in self._nodes.values())
 
     def start(self, action: Compute, now: float) -> None:
         """Let the action's rank do it, and tell whom it enables."""
         op, stage, microbatch = action
-        rank = self.placement[stage]
+        node = self._nodes[op, stage]
+        rank = node.rank
         end = self.free[rank] = now + self.cost.seconds(action)
         self.lanes[rank].append(action)
-        self._done[op, stage] += 1
-        self.pending[rank] += (op is Op.I) - (op is Op.W)
-        if op is not Op.I:
-            change = self.cost.activation[stage] * (1 if op is Op.F else -1)
-            self.live[rank] += change
-            self._held[rank][microbatch] += change
-        while self.oldest[rank] < self.chunks and all(
-            self._done[Op.W, s] > self.oldest[rank] for s in self.owned[rank]
-        ):
-            self.oldest[rank] += 1
+        node.done += 1
+        self._account(rank, action)
         heappush(self.events, (end, rank))
-        for node in self._enables[op, stage]:
-            other = self.placement[node[1]]
-            self._arrive(node, microbatch, end + (self.cost.send if other != rank else 0.0))
+        for other in node.enables:
+            if other.arrive(microbatch, end + (self.cost.send if other.rank != rank else 0.0)):
+                heappush(self.events, (other.ready[-1], other.rank))
 
-    def _arrive(self, node: tuple[Op, int], microbatch: int, time: float) -> None:
-        latest = self._latest[node]
-        latest[microbatch] = max(latest[microbatch], time)
-        self._got[node][microbatch] += 1
-        if self._got[node][microbatch] == self._needs[node]:
-            self._ready[node].append(latest[microbatch])
-            heappush(self.events, (latest[microbatch], self.placement[node[1]]))
+    def _account(self, rank: int, action: Compute) -> None:
+        op, stage, microbatch = action
+        if op is Op.I:
+            self.pending[rank] += 1
+            return
+        change = self.cost.activation[stage]
+        if op is Op.W:
+            self.pending[rank] -= 1
+            change = -change
+        self.live[rank] += change
+        self._held[rank][microbatch] += change
+        while self._oldest[rank] < min(node.done for node in self._weights[rank]):
+            self._oldest[rank] += 1
 
 
-def _dependencies(
-    stages: int, graph: StageGraph
-) -> tuple[dict[tuple[Op, int], list[tuple[Op, int]]], dict[tuple[Op, int], int]]:
-    """By the one rule: whom each op of a stage enables, and how many each waits for."""
-    nodes = [Compute(op, stage, 0) for op in _OPS for stage in range(stages)]
-    makers = {message: node for node in nodes for message in produces(node, graph)}
-    enables: dict[tuple[Op, int], list[tuple[Op, int]]] = {node[:2]: [] for node in nodes}
-    needs = {}
-    for node in nodes:
-        sources = [makers[message] for message in consumes(node, graph)]
-        sources += [earlier for earlier in follows(node) if earlier.op is not Op.R]
-        needs[node[:2]] = len(sources)
+def _connect(placement: Placement, chunks: int, graph: StageGraph) -> dict[tuple[Op, int], _Node]:
+    """The nodes, each knowing how many inputs it has and whom it enables: by the one rule."""
+    nodes = {
+        (op, stage): _Node(op, stage, rank, chunks)
+        for stage, rank in enumerate(placement)
+        for op in _OPS
+    }
+    actions = [Compute(op, stage, 0) for op, stage in nodes]
+    makers = {message: action for action in actions for message in produces(action, graph)}
+    for action in actions:
+        sources = [makers[message] for message in consumes(action, graph)]
+        sources += [earlier for earlier in follows(action) if earlier.op is not Op.R]
+        node = nodes[action.op, action.stage]
+        node.needs = len(sources)
         for source in sources:
-            enables[source[:2]].append(node[:2])
-    return enables, needs
+            nodes[source.op, source.stage].enables.append(node)
+    return nodes
 
 
 # Which of these options does the rank take now? None: it waits.
@@ -181,7 +203,7 @@ def never(bench: Bench, rank: int) -> bool:
 
 def when_full(bench: Bench, rank: int) -> bool:
     """Ws run as soon as there is no room for another F."""
-    return not any(bench.has_room(rank, stage) for stage in bench.owned[rank])
+    return bench.is_full(rank)
 
 
 def behind(lag: Callable[[int], int]) -> Due:

@@ -1,0 +1,118 @@
+"""`fit` against every named schedule of its placement, under that schedule's own peak.
+
+    python benchmarks/fit.py            ranks 2-8, chunks from the ranks to four times the ranks
+    python benchmarks/fit.py --quick    a third of the points
+
+Nothing here is timed: makespans are simulated, so every run prints the same table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from typing import NamedTuple
+
+from penstock import Cost, lower, schedules, simulate
+
+PLACEMENTS = {
+    "one stage a rank": ("naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"),
+    "two, in a loop": ("interleaved", "looped-bfs", "interleaved-zb"),
+    "two, in a V": ("zb-v", "v-half", "v-min", "dualpipe-v"),
+}
+COSTS = ("F = I = W = 1, messages free", "messages take 0.1 F", "uneven stages")
+
+
+class Point(NamedTuple):
+    """One schedule of one size: its makespan, that of fit under its peak, the lower bound."""
+
+    costs: str
+    placement: str
+    name: str
+    ranks: int
+    chunks: int
+    named: float
+    fit: float
+    bound: float
+
+
+def costs_for(kind: str, placement: tuple[int, ...]) -> Cost:
+    even = Cost.even(placement, send=0.1 if kind == COSTS[1] else 0.0)
+    if kind != COSTS[2]:
+        return even
+    rng = random.Random(len(placement))
+    scale = [rng.uniform(0.5, 1.5) for _ in placement]
+    columns = ([x * s for x, s in zip(c, scale, strict=True)] for c in (even.F, even.I, even.W))
+    return Cost(*map(tuple, columns), activation=even.activation)
+
+
+def points(kind: str, ranks: int, chunks: int) -> Iterator[Point]:
+    for group, names in PLACEMENTS.items():
+        made: dict[float, float] = {}
+        for name in names:
+            per_rank = 1 if group.startswith("one") else 2
+            schedule = schedules.make(name, ranks, chunks, per_rank)
+            placement = schedule.placement
+            cost = costs_for(kind, placement)
+            timeline = simulate(lower(schedule), cost)
+            cap = max(timeline.peak)
+            if cap not in made:
+                best = schedules.fit(placement, chunks, cost, cap)
+                made[cap] = simulate(lower(best), cost).makespan
+            bound = schedules.lower_bound(placement, chunks, cost)
+            yield Point(kind, group, name, ranks, chunks, timeline.makespan, made[cap], bound)
+
+
+def measure(job: tuple[str, int, int]) -> list[Point]:
+    return list(points(*job))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    stride = 3 if parser.parse_args().quick else 1
+    jobs = [
+        (kind, ranks, chunks)
+        for kind, ranks in product(COSTS, range(2, 9))
+        for chunks in range(ranks, 4 * ranks + 1, stride)
+    ]
+    with ProcessPoolExecutor() as pool:
+        found = [point for batch in pool.map(measure, jobs, chunksize=2) for point in batch]
+    print_table(found)
+
+
+def print_table(found: list[Point]) -> None:
+    print("| costs | placement | under the peak of | points | better | equal | worse | gain |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind, (group, names) in product(COSTS, PLACEMENTS.items()):
+        for name in names:
+            rows = [p for p in found if (p.costs, p.placement, p.name) == (kind, group, name)]
+            better = sum(p.fit < p.named - 1e-9 for p in rows)
+            worse = sum(p.fit > p.named + 1e-9 for p in rows)
+            gain = sum(p.named / p.fit - 1 for p in rows) / len(rows)
+            equal = len(rows) - better - worse
+            cells = [kind, group, name, len(rows), better, equal, worse, f"{gain:.1%}"]
+            print("| " + " | ".join(map(str, cells)) + " |")
+    print("\nHow far fit is above the lower bound (which knows no memory), mean and worst:\n")
+    print("| costs | placement | under the peak of | mean | worst | at the bound |")
+    print("|---|---|---|---|---|---|")
+    for kind, (group, names) in product(COSTS, PLACEMENTS.items()):
+        for name in names:
+            rows = [p for p in found if (p.costs, p.placement, p.name) == (kind, group, name)]
+            gaps = [p.fit / p.bound - 1 for p in rows]
+            met = sum(gap < 1e-9 for gap in gaps)
+            cells = [f"{sum(gaps) / len(gaps):.1%}", f"{max(gaps):.1%}", f"{met} of {len(rows)}"]
+            print("| " + " | ".join([kind, group, name, *cells]) + " |")
+    equal = [p for p in found if abs(p.fit - p.named) < 1e-9 and p.costs != COSTS[0]]
+    short = [p for p in equal if p.fit > p.bound + 1e-9]
+    print(
+        f"\nEqual though costs differ: {len(equal)} points, {len(equal) - len(short)} at the bound."
+    )
+    for p in short:
+        print(f"  {p.costs}: {p.name}, {p.ranks} ranks, {p.chunks} chunks: {p.fit:g} > {p.bound:g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Schedules that nobody designed: random orders that respect the rule, and random damage."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import (
+    Compute,
+    Cost,
+    Deadlock,
+    Op,
+    Program,
+    Schedule,
+    Send,
+    Sends,
+    StageGraph,
+    dumps,
+    loads,
+    lower,
+    play,
+    recompute,
+    simulate,
+    verify,
+)
+from penstock.ir import consumes, follows, produces
+
+QUICK = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, stages: int) -> StageGraph:
+    pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
+    skips = draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []
+    return StageGraph.chain(stages, skips)
+
+
+@st.composite
+def sound_schedules(draw: st.DrawFn) -> tuple[Schedule, StageGraph]:
+    """Any placement, any graph, B or I and W; the actions in a random order that can be done."""
+    stages = draw(st.integers(1, 5))
+    chunks = draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 4))
+    placement = tuple(draw(st.integers(0, ranks - 1)) for _ in range(stages))
+    graph = draw(graphs(stages))
+    left = []
+    for stage in range(stages):
+        for i in range(chunks):
+            ops = draw(st.sampled_from([(Op.F, Op.B), (Op.F, Op.I, Op.W), (Op.F, Op.R, Op.B)]))
+            left += [Compute(op, stage, i) for op in ops]
+    all_of_them, done, sent = set(left), set(), set()
+    lanes: list[list[Compute]] = [[] for _ in range(ranks)]
+    while left:
+        possible = [
+            action
+            for action in left
+            if all(earlier in done for earlier in follows(action) if earlier in all_of_them)
+            and all(message in sent for message in consumes(action, graph))
+        ]
+        action = draw(st.sampled_from(possible))
+        left.remove(action)
+        done.add(action)
+        sent.update(produces(action, graph))
+        lanes[placement[action.stage]].append(action)
+    return Schedule(placement, chunks, tuple(map(tuple, lanes))), graph
+
+
+@QUICK
+@given(sound_schedules())
+def test_any_order_that_can_be_done_is_sound(case: tuple[Schedule, StageGraph]) -> None:
+    schedule, graph = case
+    assert verify(schedule, graph) == ()
+    assert verify(lower(schedule, graph)) == ()
+
+
+@QUICK
+@given(sound_schedules(), st.floats(0, 2))
+def test_messages_are_free_but_for_their_delay(
+    case: tuple[Schedule, StageGraph], send: float
+) -> None:
+    """A program under buffered sends takes the times of its schedule."""
+    schedule, graph = case
+    cost = Cost.even(schedule.placement, send=send)
+    alone = {s.action: (s.start, s.end) for s in play(schedule, graph, cost)}
+    spans = simulate(lower(schedule, graph), cost).spans
+    assert alone == {s.action: (s.start, s.end) for s in spans if isinstance(s.action, Compute)}
+
+
+@QUICK
+@given(sound_schedules())
+def test_play_keeps_the_rule(case: tuple[Schedule, StageGraph]) -> None:
+    """No action starts before what it needs has ended, and a rank does one thing at a time."""
+    schedule, graph = case
+    cost = Cost.even(schedule.placement, send=0.5)
+    ended: dict[Compute, float] = {}
+    arrived = {}
+    free = [0.0] * schedule.ranks
+    last = 0.0
+    for span in play(schedule, graph, cost):
+        action = span.action
+        assert isinstance(action, Compute)
+        assert span.start >= max(last, free[span.rank])
+        assert all(span.start >= ended[e] for e in follows(action) if e in ended)
+        assert all(span.start >= arrived[message] for message in consumes(action, graph))
+        last, free[span.rank], ended[action] = span.start, span.end, span.end
+        for message in produces(action, graph):
+            arrived[message] = span.end + (0.5 if schedule.crosses(message) else 0.0)
+    assert len(ended) == sum(map(len, schedule.lanes))
+
+
+@QUICK
+@given(sound_schedules(), st.data())
+def test_damage_is_found(case: tuple[Schedule, StageGraph], data: st.DataObject) -> None:
+    """Swap two actions of a lane: verify says so exactly if the schedule then gets stuck."""
+    schedule, graph = case
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    lane = list(schedule.lanes[rank])
+    if len(lane) < 2:
+        return
+    a = data.draw(st.integers(0, len(lane) - 1))
+    b = data.draw(st.integers(0, len(lane) - 1))
+    lane[a], lane[b] = lane[b], lane[a]
+    lanes = (*schedule.lanes[:rank], tuple(lane), *schedule.lanes[rank + 1 :])
+    damaged = replace(schedule, lanes=lanes)
+    try:
+        stuck = not list(play(damaged, graph))
+    except Deadlock:
+        stuck = True
+    assert bool(verify(damaged, graph)) == stuck
+
+
+@QUICK
+@given(sound_schedules(), st.data())
+def test_a_lost_message_is_found(case: tuple[Schedule, StageGraph], data: st.DataObject) -> None:
+    program = lower(*case)
+    rank = data.draw(st.integers(0, len(program.lanes) - 1))
+    ends = [k for k, a in enumerate(program.lanes[rank]) if not isinstance(a, Compute)]
+    if not ends:
+        return
+    at = data.draw(st.sampled_from(ends))
+    lost = program.lanes[rank][at]
+    lane = program.lanes[rank][:at] + program.lanes[rank][at + 1 :]
+    broken = replace(program, lanes=(*program.lanes[:rank], lane, *program.lanes[rank + 1 :]))
+    assert f"rank {rank}: {lost} stands here never, not once" in verify(broken)
+
+
+@QUICK
+@given(sound_schedules())
+def test_text_round_trip(case: tuple[Schedule, StageGraph]) -> None:
+    schedule, graph = case
+    program = lower(schedule, graph)
+    assert loads(dumps(schedule)) == schedule
+    assert loads(dumps(program)) == program
+
+
+@QUICK
+@given(sound_schedules())
+def test_messages_are_the_edges_between_ranks(case: tuple[Schedule, StageGraph]) -> None:
+    schedule, graph = case
+    program: Program = lower(schedule, graph)
+    crossing = [e for e in graph.edges if schedule.placement[e[0]] != schedule.placement[e[1]]]
+    sends = sum(isinstance(action, Send) for lane in program.lanes for action in lane)
+    assert sends == 2 * schedule.chunks * len(crossing)
+    assert len(list(play(program, sends=Sends.RENDEZVOUS))) == sum(map(len, program.lanes))
+
+
+@QUICK
+@given(sound_schedules(), st.randoms(use_true_random=False))
+def test_recomputation_never_raises_the_peak(
+    case: tuple[Schedule, StageGraph], draw: random.Random
+) -> None:
+    schedule, graph = case
+    if schedule.recomputed:
+        return
+    again = recompute(schedule, lambda stage, microbatch: draw.random() < 0.5)
+    assert verify(again, graph) == ()
+    before, after = (simulate(lower(s, graph)).peak for s in (schedule, again))
+    assert all(a <= b + 1e-9 for a, b in zip(after, before, strict=True))

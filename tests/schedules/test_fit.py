@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from penstock import ArgumentError, Cost, StageGraph, lower, schedules, simulate, verify
+from penstock.schedules import fit, loop, lower_bound, vee
+from penstock.schedules.polish import polish
+
+GROUPS = {
+    1: ("naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"),
+    2: ("interleaved", "looped-bfs", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"),
+}
+NAMES = [(name, per_rank) for per_rank, names in GROUPS.items() for name in names]
+# The whole grid, chunks from the ranks to four times the ranks, is benchmarks/fit.py.
+GRID = [(p, m) for p in range(2, 9) for m in sorted({p, p + 1, 2 * p + 1, 4 * p})]
+
+
+def spread(placement: tuple[int, ...], seed: int) -> Cost:
+    """Stages that take from half to one and a half of the time."""
+    draw, even = random.Random(seed), Cost.even(placement)
+    scale = [draw.uniform(0.5, 1.5) for _ in placement]
+    columns = ([x * s for x, s in zip(c, scale, strict=True)] for c in (even.F, even.I, even.W))
+    return Cost(*map(tuple, columns), activation=even.activation)
+
+
+@pytest.mark.parametrize(("name", "per_rank"), NAMES)
+def test_at_least_as_good_as_every_named_schedule_under_its_peak(name: str, per_rank: int) -> None:
+    for ranks, chunks in GRID:
+        named = schedules.make(name, ranks, chunks, per_rank)
+        timeline = simulate(lower(named))
+        made = fit(named.placement, chunks, memory=max(timeline.peak), effort=0)
+        found = simulate(lower(made))
+        assert found.makespan <= timeline.makespan + 1e-9, (ranks, chunks)
+        assert max(found.peak) <= max(timeline.peak) + 1e-9, (ranks, chunks)
+
+
+@pytest.mark.parametrize(("name", "per_rank"), NAMES)
+def test_never_worse_and_often_better_where_costs_are_not_even(name: str, per_rank: int) -> None:
+    better = 0
+    for ranks, chunks in ((3, 7), (4, 4), (4, 9), (6, 6), (6, 13)):
+        named = schedules.make(name, ranks, chunks, per_rank)
+        for cost in (Cost.even(named.placement, send=0.1), spread(named.placement, ranks)):
+            timeline = simulate(lower(named), cost)
+            made = fit(named.placement, chunks, cost, max(timeline.peak), effort=50)
+            gain = timeline.makespan - simulate(lower(made), cost).makespan
+            assert gain >= -1e-9, (ranks, chunks, cost.send)
+            better += gain > 1e-9
+    assert better >= (1 if name == "zb-h2" else 3)
+
+
+@pytest.mark.parametrize("placement", [loop(8, 1), loop(8, 2), vee(8)])
+@pytest.mark.parametrize("chunks", [8, 11, 16, 32])
+def test_meets_the_lower_bound_with_the_memory_of_1f1b(
+    placement: tuple[int, ...], chunks: int
+) -> None:
+    found = simulate(lower(fit(placement, chunks)))
+    assert found.makespan == pytest.approx(lower_bound(placement, chunks, found.cost))
+    assert max(found.peak) <= 8
+
+
+def test_a_cap_for_each_rank() -> None:
+    found = simulate(lower(fit(loop(4, 1), 8, memory=[4, 3, 2, 1])))
+    assert all(peak <= cap for peak, cap in zip(found.peak, [4, 3, 2, 1], strict=True))
+    assert found.makespan < simulate(lower(schedules.one_f_one_b(4, 8))).makespan
+
+
+def test_any_placement_will_do() -> None:
+    for placement in ((0, 0, 1), (0, 1, 0, 1, 1), (1, 0), (0, 1, 2, 0), (0,)):
+        for memory in (1, 1.5, 3):
+            schedule = fit(placement, 5, memory=memory)
+            assert verify(schedule, memory=memory) == ()
+
+
+def test_skips_are_waited_for() -> None:
+    graph = StageGraph.chain(4, skips=[(0, 3), (1, 3)])
+    assert verify(fit(vee(2), 6, memory=1.5, graph=graph), graph, memory=1.5) == ()
+
+
+def test_the_same_every_time() -> None:
+    cost = spread(vee(3), seed=5)
+    assert fit(vee(3), 7, cost, 2) == fit(vee(3), 7, cost, 2)
+
+
+def test_polishing_shortens_and_keeps_the_cap() -> None:
+    named = schedules.v_half(6, 12)
+    cost = spread(named.placement, seed=12)
+    graph = StageGraph.chain(named.stages)
+    polished = polish(named, graph, cost, [4] * 6, effort=200)
+    before, after = (simulate(lower(s), cost).makespan for s in (named, polished))
+    assert after < before - 1e-9
+    assert verify(polished, memory=4) == ()
+
+
+def test_too_little_memory_says_what_would_do() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        fit(vee(2), 4, memory=0.75)
+    assert str(refusal.value) == (
+        "no schedule fits this memory, as one micro-batch alone needs more (rank 0: 0.75 < 1, "
+        "rank 1: 0.75 < 1): give each rank at least its share, 1 for all"
+    )
+    with pytest.raises(ArgumentError, match="memory has 3 entries for 2 ranks: one, or one a rank"):
+        fit(vee(2), 4, memory=[1, 1, 1])
+    with pytest.raises(ArgumentError, match="one micro-batch alone needs more"):
+        fit(vee(2), 4, memory=float("nan"))
+
+
+def test_the_lower_bound_is_one() -> None:
+    for ranks, chunks in product((1, 2, 4), (1, 3, 8)):
+        for placement in (loop(ranks, 1), loop(ranks, 2), vee(ranks)):
+            cost = Cost.even(placement, send=0.25)
+            found = simulate(lower(fit(placement, chunks, cost, chunks)), cost)
+            assert found.makespan >= lower_bound(placement, chunks, cost) - 1e-9

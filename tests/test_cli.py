@@ -1,0 +1,521 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+
+import penstock
+from penstock import Cost, StageGraph, cli, schedules, simulate
+from penstock.errors import ArgumentError
+from penstock.ir import Schedule, Send, loads
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[[str], Answer]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`penstock` with these words, in a directory of its own: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def call(words: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["penstock", *words.split()])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return Answer(int(end.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+def drawn(picture: str) -> str:
+    return dedent(picture).strip("\n") + "\n"
+
+
+def refused(answer: Answer) -> str:
+    """The one message of a call that was asked wrongly."""
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("penstock: ")
+    assert "Traceback" not in answer.err
+    return answer.err.removeprefix("penstock: ").removesuffix("\n")
+
+
+# ---- show ---------------------------------------------------------------------------------
+
+
+def test_show_draws_the_schedule(run: Run) -> None:
+    assert run("show 1f1b --ranks 2 --chunks 3") == Answer(
+        0,
+        drawn("""
+            1f1b: 2 ranks, 2 stages, 3 micro-batches, 6 messages, ends under rendezvous
+
+            rank 0  F0 F1 ······B0─── F2 B1─── ···B2───
+            rank 1  ···F0 B0─── F1 B1─── F2 B2─── ······
+            makespan 12, bubble 25.0%, peak 2 (2 1)
+        """),
+        "",
+    )
+
+
+def test_show_folds_what_is_wider_than_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run("show gpipe -p 4 -m 8").out.splitlines()
+    assert max(map(len, lines[2:])) <= 60
+    assert "        t = 0" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "bubble"),
+    [("gpipe", 27.3), ("1f1b", 27.3), ("interleaved", 15.8), ("zb-v", 5.9)],
+)
+def test_json_is_what_the_library_says(run: Run, name: str, bubble: float) -> None:
+    answer = run(f"show {name} --ranks 4 --chunks 8 --json")
+    program = penstock.lower(schedules.make(name, ranks=4, chunks=8))
+    timeline = simulate(program)
+    actions = [action for lane in program.lanes for action in lane]
+    facts = json.loads(answer.out)
+    assert facts == {
+        "schedule": name,
+        "ranks": 4,
+        "chunks": 8,
+        "stages": program.schedule.stages,
+        "makespan": timeline.makespan,
+        "busy": 96.0,
+        "bubble": timeline.bubble,
+        "peak": list(timeline.peak),
+        "messages": sum(isinstance(action, Send) for action in actions),
+        "actions": len(actions),
+        "deadlock_free": True,
+    }
+    assert round(100 * facts["bubble"], 1) == bubble
+    assert (answer.code, answer.err) == (0, "")
+
+
+def test_json_is_one_line(run: Run) -> None:
+    assert run("show 1f1b -p 2 -m 2 --json").out.count("\n") == 1
+
+
+def facts(run: Run, words: str) -> dict[str, Any]:
+    answer = run(f"{words} --json")
+    assert (answer.code, answer.err) == (0, "")
+    found = json.loads(answer.out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_costs_are_used(run: Run) -> None:
+    found = facts(run, "show 1f1b -p 2 -m 2 --cost F=2,I=3,W=4,send=0.5")
+    program = penstock.lower(schedules.one_f_one_b(2, 2))
+    timeline = simulate(program, Cost.even((0, 1), F=2.0, I=3.0, W=4.0, send=0.5))
+    assert found["makespan"] == timeline.makespan
+    assert found["busy"] == 2 * 2 * (2 + 3 + 4)
+
+
+def test_costs_that_are_left_out_stay(run: Run) -> None:
+    assert facts(run, "show 1f1b -p 1 -m 1 --cost W=5")["makespan"] == 1 + 1 + 5
+
+
+def test_checkpoint_recomputes(run: Run) -> None:
+    found = facts(run, "show gpipe -p 2 -m 4 --checkpoint except_last")
+    assert found["peak"] == [1.0, 1.0]
+    assert found["busy"] == 2 * (4 * 3 + 3)
+
+
+def test_checkpoint_is_drawn(run: Run) -> None:
+    assert run("show gpipe -p 1 -m 2 --checkpoint always").out.splitlines()[2] == (
+        "rank 0  F0 F1 R1 B1─── R0 B0───"
+    )
+
+
+def test_skips_are_messages(run: Run) -> None:
+    plain = facts(run, "show 1f1b -p 4 -m 8")["messages"]
+    skips = facts(run, "show 1f1b -p 4 -m 8 --skip 0:3 --skip 1:3")["messages"]
+    assert (plain, skips) == (3 * 8 * 2, 5 * 8 * 2)
+
+
+def test_a_skip_within_a_rank_is_no_message(run: Run) -> None:
+    plain = facts(run, "show zb-v -p 2 -m 2")["messages"]
+    assert facts(run, "show zb-v -p 2 -m 2 --skip 0:3")["messages"] == plain
+
+
+def test_stages_per_rank(run: Run) -> None:
+    assert facts(run, "show interleaved -p 4 -m 8 --stages-per-rank 4")["stages"] == 16
+
+
+def test_memory_that_suffices(run: Run) -> None:
+    assert facts(run, "show 1f1b -p 4 -m 8 --memory 4")["peak"] == [4.0, 3.0, 2.0, 1.0]
+
+
+def test_memory_that_does_not_suffice(run: Run) -> None:
+    assert refused(run("show gpipe -p 2 -m 8 --memory 2")).splitlines() == [
+        "gpipe does not fit in 2 micro-batches a rank:",
+        "  rank 0, step 7: 0F7 makes 8 alive, over 2",
+        "  rank 1, step 7: 1F7 makes 8 alive, over 2",
+        "What fits: naive, 1f1b, interleaved-zb, zb-h1, zb-v, v-half, v-min; or fit --memory M, "
+        "from M = 1 on",
+    ]
+
+
+def test_memory_that_nothing_fits(run: Run) -> None:
+    message = refused(run("show 1f1b -p 2 -m 2 --memory 0.5"))
+    assert message.endswith("What fits: nothing; or fit --memory M, from M = 1 on")
+
+
+def test_what_is_said_to_fit_fits(run: Run) -> None:
+    said = refused(run("show gpipe -p 4 -m 8 --memory 3")).split("What fits: ")[1]
+    names = said.split(";")[0].split(", ")
+    assert names == ["naive", "v-half", "v-min"]
+    for name in names:
+        assert max(facts(run, f"show {name} -p 4 -m 8 --memory 3")["peak"]) <= 3
+
+
+def test_fit_takes_a_memory_cap(run: Run) -> None:
+    found = facts(run, "show fit -p 4 -m 8 --memory 2")
+    assert (found["schedule"], found["stages"]) == ("fit", 4)
+    assert max(found["peak"]) <= 2
+
+
+def test_fit_on_a_v(run: Run) -> None:
+    found = facts(run, "show fit -p 4 -m 8 --placement v --memory 4")
+    assert found["stages"] == 8
+    assert round(100 * found["bubble"], 1) <= 5.9
+
+
+def test_fit_on_a_loop_of_several_stages(run: Run) -> None:
+    assert facts(run, "show fit -p 2 -m 4 --stages-per-rank 3")["stages"] == 6
+
+
+# ---- show: files --------------------------------------------------------------------------
+
+
+def test_save_writes_a_schedule_that_loads(run: Run, tmp_path: Path) -> None:
+    answer = run("show zb-v -p 3 -m 4 --checkpoint except_last --save saved.txt")
+    assert answer.out.splitlines()[-1] == "wrote saved.txt"
+    wanted = penstock.recompute_mode("except_last", 4)
+    saved = loads((tmp_path / "saved.txt").read_text())
+    assert saved == penstock.recompute(schedules.zb_v(3, 4), wanted)
+
+
+def test_save_with_messages_writes_a_program_that_loads(run: Run, tmp_path: Path) -> None:
+    run("show dualpipe-v -p 2 -m 4 --skip 0:2 --save saved.txt --messages")
+    graph = StageGraph.chain(4, skips=[(0, 2)])
+    saved = loads((tmp_path / "saved.txt").read_text())
+    assert saved == penstock.lower(schedules.dualpipe_v(2, 4), graph)
+
+
+@pytest.mark.parametrize("messages", ["", "--messages"])
+def test_what_show_saves_verify_finds_sound(run: Run, messages: str) -> None:
+    run(f"show fit -p 3 -m 4 --placement v --skip 0:4 --save saved.txt {messages}")
+    assert run("verify saved.txt") == Answer(0, "sound: 3 ranks, 6 stages, 4 micro-batches\n", "")
+
+
+def test_svg_and_png_write_pictures(run: Run, tmp_path: Path) -> None:
+    answer = run("show 1f1b -p 2 -m 2 --skip 0:1 --svg a.svg --png b.png")
+    assert answer.out.splitlines()[-2:] == ["wrote a.svg", "wrote b.png"]
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace_writes_the_trace_of_the_timeline(run: Run, tmp_path: Path) -> None:
+    run("show 1f1b -p 2 -m 2 --trace trace.json")
+    timeline = simulate(penstock.lower(schedules.one_f_one_b(2, 2)))
+    assert json.loads((tmp_path / "trace.json").read_text()) == penstock.draw.trace(timeline)
+
+
+def test_json_stays_alone_on_stdout_when_files_are_written(run: Run, tmp_path: Path) -> None:
+    assert facts(run, "show 1f1b -p 2 -m 2 --save saved.txt")["ranks"] == 2
+    assert isinstance(loads((tmp_path / "saved.txt").read_text()), Schedule)
+
+
+# ---- compare ------------------------------------------------------------------------------
+
+
+def compared(run: Run, words: str) -> list[dict[str, Any]]:
+    answer = run(f"compare {words} --json")
+    assert (answer.code, answer.err) == (0, "")
+    rows = json.loads(answer.out)
+    assert isinstance(rows, list)
+    return rows
+
+
+def test_compare_has_every_schedule_that_trains(run: Run) -> None:
+    names = {row["schedule"] for row in compared(run, "-p 2 -m 4")}
+    assert names == (set(schedules.FAMILIES) - {"forward-only"}) | {"fit", "fit, v"}
+
+
+def test_compare_is_best_first_then_least_memory(run: Run) -> None:
+    rows = compared(run, "-p 4 -m 8")
+    keys = [(round(row["makespan"], 9), max(row["peak"])) for row in rows]
+    assert keys == sorted(keys)
+    assert rows[-1]["schedule"] == "naive"
+
+
+def test_compare_says_what_show_says(run: Run) -> None:
+    rows = {row["schedule"]: row for row in compared(run, "-p 3 -m 4 --cost F=1,I=2,W=1,send=0.2")}
+    for name in ("1f1b", "zb-v", "looped-bfs"):
+        shown = facts(run, f"show {name} -p 3 -m 4 --cost F=1,I=2,W=1,send=0.2")
+        assert rows[name] == shown
+
+
+def test_compare_with_memory_keeps_what_fits(run: Run) -> None:
+    rows = compared(run, "-p 4 -m 8 --memory 2")
+    assert {row["schedule"] for row in rows} == {"naive", "v-min", "fit", "fit, v"}
+    assert max(max(row["peak"]) for row in rows) <= 2
+
+
+def test_compare_gives_stages_per_rank_to_those_that_take_it(run: Run) -> None:
+    stages = {row["schedule"]: row["stages"] for row in compared(run, "-p 2 -m 4 -v 3")}
+    assert (stages["interleaved"], stages["fit"]) == (6, 6)
+    assert (stages["1f1b"], stages["zb-v"], stages["fit, v"]) == (2, 4, 4)
+
+
+def test_compare_recomputes(run: Run) -> None:
+    peaks = {r["schedule"]: r["peak"] for r in compared(run, "-p 2 -m 4 --checkpoint always")}
+    assert peaks["gpipe"] == [1.0, 1.0]
+
+
+def test_compare_prints_a_table(run: Run) -> None:
+    lines = [line.strip() for line in run("compare -p 2 -m 3").out.splitlines()]
+    assert lines[0] == "2 ranks, 3 micro-batches, F=1,I=1,W=1,send=0"
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert ["1f1b", "1", "12", "25.0%", "2", "6"] in rows
+    assert ["naive", "1", "18", "50.0%", "1", "6"] in rows
+
+
+# ---- verify -------------------------------------------------------------------------------
+
+
+def test_verify_finds_a_sound_schedule_sound(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("# by hand\n0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    assert run("verify mine.txt") == Answer(0, "sound: 2 ranks, 2 stages, 2 micro-batches\n", "")
+
+
+def test_verify_lists_every_problem_and_exits_with_1(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0\n")
+    assert run("verify mine.txt --memory 1.5") == Answer(
+        1,
+        drawn("""
+            rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
+            rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
+            rank 1, step 1: 1F1 makes 2 alive, over 1.5
+        """),
+        "",
+    )
+
+
+def test_verify_checks_a_program_against_blocking_sends(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text(
+        "edges: 0>1\n"
+        "0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 ?1>0:1 0B1\n"
+        "?0>1:0 1F0 1B0 !1>0:0 ?0>1:1 1F1 1B1 !1>0:1\n"
+    )
+    answer = run("verify mine.txt")
+    assert answer.code == 1
+    assert answer.out.count("when sends block until they are received") == 2
+
+
+def test_verify_takes_skips(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0F0 0B0\n1F0 1B0\n2F0 2B0\n")
+    assert run("verify mine.txt --skip 0:2").code == 0
+    assert refused(run("verify mine.txt --skip 0:3")) == (
+        "skip 0:3: a skip SRC:DST goes from a stage to a later one, and the stages here are 0 to 2"
+    )
+
+
+def test_verify_takes_the_skips_of_a_program_from_its_edges(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("edges:\n0F0\n")
+    assert refused(run("verify mine.txt --skip 0:1")) == (
+        "a program has its own edges: write the skip there, not as --skip"
+    )
+
+
+def test_verify_says_which_lines_are_malformed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0F0 nonsense\n\nmore\n")
+    lines = refused(run("verify mine.txt")).splitlines()
+    assert lines[0] == "this is not a schedule:"
+    assert [line.split(" is no action")[0] for line in lines[1:]] == [
+        "  line 1: 'nonsense'",
+        "  line 3: 'more'",
+    ]
+
+
+def test_verify_of_a_file_that_is_not_there(run: Run) -> None:
+    assert refused(run("verify nowhere.txt")).endswith("No such file or directory: 'nowhere.txt'")
+
+
+def test_verify_of_a_directory(run: Run) -> None:
+    assert refused(run("verify .")).endswith("Is a directory: '.'")
+
+
+def test_verify_of_an_empty_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert "it has no lanes" in refused(run("verify empty.txt"))
+
+
+# ---- demo ---------------------------------------------------------------------------------
+
+
+def test_demo_shows_every_schedule_and_saves_its_picture(run: Run, tmp_path: Path) -> None:
+    answer = run("demo --out pictures --ranks 2 --chunks 2")
+    assert answer.code == 0
+    for name in (*schedules.FAMILIES, "fit"):
+        assert f"\n{name}: " in answer.out
+        assert (tmp_path / "pictures" / f"{name}.svg").exists()
+    assert answer.out.endswith("wrote the pictures to pictures/, with pictures/index.md\n")
+
+
+# ---- what was asked wrongly ---------------------------------------------------------------
+
+SIZES = "must be at least 1"
+COST = "such as F=1,I=1,W=1,send=0; not"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("show 1f1b -p 0 -m 8", f"ranks=0: each of these {SIZES}"),
+        ("show 1f1b -p -2 -m 0", f"ranks=-2, chunks=0: each of these {SIZES}"),
+        ("show fit -p 0 -m 0 -v 0", f"ranks=0, chunks=0, stages_per_rank=0: each of these {SIZES}"),
+        ("show interleaved -p 2 -m 2 -v 0", f"stages_per_rank=0: each of these {SIZES}"),
+        ("compare -p 0 -m 2", f"ranks=0: each of these {SIZES}"),
+        (
+            "show zb-v -p 2 -m 2 -v 3",
+            "zb-v has 2 stages a rank, not 3: use stages_per_rank=2",
+        ),
+        ("show 1f1b -p 2 -m 2 --cost F=x", f"--cost takes numbers, {COST} 'F=x'"),
+        ("show 1f1b -p 2 -m 2 --cost F", f"--cost takes numbers, {COST} 'F'"),
+        ("show 1f1b -p 2 -m 2 --cost F=-1", f"--cost takes numbers from 0 up, {COST} 'F=-1'"),
+        ("show 1f1b -p 2 -m 2 --cost F=nan", f"--cost takes numbers from 0 up, {COST} 'F=nan'"),
+        ("show 1f1b -p 2 -m 2 --cost I=inf", f"--cost takes numbers from 0 up, {COST} 'I=inf'"),
+        ("show 1f1b -p 2 -m 2 --cost B=1", f"--cost takes F, I, W, send, {COST} 'B=1'"),
+        (
+            "show 1f1b -p 2 -m 2 --cost F=0,I=0,W=0",
+            "--cost: at least one of F, I and W must be more than 0",
+        ),
+        (
+            "show 1f1b -p 2 -m 2 --skip x",
+            "--skip takes SRC:DST, two stages, such as 0:3; not 'x'",
+        ),
+        (
+            "show 1f1b -p 2 -m 2 --skip 0:1:2",
+            "--skip takes SRC:DST, two stages, such as 0:3; not '0:1:2'",
+        ),
+        (
+            "show 1f1b -p 2 -m 2 --skip 1:0 --skip 0:5",
+            "skip 1:0, 0:5: a skip SRC:DST goes from a stage to a later one, and the stages here "
+            "are 0 to 1",
+        ),
+        (
+            "show 1f1b -p 2 -m 2 --checkpoint often",
+            "checkpoint is one of always, except_last, never, not 'often'",
+        ),
+        ("show fit -p 2 -m 2 --placement w", "--placement is loop or v, not 'w'"),
+        (
+            "show fit -p 2 -m 2 --placement v -v 3",
+            "a V has 2 stages a rank, not 3: use --stages-per-rank 2",
+        ),
+        ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: a name that ends in .svg is needed here"),
+        ("show 1f1b -p 2 -m 2 --png a", "a: a name that ends in .png is needed here"),
+    ],
+)
+def test_what_was_asked_wrongly_is_told_in_one_message(run: Run, words: str, message: str) -> None:
+    assert refused(run(words)) == message
+
+
+@pytest.mark.parametrize("command", ["show fit", "compare"])
+def test_a_cap_that_cannot_be(run: Run, command: str) -> None:
+    message = refused(run(f"{command} -p 2 -m 2 --memory 0.5"))
+    assert "rank 0: 0.5 < 1, rank 1: 0.5 < 1" in message
+    assert "give each rank at least its share, 1 for all" in message
+
+
+def test_an_unknown_name_is_told_a_close_one_and_all_there_are(run: Run) -> None:
+    names = ", ".join([*schedules.FAMILIES, "fit"])
+    assert refused(run("show 1f2b -p 2 -m 2")) == (
+        f"there is no schedule '1f2b'; did you mean 1f1b? There are: {names}"
+    )
+
+
+def test_an_unknown_name_that_is_close_to_nothing(run: Run) -> None:
+    assert refused(run("show qqq -p 2 -m 2")).startswith("there is no schedule 'qqq'. There are: ")
+
+
+def test_a_file_that_cannot_be_written(run: Run) -> None:
+    assert "No such file or directory" in refused(run("show 1f1b -p 2 -m 2 --save no/such/dir"))
+
+
+@pytest.mark.parametrize("words", ["show", "show 1f1b", "show 1f1b -p two -m 2", "nonsense"])
+def test_what_typer_refuses_exits_with_2_too(run: Run, words: str) -> None:
+    answer = run(words)
+    assert (answer.code, answer.out) == (2, "")
+    assert "Traceback" not in answer.err
+
+
+def test_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    answer = run("show --help")
+    assert answer.code == 0
+    assert ", ".join(schedules.FAMILIES) in " ".join(answer.out.split())
+
+
+# ---- parsing ------------------------------------------------------------------------------
+
+
+def test_costs_are_parsed_over_the_defaults() -> None:
+    assert cli.parse_costs("W=2, send=0.5") == {"F": 1.0, "I": 1.0, "W": 2.0, "send": 0.5}
+
+
+def test_a_skip_is_two_stages() -> None:
+    assert cli.parse_skip("0:13") == (0, 13)
+
+
+@pytest.mark.parametrize("text", ["", "3", ":", "1:", "-1:2", "a:b", "1.0:2"])
+def test_what_is_no_skip(text: str) -> None:
+    with pytest.raises(ArgumentError):
+        cli.parse_skip(text)
+
+
+# ---- the real thing -----------------------------------------------------------------------
+
+
+def real(*words: str) -> subprocess.CompletedProcess[str]:
+    """`penstock`, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli", *words], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_process_answers_on_stdout() -> None:
+    done = real("show", "zb-v", "--ranks", "4", "--chunks", "8", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["deadlock_free"] is True
+
+
+def test_the_process_says_on_stderr_what_was_wrong() -> None:
+    done = real("show", "1f1b", "--ranks", "0", "--chunks", "8")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "penstock: ranks=0: each of these must be at least 1\n"
+
+
+def test_the_process_exits_with_1_for_an_unsound_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0B0 0F0\n")
+    done = real("verify", str(tmp_path / "mine.txt"))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)\n"

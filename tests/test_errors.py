@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock import errors
+from penstock.errors import ArgumentError, FormatError, MissingExtra, PenstockError, Unsound
+from penstock.play import Deadlock
+
+
+@pytest.mark.parametrize(
+    ("error", "also"),
+    [
+        (ArgumentError, ValueError),
+        (FormatError, ValueError),
+        (Unsound, ValueError),
+        (Deadlock, RuntimeError),
+        (MissingExtra, ImportError),
+    ],
+)
+def test_every_error_is_a_penstock_error_and_what_python_calls_it(
+    error: type[Exception], also: type[Exception]
+) -> None:
+    assert issubclass(error, PenstockError)
+    assert issubclass(error, also)
+
+
+def test_every_error_stands_in_the_tree_at_the_top_of_the_file() -> None:
+    raised = [PenstockError, ArgumentError, FormatError, Unsound, Deadlock, MissingExtra]
+    for error in raised:
+        assert error.__name__ in str(errors.__doc__)
+
+
+@pytest.mark.parametrize("error", [FormatError, Unsound])
+def test_a_list_of_problems_stands_under_its_headline(
+    error: type[FormatError] | type[Unsound],
+) -> None:
+    raised = error("two things are wrong:", ["this", "that"])
+    assert str(raised) == "two things are wrong:\n  this\n  that"
+    assert raised.problems == ("this", "that")
+
+
+def test_a_missing_extra_says_what_to_install() -> None:
+    assert str(MissingExtra("matplotlib", "draw", "a picture")) == (
+        "a picture needs matplotlib, which is not installed: pip install 'penstock[draw]'"
+    )
