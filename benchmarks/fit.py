@@ -1,6 +1,7 @@
 """`fit` against every named schedule of its placement, under that schedule's own peak.
 
-    python benchmarks/fit.py            ranks 2-8, chunks from the ranks to four times the ranks
+    python benchmarks/fit.py            ranks 2-8, chunks from the ranks to four times the ranks:
+                                        about half an hour on two cores
     python benchmarks/fit.py --quick    a third of the points
 
 Nothing here is timed: makespans are simulated, so every run prints the same table.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -78,8 +80,12 @@ def main() -> None:
         for kind, ranks in product(COSTS, range(2, 9))
         for chunks in range(ranks, 4 * ranks + 1, stride)
     ]
+    found: list[Point] = []
     with ProcessPoolExecutor() as pool:
-        found = [point for batch in pool.map(measure, jobs, chunksize=2) for point in batch]
+        for done, batch in enumerate(pool.map(measure, jobs), start=1):
+            found += batch
+            print(f"\r{done} of {len(jobs)} sizes", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     print_table(found)
 
 

@@ -13,7 +13,8 @@ import pytest
 import penstock
 from penstock import Cost, StageGraph, cli, schedules, simulate
 from penstock.errors import ArgumentError
-from penstock.ir import Schedule, Send, loads
+from penstock.ir import Schedule, Send
+from penstock.notation import loads
 
 
 class Answer(NamedTuple):
@@ -519,3 +520,13 @@ def test_the_process_exits_with_1_for_an_unsound_file(tmp_path: Path) -> None:
     done = real("verify", str(tmp_path / "mine.txt"))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == "rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)\n"
+
+
+def test_without_its_libraries_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; import penstock.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr == (
+        "the command line needs typer and rich, which is not installed: "
+        "pip install 'penstock[cli]'\n"
+    )

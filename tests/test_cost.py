@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,15 +52,17 @@ def test_a_cost_is_a_value(cost: Cost) -> None:
 
 @pytest.mark.parametrize("short", ["F", "I", "W", "activation"])
 def test_every_column_needs_an_entry_for_every_stage(cost: Cost, short: str) -> None:
+    changed: dict[str, Any] = {short: (1.0,)}
     with pytest.raises(ArgumentError) as error:
-        replace(cost, **{short: (1.0,)})
+        replace(cost, **changed)
     assert str(error.value) == "F, I, W and activation need one entry for every stage"
 
 
 @pytest.mark.parametrize("negative", ["F", "I", "W", "activation"])
 def test_no_column_may_be_negative(cost: Cost, negative: str) -> None:
+    changed: dict[str, Any] = {negative: (1.0, -1.0)}
     with pytest.raises(ArgumentError) as error:
-        replace(cost, **{negative: (1.0, -1.0)})
+        replace(cost, **changed)
     assert str(error.value) == "a cost cannot be negative"
 
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from textwrap import dedent
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from penstock.errors import ArgumentError, FormatError
+from penstock.errors import ArgumentError
 from penstock.ir import (
     Action,
     Compute,
@@ -19,12 +16,11 @@ from penstock.ir import (
     Send,
     StageGraph,
     consumes,
-    dumps,
     follows,
     lifetimes,
-    loads,
     produces,
 )
+from penstock.notation import loads
 
 CHAIN = StageGraph.chain(4)
 SKIP = StageGraph.chain(4, skips=[(0, 2), (1, 3)])
@@ -253,214 +249,3 @@ def test_a_placement_on_ranks_without_lanes_is_refused() -> None:
     assert str(error.value) == (
         "the placement names rank -1, 2, but there are 2 lanes, for ranks 0 to 1"
     )
-
-
-# ---- the text form ------------------------------------------------------------------------
-
-SCHEDULE = """\
-placement: 0 1
-chunks: 2
-0F0 0F1 0B0 0B1
-1F0 1B0 1F1 1B1
-"""
-
-OVERLAPS = """\
-placement: 0
-chunks: 3
-overlaps: 0F1+0B0 0F2+0B1
-0F0 0F1 0B0 0F2 0B1 0B2
-"""
-
-PROGRAM = """\
-placement: 0 1
-chunks: 1
-edges: 0>1
-0F0 !0>1:0 ?1>0:0 0I0 0W0
-?0>1:0 1F0 1R0 1B0 !1>0:0
-"""
-
-IDLE_RANKS = """\
-placement: 1
-chunks: 1
--
-0F0
--
-"""
-
-NOTHING = """\
-placement:\x20
-chunks: 4
-edges:\x20
--
-"""
-
-
-@pytest.mark.parametrize("text", [SCHEDULE, OVERLAPS, PROGRAM, IDLE_RANKS, NOTHING])
-def test_the_text_form_comes_back_to_the_character(text: str) -> None:
-    assert dumps(loads(text)) == text
-
-
-@pytest.mark.parametrize("text", [SCHEDULE, PROGRAM])
-def test_str_is_the_text_form(text: str) -> None:
-    assert str(loads(text)) == text
-
-
-def test_a_schedule_reads_as_a_value() -> None:
-    assert loads("placement: 0 \n chunks: 2 \n overlaps: 0F1+0B0 \n 0F0 0F1 0B0") == Schedule(
-        placement=(0,),
-        chunks=2,
-        lanes=((action("0F0"), action("0F1"), action("0B0")),),
-        overlaps=frozenset({(action("0F1"), action("0B0"))}),
-    )
-
-
-def test_edges_make_it_a_program() -> None:
-    there = Message(0, 1, 0)
-    assert loads("edges: 0>1 \n 0F0 !0>1:0 \n ?0>1:0 1F0") == Program(
-        schedule("0F0 \n 1F0"),
-        StageGraph(((0, 1),)),
-        ((action("0F0"), Send(there)), (Recv(there), action("1F0"))),
-    )
-
-
-def test_a_file_written_by_hand() -> None:
-    text = """
-        # 1F1B on two ranks
-
-        0F0 0F1  0B0 0B1   # the first rank
-        \t1F0 1B0 1F1 1B1
-    """
-    assert dumps(loads(text)) == SCHEDULE
-
-
-def test_the_header_may_stand_anywhere() -> None:
-    assert loads("0F0 0B0 \n chunks: 7").chunks == 7  # type: ignore[union-attr]
-
-
-def test_a_missing_placement_is_where_the_actions_stand() -> None:
-    assert schedule("1F0 2F0 \n - \n 3F0 0F0").placement == (2, 0, 0, 2)
-
-
-def test_missing_chunks_are_as_many_as_are_in_use() -> None:
-    assert schedule("0F0 0F4").chunks == 5
-    assert schedule("-").chunks == 1
-
-
-computes = st.builds(Compute, st.sampled_from(Op), st.integers(0, 12), st.integers(0, 120))
-messages = st.builds(Message, st.integers(0, 12), st.integers(0, 12), st.integers(0, 120))
-actions = computes | st.builds(Send, messages) | st.builds(Recv, messages)
-edges = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda e: (e[0], e[0] + e[1]))
-
-
-@st.composite
-def works(draw: st.DrawFn) -> Schedule | Program:
-    """Any schedule or program, sound or not."""
-    ranks = draw(st.integers(1, 4))
-    lowered = draw(st.booleans())
-    words: st.SearchStrategy[Action] = actions if lowered else computes
-    lanes = [tuple(draw(st.lists(words, max_size=6))) for _ in range(ranks)]
-    made = Schedule(
-        placement=tuple(draw(st.lists(st.integers(0, ranks - 1), max_size=6))),
-        chunks=draw(st.integers(0, 200)),
-        lanes=tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes),
-        overlaps=draw(st.frozensets(st.tuples(computes, computes), max_size=3)),
-    )
-    if not lowered:
-        return made
-    return Program(made, StageGraph(tuple(draw(st.lists(edges, max_size=5)))), tuple(lanes))
-
-
-@given(works())
-def test_loads_gives_back_whatever_was_dumped(work: Schedule | Program) -> None:
-    assert loads(dumps(work)) == work
-    assert hash(loads(dumps(work))) == hash(work)
-
-
-# ---- text that is no schedule -------------------------------------------------------------
-
-LOOKS = (
-    "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), !0>1:3 (send from "
-    "stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
-)
-
-
-def complaint(text: str) -> str:
-    with pytest.raises(FormatError) as error:
-        loads(text)
-    return str(error.value)
-
-
-def test_every_bad_word_is_reported_with_its_line() -> None:
-    text = """\
-        0F0 0X1 0B0
-        # a comment
-        0F
-
-        -1F0 0F0 fine"""
-    assert complaint(dedent(text)) == "\n".join(
-        [
-            "this is not a schedule:",
-            f"  line 1: '0X1' is no action; {LOOKS}",
-            f"  line 3: '0F' is no action; {LOOKS}",
-            f"  line 5: '-1F0' is no action; {LOOKS}",
-            f"  line 5: 'fine' is no action; {LOOKS}",
-        ]
-    )
-
-
-def test_problems_are_also_a_list() -> None:
-    with pytest.raises(FormatError) as error:
-        loads("one \n two")
-    assert [problem.split(" is ")[0] for problem in error.value.problems] == [
-        "line 1: 'one'",
-        "line 2: 'two'",
-    ]
-
-
-@pytest.mark.parametrize("word", ["0>1:0", "!0>1", "!0<1:0", "0f0", "0F0,", "0F0F0", "F0", "--"])
-def test_what_only_looks_like_an_action_is_none(word: str) -> None:
-    assert f"line 2: '{word}' is no action" in complaint(f"0F0 \n {word}")
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "placement: 0 \n chunks: 1"])
-def test_no_lanes(text: str) -> None:
-    assert complaint(text) == (
-        "this is not a schedule:\n"
-        "  it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'"
-    )
-
-
-def test_messages_without_edges() -> None:
-    assert complaint("0F0 !0>1:0 \n ?0>1:0 1F0") == (
-        "this is not a schedule:\n"
-        "  it sends or receives, so it is a program: add a line such as 'edges: 0>1 1>2'"
-    )
-
-
-def test_a_stage_that_no_rank_runs() -> None:
-    assert complaint("0F0 4F0 \n 2F0") == (
-        "the header does not read:\n"
-        "  no rank runs stage 1, 3, so its rank is unknown: add its actions, or a line "
-        "'placement: ...'"
-    )
-
-
-@pytest.mark.parametrize("word", ["x", "!0>1:0"])
-def test_overlaps_of_what_is_no_compute(word: str) -> None:
-    assert complaint(f"overlaps: 0F0+{word} \n 0F0") == (
-        f"the header does not read:\n  '{word}' is no compute action, which look like 2F0"
-    )
-
-
-@pytest.mark.parametrize("word", ["0-1", "0>", "0>1:0"])
-def test_edges_that_are_none(word: str) -> None:
-    assert complaint(f"edges: 0>1 {word} \n 0F0") == (
-        f"the header does not read:\n  '{word}' is no edge, which look like 0>1"
-    )
-
-
-@pytest.mark.parametrize(
-    "line", ["placement: one", "chunks: many", "chunks:", "chunks: 1 2", "overlaps: 0F0"]
-)
-def test_a_header_that_does_not_read(line: str) -> None:
-    assert complaint(f"{line} \n 0F0").startswith("the header does not read:\n  ")

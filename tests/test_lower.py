@@ -7,8 +7,9 @@ import pytest
 
 from penstock import draw, schedules
 from penstock.errors import ArgumentError
-from penstock.ir import Compute, Op, Recv, Schedule, Send, StageGraph, loads
+from penstock.ir import Compute, Op, Program, Recv, Schedule, Send, StageGraph
 from penstock.lower import CHECKPOINT_MODES, lower, recompute, recompute_mode
+from penstock.notation import dumps, loads
 from penstock.play import Deadlock, Sends, play
 from penstock.timeline import simulate
 
@@ -19,9 +20,9 @@ def schedule(text: str) -> Schedule:
     return found
 
 
-def text(value: object) -> str:
+def text(value: Schedule | Program) -> str:
     """Its lanes."""
-    return "\n".join(line for line in str(value).splitlines() if ": " not in line)
+    return "\n".join(line for line in dumps(value).splitlines() if ": " not in line)
 
 
 def drawn(picture: str) -> str:
@@ -33,17 +34,16 @@ def drawn(picture: str) -> str:
 
 def test_both_ends_of_a_message_are_written_when_it_is_made() -> None:
     # Rank 1 receives micro-batch 1 before its backward, as it is made before that starts.
-    assert (
-        str(lower(schedules.one_f_one_b(ranks=2, chunks=2)))
-        == drawn("""
-        placement: 0 1
-        chunks: 2
-        edges: 0>1
+    assert text(lower(schedules.one_f_one_b(ranks=2, chunks=2))) == drawn("""
         0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 ?1>0:1 0B1
         ?0>1:0 1F0 ?0>1:1 1B0 !1>0:0 1F1 1B1 !1>0:1
     """)
-        + "\n"
-    )
+
+
+def test_a_rank_goes_on_computing_until_a_message_is_made() -> None:
+    # 1B0 runs from 2 to 4. Rank 0 starts 0F3 at 3, before it asks for the gradient.
+    eager = schedule("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
+    assert text(lower(eager)).startswith("0F0 !0>1:0 0F1 !0>1:1 0F2 !0>1:2 0F3 ?1>0:0 !0>1:3 0B0 ")
 
 
 def test_a_skip_is_sent_directly() -> None:
@@ -162,6 +162,11 @@ def test_a_recompute_goes_before_a_pair_that_may_overlap() -> None:
 def test_a_recompute_goes_before_a_pair_that_starts_with_the_backward() -> None:
     pairs = schedule("overlaps: 0B0+0F1 \n 0F0 0B0 0F1 0B1")
     assert text(recompute(pairs, lambda s, m: True)) == "0F0 0R0 0B0 0F1 0R1 0B1"
+
+
+def test_a_pair_that_is_not_together_is_no_pair() -> None:
+    apart = schedule("overlaps: 0F0+0B0 \n 0F0 0F1 0B0 0B1")
+    assert text(recompute(apart, lambda s, m: m == 0)) == "0F0 0F1 0R0 0B0 0B1"
 
 
 def test_pairs_stay_neighbours() -> None:

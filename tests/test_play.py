@@ -16,10 +16,10 @@ from penstock.ir import (
     Send,
     StageGraph,
     consumes,
-    loads,
     produces,
 )
 from penstock.lower import lower
+from penstock.notation import loads
 from penstock.play import Deadlock, Sends, Span, Wait, play
 
 
@@ -197,7 +197,7 @@ def test_the_waits_of_a_deadlock_are_values() -> None:
 
 def test_ranks_that_ended_do_not_wait() -> None:
     assert stuck(play(loads("0F0 \n 1F0 1F1"))) == (
-        "deadlock:\n  rank 1, step 1: 1F1 waits for 0F1 which no rank does"
+        "deadlock:\n  rank 1, step 1: 1F1 waits for 0F1, which no rank does"
     )
 
 
@@ -275,7 +275,7 @@ def test_a_compute_waits_for_its_receive() -> None:
 
 def test_a_receive_that_is_missing() -> None:
     assert stuck(play(loads("edges: 0>1 \n 0F0 !0>1:0 \n 1F0"))) == (
-        "deadlock:\n  rank 1, step 0: 1F0 waits for ?0>1:0 which no rank does"
+        "deadlock:\n  rank 1, step 0: 1F0 waits for ?0>1:0, which no rank does"
     )
 
 
@@ -284,7 +284,7 @@ def test_a_send_that_is_missing() -> None:
     assert stuck(play(program, sends=Sends.RENDEZVOUS)) == (
         "deadlock:\n"
         "  rank 0, step 2: !0>1:1 waits for ?0>1:1 (rank 1, step 2)\n"
-        "  rank 1, step 0: ?0>1:0 waits for !0>1:0 which no rank does"
+        "  rank 1, step 0: ?0>1:0 waits for !0>1:0, which no rank does"
     )
 
 

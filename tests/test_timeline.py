@@ -6,8 +6,9 @@ import pytest
 
 from penstock import schedules
 from penstock.cost import Cost
-from penstock.ir import Compute, Op, Program, Schedule, StageGraph, loads
+from penstock.ir import Compute, Op, Program, Schedule, StageGraph
 from penstock.lower import lower
+from penstock.notation import loads
 from penstock.play import Deadlock, Span
 from penstock.timeline import Timeline, alive, simulate
 

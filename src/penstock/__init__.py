@@ -23,10 +23,9 @@ from penstock.ir import (
     Schedule,
     Send,
     StageGraph,
-    dumps,
-    loads,
 )
 from penstock.lower import lower, recompute, recompute_mode
+from penstock.notation import dumps, loads
 from penstock.play import Deadlock, Sends, Span, Wait, play
 from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound, verify

@@ -6,6 +6,7 @@ Answers go to stdout. What was asked wrongly is told in one message on stderr, w
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Annotated, Any
 from penstock import draw, schedules
 from penstock.cost import Cost
 from penstock.errors import ArgumentError, MissingExtra, PenstockError
-from penstock.ir import Program, Schedule, Send, StageGraph, dumps, loads
+from penstock.ir import Program, Schedule, Send, StageGraph
 from penstock.lower import CHECKPOINT_MODES, lower, recompute, recompute_mode
+from penstock.notation import dumps, loads
 from penstock.timeline import Timeline, simulate
 from penstock.verify import ends, fits, verify
 
@@ -58,6 +60,8 @@ def main() -> None:
     """The entry point."""
     try:
         app()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (PenstockError, OSError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         sys.exit(2)
@@ -200,11 +204,13 @@ def compare(
     costs = parse_costs(cost)
     wanted = recompute_mode(checkpoint, chunks)
     rows = []
-    for name, schedule in _candidates(ranks, chunks, stages_per_rank, costs, memory):
-        program = lower(recompute(schedule, wanted))
-        timeline = simulate(program, Cost.even(schedule.placement, **costs))
-        if memory is None or not list(fits(program.schedule, memory, timeline.cost)):
-            rows.append((name, timeline))
+    with Console(stderr=True).status("making schedules") as status:
+        for name, schedule in _candidates(ranks, chunks, stages_per_rank, costs, memory):
+            status.update(f"playing {name}")
+            program = lower(recompute(schedule, wanted))
+            timeline = simulate(program, Cost.even(schedule.placement, **costs))
+            if memory is None or not list(fits(program.schedule, memory, timeline.cost)):
+                rows.append((name, timeline))
     rows.sort(key=lambda row: (round(row[1].makespan, 9), max(row[1].peak)))
     if as_json:
         print(json.dumps([summary(name, timeline) for name, timeline in rows]))

@@ -2,19 +2,18 @@
 
 A `Schedule` says which rank computes what, in which order. A `Program` is a schedule with its
 messages written in. What an action needs and gives is said once, under "the one rule" below:
-verifying, lowering, playing, drawing and running all ask it. The last part is the text form.
+verifying, lowering, playing, drawing and running all ask it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.errors import ArgumentError, FormatError
+from penstock.errors import ArgumentError
 
 # ---- actions ------------------------------------------------------------------------------
 
@@ -230,9 +229,6 @@ class Schedule:
             (a.stage, a.microbatch) for lane in self.lanes for a in lane if a.op is Op.R
         )
 
-    def __str__(self) -> str:
-        return dumps(self)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -241,127 +237,3 @@ class Program:
     schedule: Schedule
     graph: StageGraph
     lanes: tuple[tuple[Action, ...], ...]
-
-    def __str__(self) -> str:
-        return dumps(self)
-
-
-# ---- the text form ------------------------------------------------------------------------
-#
-#     # comments and empty lines are skipped
-#     placement: 0 1        each stage's rank      (left out: where its actions stand)
-#     chunks: 2                                    (left out: as many as are in use)
-#     overlaps: 0F1+1B0     pairs, if there are any
-#     edges: 0>1            makes it a program
-#     0F0 0F1 0B0 0B1       then one line a rank; "-" for a rank that does nothing
-#     1F0 1B0 1F1 1B1
-
-_COMPUTE = re.compile(r"(\d+)([FBIWR])(\d+)")
-_MESSAGE = re.compile(r"([!?])(\d+)>(\d+):(\d+)")
-_EDGE = re.compile(r"(\d+)>(\d+)")
-_HEAD = re.compile(r"(placement|chunks|overlaps|edges):(.*)")
-
-
-def dumps(work: Schedule | Program) -> str:
-    """The text form; `loads` gives the same value back."""
-    schedule = work if isinstance(work, Schedule) else work.schedule
-    lines = ["placement: " + " ".join(map(str, schedule.placement)), f"chunks: {schedule.chunks}"]
-    if schedule.overlaps:
-        pairs = sorted(schedule.overlaps)
-        lines.append("overlaps: " + " ".join(f"{first}+{second}" for first, second in pairs))
-    if isinstance(work, Program):
-        lines.append("edges: " + " ".join(f"{src}>{dst}" for src, dst in work.graph.edges))
-    lines += [" ".join(map(str, lane)) or "-" for lane in work.lanes]
-    return "\n".join(lines) + "\n"
-
-
-def loads(text: str) -> Schedule | Program:
-    """Read the text form, also one written by hand; a `FormatError` lists every bad line.
-
-    >>> loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").placement
-    (0, 1)
-    """
-    problems: list[str] = []
-    head: dict[str, list[str]] = {}
-    lanes: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.partition("#")[0].strip()
-        if header := _HEAD.fullmatch(line):
-            head[header[1]] = header[2].split()
-        elif line:
-            words = [] if line == "-" else line.split()
-            actions = [_parse_action(word) for word in words]
-            lanes.append(tuple(a for a in actions if not isinstance(a, str)))
-            problems += [f"line {number}: {a}" for a in actions if isinstance(a, str)]
-    if not lanes and not problems:
-        problems = ["it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'"]
-    if problems:
-        raise FormatError("this is not a schedule:", problems)
-    return _assemble(head, tuple(lanes))
-
-
-def _parse_action(word: str) -> Action | str:
-    """The action, or what is wrong with the word."""
-    if compute := _COMPUTE.fullmatch(word):
-        return Compute(Op(compute[2]), int(compute[1]), int(compute[3]))
-    if found := _MESSAGE.fullmatch(word):
-        message = Message(int(found[2]), int(found[3]), int(found[4]))
-        return Send(message) if found[1] == "!" else Recv(message)
-    return (
-        f"'{word}' is no action; actions look like 2F0 (stage 2, forward, micro-batch 0; also "
-        "B, I, W, R), !0>1:3 (send from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
-    )
-
-
-def _assemble(
-    head: dict[str, list[str]], lanes: tuple[tuple[Action, ...], ...]
-) -> Schedule | Program:
-    computes = tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes)
-    try:
-        if "placement" in head:
-            placement = tuple(map(int, head["placement"]))
-        else:
-            placement = _placement(computes)
-        if "chunks" in head:
-            (chunks,) = map(int, head["chunks"])
-        else:
-            chunks = 1 + max((a.microbatch for lane in computes for a in lane), default=0)
-        pairs = [word.split("+") for word in head.get("overlaps", [])]
-        overlaps = frozenset((_compute(first), _compute(second)) for first, second in pairs)
-        edges = tuple(_edge(word) for word in head["edges"]) if "edges" in head else None
-    except ValueError as error:
-        raise FormatError("the header does not read:", [str(error)]) from None
-    schedule = Schedule(placement, chunks, computes, overlaps)
-    if edges is not None:
-        return Program(schedule, StageGraph(edges), lanes)
-    if computes != lanes:
-        raise FormatError(
-            "this is not a schedule:",
-            ["it sends or receives, so it is a program: add a line such as 'edges: 0>1 1>2'"],
-        )
-    return schedule
-
-
-def _placement(lanes: tuple[tuple[Compute, ...], ...]) -> tuple[int, ...]:
-    owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
-    missing = sorted(set(range(max(owners, default=-1) + 1)) - set(owners))
-    if missing:
-        raise ValueError(
-            f"no rank runs stage {', '.join(map(str, missing))}, so its rank is unknown: "
-            "add its actions, or a line 'placement: ...'"
-        )
-    return tuple(owners[stage] for stage in range(len(owners)))
-
-
-def _compute(word: str) -> Compute:
-    action = _parse_action(word)
-    if not isinstance(action, Compute):
-        raise ValueError(f"'{word}' is no compute action, which look like 2F0")
-    return action
-
-
-def _edge(word: str) -> tuple[int, int]:
-    edge = _EDGE.fullmatch(word)
-    if not edge:
-        raise ValueError(f"'{word}' is no edge, which look like 0>1")
-    return int(edge[1]), int(edge[2])

@@ -8,9 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
 
 from penstock.errors import ArgumentError
-from penstock.ir import Action, Compute, Op, Program, Recv, Schedule, Send, StageGraph, produces
+from penstock.ir import (
+    Action,
+    Compute,
+    Message,
+    Op,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    StageGraph,
+    produces,
+)
 from penstock.play import play
 
 # Is this (stage, micro-batch) to be recomputed?
@@ -55,15 +68,21 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
     it. That is why the program ends even if a send blocks until it is received.
     """
     graph = graph or StageGraph.chain(schedule.stages)
-    events: list[tuple[float, int, list[tuple[int, Action]]]] = []
+    lanes: list[list[Action]] = [[] for _ in schedule.lanes]
+    made: list[tuple[float, int, Message]] = []  # a heap: when, in which order, what
+    order = count()
+
+    def write_messages(until: float) -> None:
+        while made and made[0][0] <= until:
+            message = heappop(made)[2]
+            lanes[schedule.placement[message.src]].append(Send(message))
+            lanes[schedule.placement[message.dst]].append(Recv(message))
+
     for span in play(schedule, graph):
         assert isinstance(span.action, Compute)
-        events.append((span.start, 1, [(span.rank, span.action)]))
+        write_messages(until=span.start)
+        lanes[span.rank].append(span.action)
         for message in filter(schedule.crosses, produces(span.action, graph)):
-            receiver = schedule.placement[message.dst]
-            events.append((span.end, 0, [(span.rank, Send(message)), (receiver, Recv(message))]))
-    lanes: list[list[Action]] = [[] for _ in schedule.lanes]
-    for _, _, moment in sorted(events, key=lambda event: event[:2]):
-        for rank, action in moment:
-            lanes[rank].append(action)
+            heappush(made, (span.end, next(order), message))
+    write_messages(until=float("inf"))
     return Program(schedule, graph, tuple(map(tuple, lanes)))

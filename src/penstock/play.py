@@ -60,8 +60,8 @@ class Wait:
 
     def __str__(self) -> str:
         where = " and ".join(f"rank {rank}, step {step}" for rank, step in self.places)
-        tail = f"({where})" if where else "which no rank does"
-        return f"rank {self.rank}, step {self.step}: {self.action} waits for {self.needs} {tail}"
+        tail = f" ({where})" if where else ", which no rank does"
+        return f"rank {self.rank}, step {self.step}: {self.action} waits for {self.needs}{tail}"
 
 
 class Deadlock(PenstockError, RuntimeError):
@@ -177,7 +177,7 @@ def play(
     A schedule is played over `graph` (a chain, if none is given) and what it makes arrives by
     itself; a program is played over its own graph, and messages go through sends and receives.
 
-    >>> from penstock.ir import loads
+    >>> from penstock.notation import loads
     >>> for span in play(loads("0F0 0B0 \\n 1F0 1B0")):
     ...     print(span.start, span.action)
     0.0 0F0

@@ -28,7 +28,7 @@ def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, floa
     size = 0.0
     for step, at_end, change in sorted(changes):
         size += change
-        yield step, not at_end, size
+        yield step, not at_end, round(size, 12)  # sums of fractions gather dust
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Timeline:
     def bubble(self) -> float:
         """The idle share of all ranks' time, fill and drain included."""
         whole = self.ranks * self.makespan
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """How much is alive from each moment on: (time, size), in order of time."""

@@ -28,22 +28,23 @@ def verify(
     A schedule is lowered for `graph` (a chain, if none is given). `memory` caps what is alive on
     a rank, in the units of `cost.activation`: by default, micro-batches of a rank's whole share.
 
-    >>> from penstock.ir import loads
+    >>> from penstock.notation import loads
     >>> for problem in verify(loads("0F0 0B0 0F1 0B1 \\n 1F0 1F1 1B1 1B0")):
     ...     print(problem)
     rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
     rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
     """
     schedule = work if isinstance(work, Schedule) else work.schedule
-    problems = [*placed(schedule), *whole(schedule), *paired(schedule)]
-    if isinstance(work, Program):
-        graph = work.graph
-        problems += [*same_computes(work), *matched(work)]
+    graph = work.graph if isinstance(work, Program) else graph
     graph = graph or StageGraph.chain(schedule.stages)
-    problems += connected(schedule, graph)
-    if not problems:
-        problems += ends(work, graph)
-    if memory is not None and not list(placed(schedule)):
+    strays = [*placed(schedule), *connected(schedule, graph)]
+    problems = [*strays, *whole(schedule), *paired(schedule)]
+    if strays:  # the other claims make no sense of what is not there
+        return tuple(problems)
+    if isinstance(work, Program):
+        problems += [*same_computes(work), *matched(work)]
+    problems += ends(work, graph)
+    if memory is not None:
         problems += fits(schedule, memory, cost or Cost.even(schedule.placement))
     return tuple(problems)
 

@@ -31,7 +31,7 @@ def test_at_least_as_good_as_every_named_schedule_under_its_peak(name: str, per_
     for ranks, chunks in GRID:
         named = schedules.make(name, ranks, chunks, per_rank)
         timeline = simulate(lower(named))
-        made = fit(named.placement, chunks, memory=max(timeline.peak), effort=0)
+        made = fit(named.placement, chunks, memory=max(timeline.peak))
         found = simulate(lower(made))
         assert found.makespan <= timeline.makespan + 1e-9, (ranks, chunks)
         assert max(found.peak) <= max(timeline.peak) + 1e-9, (ranks, chunks)
@@ -44,7 +44,7 @@ def test_never_worse_and_often_better_where_costs_are_not_even(name: str, per_ra
         named = schedules.make(name, ranks, chunks, per_rank)
         for cost in (Cost.even(named.placement, send=0.1), spread(named.placement, ranks)):
             timeline = simulate(lower(named), cost)
-            made = fit(named.placement, chunks, cost, max(timeline.peak), effort=50)
+            made = fit(named.placement, chunks, cost, max(timeline.peak))
             gain = timeline.makespan - simulate(lower(made), cost).makespan
             assert gain >= -1e-9, (ranks, chunks, cost.send)
             better += gain > 1e-9
@@ -88,7 +88,7 @@ def test_polishing_shortens_and_keeps_the_cap() -> None:
     named = schedules.v_half(6, 12)
     cost = spread(named.placement, seed=12)
     graph = StageGraph.chain(named.stages)
-    polished = polish(named, graph, cost, [4] * 6, effort=200)
+    polished = polish(named, graph, cost, [4] * 6, swaps=200)
     before, after = (simulate(lower(s), cost).makespan for s in (named, polished))
     assert after < before - 1e-9
     assert verify(polished, memory=4) == ()

@@ -51,7 +51,8 @@ def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
     A box holds op and micro-batch, and the stage too where a rank owns several. What is too wide
     is folded into bands, each under the time at which it starts.
 
-    >>> from penstock.ir import Schedule, loads
+    >>> from penstock.ir import Schedule
+    >>> from penstock.notation import loads
     >>> from penstock.lower import lower
     >>> from penstock.timeline import simulate
     >>> schedule = loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1")

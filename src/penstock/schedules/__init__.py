@@ -169,9 +169,8 @@ FAMILIES = {
 def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None) -> Schedule:
     """The named schedule of these sizes.
 
-    >>> print(make("1f1b", ranks=2, chunks=2), end="")
-    placement: 0 1
-    chunks: 2
+    >>> for lane in make("1f1b", ranks=2, chunks=2).lanes:
+    ...     print(*lane)
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
     """

@@ -32,13 +32,13 @@ def fit(
     cost: Cost | None = None,
     memory: float | Sequence[float] | None = None,
     graph: StageGraph | None = None,
-    effort: int = 200,
+    effort: int = 400_000,
 ) -> Schedule:
     """The quickest schedule found for `placement` under `memory`.
 
     `memory` caps the live activations of every rank, or of each rank; by default it is 1F1B's,
-    as many micro-batches as there are ranks. `effort` is how many small repairs to try at the
-    end, unless the lower bound is met before.
+    as many micro-batches as there are ranks. `effort` bounds the work: how many actions may be
+    placed in all attempts together. It takes seconds at most, and ends early at the lower bound.
 
     >>> from penstock import lower, simulate
     >>> schedule = fit(placement=(0, 1, 1, 0), chunks=4, memory=1.5)
@@ -51,6 +51,7 @@ def fit(
     caps = _caps(placement, cost, memory)
     goal = lower_bound(placement, chunks, cost)
     best, schedule = float("inf"), None
+    size = 3 * len(placement) * chunks
     for way in _ways(placement, chunks, cost):
         bench = Bench(placement, chunks, way.cost, caps, graph, way.pace)
         run(bench, way.choose, way.patience)
@@ -61,8 +62,11 @@ def fit(
                 return found
             if end < best:
                 best, schedule = end, found
+        effort -= size
+        if effort <= 0 and schedule is not None:
+            return schedule
     assert schedule is not None, "some way that looks out for memory always ends"
-    return polish(schedule, graph, cost, caps, effort)
+    return polish(schedule, graph, cost, caps, swaps=min(200, effort // size))
 
 
 def lower_bound(placement: Placement, chunks: int, cost: Cost) -> float:

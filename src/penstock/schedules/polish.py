@@ -18,9 +18,9 @@ _HAIR = 1e-9
 
 
 def polish(
-    schedule: Schedule, graph: StageGraph, cost: Cost, caps: Sequence[float], effort: int
+    schedule: Schedule, graph: StageGraph, cost: Cost, caps: Sequence[float], swaps: int
 ) -> Schedule:
-    """Try up to `effort` swaps, and keep those that do not slow the schedule down.
+    """Try up to `swaps` swaps, and keep those that do not slow the schedule down.
 
     Of swaps that change nothing some are kept too, to get past a plateau. The draws are always
     the same, and so is the result.
@@ -29,15 +29,15 @@ def polish(
     spans = _played(schedule, graph, cost)
     assert spans, "only a schedule that ends can be polished"
     improving = True
-    while improving and effort > 0:
+    while improving and swaps > 0:
         improving = False
-        swaps = sorted(set(_swaps(schedule, graph, cost, spans)))
-        draw.shuffle(swaps)
-        for rank, step in swaps[:effort]:
+        places = sorted(set(_critical(schedule, graph, cost, spans)))
+        draw.shuffle(places)
+        for rank, step in places[:swaps]:
             candidate = _swap(schedule, rank, step)
             if not _is_legal(candidate.lanes[rank], step, cost, caps[rank]):
                 continue
-            effort -= 1
+            swaps -= 1
             found = _played(candidate, graph, cost)
             gain = _end(spans) - _end(found) if found else -1.0
             if gain > _HAIR or (gain > -_HAIR and draw.random() < 0.2):
@@ -81,7 +81,7 @@ def _is_legal(lane: Sequence[Compute], step: int, cost: Cost, cap: float) -> boo
     return True
 
 
-def _swaps(
+def _critical(
     schedule: Schedule, graph: StageGraph, cost: Cost, spans: Sequence[Span]
 ) -> Iterator[tuple[int, int]]:
     """Each action of the critical path with its neighbours: (rank, step of the first of two)."""
