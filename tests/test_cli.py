@@ -193,10 +193,10 @@ def test_fit_takes_a_memory_cap(run: Run) -> None:
     assert max(found["peak"]) <= 2
 
 
-def test_fit_on_a_v(run: Run) -> None:
-    found = facts(run, "show fit -p 4 -m 8 --placement v --memory 4")
-    assert found["stages"] == 8
+def test_fit_on_a_v(run: Run, tmp_path: Path) -> None:
+    found = facts(run, "show fit -p 4 -m 8 --placement v --memory 4 --save saved.txt")
     assert round(100 * found["bubble"], 1) <= 5.9
+    assert "placement: 0 1 2 3 3 2 1 0\n" in (tmp_path / "saved.txt").read_text()
 
 
 def test_fit_on_a_loop_of_several_stages(run: Run) -> None:
@@ -402,9 +402,9 @@ COST = "such as F=1,I=1,W=1,send=0; not"
         ),
         ("show 1f1b -p 2 -m 2 --cost F=x", f"--cost takes numbers, {COST} 'F=x'"),
         ("show 1f1b -p 2 -m 2 --cost F", f"--cost takes numbers, {COST} 'F'"),
-        ("show 1f1b -p 2 -m 2 --cost F=-1", f"--cost takes numbers from 0 up, {COST} 'F=-1'"),
-        ("show 1f1b -p 2 -m 2 --cost F=nan", f"--cost takes numbers from 0 up, {COST} 'F=nan'"),
-        ("show 1f1b -p 2 -m 2 --cost I=inf", f"--cost takes numbers from 0 up, {COST} 'I=inf'"),
+        ("show 1f1b -p 2 -m 2 --cost F=-1", f"--cost takes numbers from 0 to 1e9, {COST} 'F=-1'"),
+        ("show 1f1b -p 2 -m 2 --cost F=nan", f"--cost takes numbers from 0 to 1e9, {COST} 'F=nan'"),
+        ("show 1f1b -p 2 -m 2 --cost I=inf", f"--cost takes numbers from 0 to 1e9, {COST} 'I=inf'"),
         ("show 1f1b -p 2 -m 2 --cost B=1", f"--cost takes F, I, W, send, {COST} 'B=1'"),
         (
             "show 1f1b -p 2 -m 2 --cost F=0,I=0,W=0",

@@ -63,9 +63,9 @@ def test_no_column_may_be_negative(cost: Cost, negative: str) -> None:
     changed: dict[str, Any] = {negative: (1.0, -1.0)}
     with pytest.raises(ArgumentError) as error:
         replace(cost, **changed)
-    assert str(error.value) == "a cost cannot be negative"
+    assert str(error.value) == "a cost is a number from 0 up"
 
 
 def test_a_message_cannot_take_negative_time() -> None:
-    with pytest.raises(ArgumentError, match=r"^a cost cannot be negative$"):
+    with pytest.raises(ArgumentError, match=r"^a cost is a number from 0 up$"):
         Cost.even((0, 1), send=-0.1)

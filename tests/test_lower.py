@@ -76,6 +76,13 @@ def test_only_the_input_gradient_is_sent() -> None:
     """)
 
 
+def test_what_nobody_uses_is_sent_too() -> None:
+    assert text(lower(schedule("0F0 \n 1F0 1B0"))) == drawn("""
+        0F0 !0>1:0 ?1>0:0
+        ?0>1:0 1F0 1B0 !1>0:0
+    """)
+
+
 SKIPS = [(0, 3), (1, 4), (0, 7), (2, 5)]
 
 

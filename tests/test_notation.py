@@ -65,6 +65,13 @@ def test_the_text_form_comes_back_to_the_character(text: str) -> None:
     assert dumps(loads(text)) == text
 
 
+def test_overlaps_are_written_in_order() -> None:
+    pairs = [(Compute(Op.F, 0, i + 1), Compute(Op.B, 0, i)) for i in range(8)]
+    made = Schedule((0,), 1, ((),), frozenset(pairs))
+    line = "overlaps: " + " ".join(f"0F{i + 1}+0B{i}" for i in range(8))
+    assert dumps(made).splitlines()[2] == line
+
+
 def test_a_schedule_reads_as_a_value() -> None:
     assert loads("placement: 0 \n chunks: 2 \n overlaps: 0F1+0B0 \n 0F0 0F1 0B0") == Schedule(
         placement=(0,),
@@ -125,7 +132,7 @@ def works(draw: st.DrawFn) -> Schedule | Program:
     lanes = [tuple(draw(st.lists(words, max_size=6))) for _ in range(ranks)]
     made = Schedule(
         placement=tuple(draw(st.lists(st.integers(0, ranks - 1), max_size=6))),
-        chunks=draw(st.integers(0, 200)),
+        chunks=draw(st.integers(1, 200)),
         lanes=tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes),
         overlaps=draw(st.frozensets(st.tuples(computes, computes), max_size=3)),
     )
@@ -181,7 +188,9 @@ def test_problems_are_also_a_list() -> None:
     ]
 
 
-@pytest.mark.parametrize("word", ["0>1:0", "!0>1", "!0<1:0", "0f0", "0F0,", "0F0F0", "F0", "--"])
+@pytest.mark.parametrize(
+    "word", ["0>1:0", "!0>1", "!0<1:0", "0f0", "0F0,", "0F0F0", "F0", "--", "chunks"]
+)
 def test_what_only_looks_like_an_action_is_none(word: str) -> None:
     assert f"line 2: '{word}' is no action" in complaint(f"0F0 \n {word}")
 
@@ -210,9 +219,11 @@ def test_no_lanes_comes_with_the_other_problems() -> None:
         ("overlaps: 0F0+x", "overlaps: 0F1+3B0"),
         ("overlaps: 0F0+!0>1:0", "overlaps: 0F1+3B0"),
         ("overlaps: 0F0+0B0+0F1", "overlaps: 0F1+3B0"),
+        ("overlaps: 0F1+0B00F2+0B1", "overlaps: 0F1+3B0"),
         ("edges: 0>1 1-2", "edges: 0>1 1>2"),
         ("edges: 0>", "edges: 0>1 1>2"),
         ("edges: 0>1:0", "edges: 0>1 1>2"),
+        ("edges: 0>12>3", "edges: 0>1 1>2"),
     ],
 )
 def test_a_header_that_does_not_read(line: str, example: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -131,6 +132,20 @@ def test_a_measured_run_has_the_lengths_that_were_measured() -> None:
     )
     measured = Timeline(lower(schedule), Cost.even((0,)), spans)
     assert (measured.makespan, measured.busy, measured.bubble) == (2.0, (1.0,), 0.5)
+
+
+def test_a_full_rank_has_no_negative_bubble() -> None:
+    schedule = loads("0F0 0F1 0F2")
+    assert isinstance(schedule, Schedule)
+    times = [0.3, 0.4, 0.6, 1.7]  # whose differences add up to a bit more than 1.4
+    spans = tuple(Span(0, i, Compute(Op.F, 0, i), *pair) for i, pair in enumerate(pairwise(times)))
+    assert Timeline(lower(schedule), Cost.even((0,)), spans).bubble == 0.0
+
+
+def test_fractions_add_up_to_nothing() -> None:
+    timeline = simulate(lower(schedules.interleaved(ranks=2, chunks=4, stages_per_rank=3)))
+    assert timeline.memory(0)[-1][1] == 0.0
+    assert timeline.peak == pytest.approx((7 / 3, 5 / 3))
 
 
 def test_nothing_takes_no_time() -> None:

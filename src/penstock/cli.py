@@ -5,8 +5,8 @@ Answers go to stdout. What was asked wrongly is told in one message on stderr, w
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from penstock import draw, schedules
 from penstock.cost import Cost
-from penstock.errors import ArgumentError, MissingExtra, PenstockError
+from penstock.errors import ArgumentError, FormatError, MissingExtra, PenstockError
 from penstock.ir import Program, Schedule, Send, StageGraph
 from penstock.lower import CHECKPOINT_MODES, lower, recompute, recompute_mode
 from penstock.notation import dumps, loads
@@ -58,10 +58,10 @@ UNIT_COSTS = "F=1,I=1,W=1,send=0"
 
 def main() -> None:
     """The entry point."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # boxes and dots, where the encoding has them
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (PenstockError, OSError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         sys.exit(2)
@@ -95,10 +95,18 @@ def show(
     """Show a schedule: its picture, bubble, peak and messages."""
     costs = parse_costs(cost)
     skips = [parse_skip(text) for text in skip or []]
+    check_memory_option(memory)
+    for path, suffix in ((svg, ".svg"), (png, ".png")):
+        if path and path.suffix.lower() != suffix:
+            raise ArgumentError(f"{path}: a name that ends in {suffix} is needed here")
+    if messages and not save:
+        raise ArgumentError("--messages says what to save: give --save FILE, too")
     if name == "fit":
         stages = _placement(placement, ranks, chunks, stages_per_rank)
         graph = StageGraph.chain(len(stages), skips)
         made = schedules.fit(stages, chunks, Cost.even(stages, **costs), memory, graph)
+    elif placement != "loop":
+        raise ArgumentError(f"--placement is for fit alone; {name} has a placement of its own")
     else:
         made = schedules.make(name, ranks, chunks, stages_per_rank)
         graph = StageGraph.chain(made.stages, skips)
@@ -108,9 +116,9 @@ def show(
     if memory is not None:
         _check_memory(name, timeline, memory)
     if svg:
-        draw.picture(timeline, _with_suffix(svg, ".svg"), skips=bool(skips), title=name)
+        draw.picture(timeline, svg, skips=bool(skips), title=name)
     if png:
-        draw.picture(timeline, _with_suffix(png, ".png"), skips=bool(skips), title=name)
+        draw.picture(timeline, png, skips=bool(skips), title=name)
     if trace:
         draw.write_trace(timeline, trace)
     if save:
@@ -147,7 +155,7 @@ def _print_timeline(name: str, timeline: Timeline, written: list[Path]) -> None:
     facts = summary(name, timeline)
     safe = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
     print(f"{name}: {sizes}, {facts['messages']} messages, {safe}\n")
-    print(draw.text(timeline, width=console.width, color=console.is_terminal))
+    print(draw.text(timeline, width=max(60, console.width), color=console.is_terminal))
     for path in written:
         print(f"wrote {path}")
 
@@ -181,12 +189,6 @@ def _check_memory(name: str, timeline: Timeline, memory: float) -> None:
     )
 
 
-def _with_suffix(path: Path, suffix: str) -> Path:
-    if path.suffix != suffix:
-        raise ArgumentError(f"{path}: a name that ends in {suffix} is needed here")
-    return path
-
-
 # ---- compare ------------------------------------------------------------------------------
 
 
@@ -202,6 +204,7 @@ def compare(
 ) -> None:
     """Compare all schedules, best first; with --memory, those that fit."""
     costs = parse_costs(cost)
+    check_memory_option(memory)
     wanted = recompute_mode(checkpoint, chunks)
     rows = []
     with Console(stderr=True).status("making schedules") as status:
@@ -258,7 +261,11 @@ def verify_file(
     skip: Skips = None,
 ) -> None:
     """Check a schedule or program that somebody wrote: exit 0 if it is sound, else 1."""
-    work = loads(file.read_text())
+    check_memory_option(memory)
+    try:
+        work = loads(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise FormatError("this is not a schedule:", [f"{file} is not text"]) from None
     graph = None
     if isinstance(work, Schedule):
         graph = StageGraph.chain(work.stages, [parse_skip(text) for text in skip or []])
@@ -282,9 +289,11 @@ def demo(
 ) -> None:
     """Show every schedule, and save the gallery of their pictures."""
     console = Console()
+    schedules.check(ranks, chunks)
     for exhibit in draw.write_gallery(out, ranks, chunks):
         print(f"\n{exhibit.name}: {exhibit.family.use}")
-        print(draw.text(exhibit.timeline, width=console.width, color=console.is_terminal))
+        width = max(60, console.width)
+        print(draw.text(exhibit.timeline, width=width, color=console.is_terminal))
     print(f"\nwrote the pictures to {out}/, with {out}/index.md")
 
 
@@ -305,11 +314,19 @@ def parse_costs(text: str) -> dict[str, float]:
         numbers = {key: float(value) for key, value in costs.items()}
     except ValueError:
         raise ArgumentError(f"--cost takes numbers, such as {UNIT_COSTS}; not '{text}'") from None
-    if not all(0 <= value < float("inf") for value in numbers.values()):
-        raise ArgumentError(f"--cost takes numbers from 0 up, such as {UNIT_COSTS}; not '{text}'")
+    if not all(0 <= value <= 1e9 for value in numbers.values()):
+        raise ArgumentError(
+            f"--cost takes numbers from 0 to 1e9, such as {UNIT_COSTS}; not '{text}'"
+        )
     if not any(numbers[key] for key in "FIW"):
         raise ArgumentError("--cost: at least one of F, I and W must be more than 0")
     return numbers
+
+
+def check_memory_option(memory: float | None) -> None:
+    """A cap is a number of micro-batches."""
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ArgumentError(f"--memory takes a number of micro-batches above 0, not {memory}")
 
 
 def parse_skip(text: str) -> tuple[int, int]:

@@ -29,8 +29,9 @@ class Cost:
         lengths = {len(column) for column in (self.F, self.I, self.W, self.activation)}
         if len(lengths) > 1:
             raise ArgumentError("F, I, W and activation need one entry for every stage")
-        if min((self.send, *self.F, *self.I, *self.W, *self.activation)) < 0:
-            raise ArgumentError("a cost cannot be negative")
+        numbers = (self.send, *self.F, *self.I, *self.W, *self.activation)
+        if not all(0 <= number < float("inf") for number in numbers):
+            raise ArgumentError("a cost is a number from 0 up")
 
     @staticmethod
     def even(

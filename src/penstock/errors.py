@@ -25,8 +25,12 @@ class _Listed(PenstockError, ValueError):
     """Several problems under one headline, each also in `.problems`."""
 
     def __init__(self, headline: str, problems: Sequence[str]) -> None:
+        self.headline = headline
         self.problems = tuple(problems)
         super().__init__("\n".join([headline, *(f"  {problem}" for problem in problems)]))
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.headline, self.problems)
 
 
 class FormatError(_Listed):
@@ -41,6 +45,10 @@ class MissingExtra(PenstockError, ImportError):
     """An optional library is not installed."""
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
+        self._given = (library, extra, purpose)
         super().__init__(
             f"{purpose} needs {library}, which is not installed: pip install 'penstock[{extra}]'"
         )
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), self._given

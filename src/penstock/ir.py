@@ -197,6 +197,11 @@ class Schedule:
     overlaps: frozenset[tuple[Compute, Compute]] = frozenset()
 
     def __post_init__(self) -> None:
+        if self.chunks < 1 or not self.lanes:
+            raise ArgumentError(
+                f"a schedule has at least one micro-batch and one lane, not chunks={self.chunks} "
+                f"and {self.ranks} lanes"
+            )
         strays = sorted({rank for rank in self.placement if not 0 <= rank < self.ranks})
         if strays:
             raise ArgumentError(
@@ -237,3 +242,9 @@ class Program:
     schedule: Schedule
     graph: StageGraph
     lanes: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.lanes) != self.schedule.ranks:
+            raise ArgumentError(
+                f"the program has {len(self.lanes)} lanes, its schedule {self.schedule.ranks}"
+            )

@@ -41,20 +41,22 @@ def recompute_mode(mode: str, chunks: int) -> Recompute:
 
 
 def recompute(schedule: Schedule, wanted: Recompute) -> Schedule:
-    """Put an R right before each backward that `wanted` asks it for.
+    """Put an R right before each backward that `wanted` asks it for, unless it has one.
 
-    An R waits for no gradient, so it fills the time in which the gradient is on its way. Before
-    a pair that may overlap it goes first, so that the pair stays together.
+    An R waits for no gradient, so it fills the time in which the gradient is on its way. It goes
+    before a pair that may overlap, so that the pair stays together.
     """
-    second = {b: a for a, b in schedule.overlaps}
     lanes = []
     for lane in schedule.lanes:
         out: list[Compute] = []
         for action in lane:
-            if action.op in (Op.B, Op.I) and wanted(action.stage, action.microbatch):
-                at = len(out) - (action in second and out[-1:] == [second[action]])
-                out.insert(at, Compute(Op.R, action.stage, action.microbatch))
             out.append(action)
+            cell = (action.stage, action.microbatch)
+            if action.op in (Op.B, Op.I) and cell not in schedule.recomputed and wanted(*cell):
+                at = len(out) - 1
+                while at and (out[at - 1], out[at]) in schedule.overlaps:
+                    at -= 1
+                out.insert(at, Compute(Op.R, *cell))
         lanes.append(tuple(out))
     return replace(schedule, lanes=tuple(lanes))
 

@@ -12,6 +12,7 @@ edges: 0>1            makes it a program
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 from penstock.errors import ArgumentError, FormatError
 from penstock.ir import Action, Compute, Message, Op, Program, Recv, Schedule, Send, StageGraph
@@ -44,6 +45,8 @@ def loads(text: str) -> Schedule | Program:
         name, colon, value = line.partition(":")
         if name in _HEADERS and colon:
             pattern, example = _HEADERS[name]
+            if name in head:
+                problems.append(f"line {number}: '{name}:' stands above already; keep one of them")
             head[name] = value
             if not re.fullmatch(rf"(\s*{pattern})*\s*", value):
                 problems.append(f"line {number}: '{line}' does not read; write '{name}: {example}'")
@@ -61,12 +64,13 @@ def loads(text: str) -> Schedule | Program:
         raise FormatError("this is not a schedule:", [str(error)]) from None
 
 
-_COMPUTE = r"\d+[FBIWR]\d+"
-_EDGE = r"\d+>\d+"
-_ACTION = re.compile(rf"{_COMPUTE}|[!?]{_EDGE}:\d+").fullmatch
+_NUMBER = r"\d{1,9}"
+_COMPUTE = rf"{_NUMBER}[FBIWR]{_NUMBER}"
+_EDGE = rf"{_NUMBER}>{_NUMBER}"
+_ACTION = re.compile(rf"{_COMPUTE}|[!?]{_EDGE}:{_NUMBER}").fullmatch
 _HEADERS = {
-    "placement": (r"\d+\b", "0 1 1 0"),
-    "chunks": (r"\d+\b", "8"),
+    "placement": (rf"{_NUMBER}\b", "0 1 1 0"),
+    "chunks": (rf"{_NUMBER}\b", "8"),
     "overlaps": (rf"{_COMPUTE}\+{_COMPUTE}\b", "0F1+3B0"),
     "edges": (rf"{_EDGE}\b", "0>1 1>2"),
 }
@@ -120,10 +124,10 @@ def _owners(lanes: tuple[tuple[Compute, ...], ...]) -> tuple[int, ...]:
     for rank, lane in enumerate(lanes):
         for action in lane:
             owners.setdefault(action.stage, rank)
-    missing = sorted(set(range(max(owners, default=-1) + 1)) - set(owners))
-    if missing:
+    if len(owners) <= max(owners, default=-1):
+        gaps = islice((stage for stage in range(max(owners)) if stage not in owners), 3)
         raise ArgumentError(
-            f"no rank runs stage {', '.join(map(str, missing))}, so its rank is unknown: "
+            f"no rank runs stage {', '.join(map(str, gaps))}, so its rank is unknown: "
             "add its actions, or a line 'placement: ...'"
         )
     return tuple(owners[stage] for stage in range(len(owners)))

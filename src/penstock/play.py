@@ -7,14 +7,14 @@ cost O(n log n) whatever the number of ranks. A rank that can never go on is a `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from penstock.cost import Cost
-from penstock.errors import PenstockError
+from penstock.errors import ArgumentError, PenstockError
 from penstock.ir import (
     Action,
     Compute,
@@ -71,6 +71,9 @@ class Deadlock(PenstockError, RuntimeError):
         self.waits = tuple(waits)
         super().__init__("\n".join(["deadlock:", *(f"  {wait}" for wait in self.waits)]))
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.waits,)
+
 
 # ---- wiring: what each action waits for and gives -----------------------------------------
 
@@ -106,6 +109,11 @@ class _Wiring:
         self._sent = isinstance(work, Program)  # messages go through sends and receives
         self._blocking = sends is Sends.RENDEZVOUS
         self._graph, self._cost = graph, cost
+        stages = self._schedule.stages
+        if len(cost.F) != stages:
+            raise ArgumentError(f"the cost is for {len(cost.F)} stages, but there are {stages}")
+        if graph.edges and max(dst for _, dst in graph.edges) >= stages:
+            raise ArgumentError(f"the graph names a stage that is not there: there are {stages}")
         self._kinds: dict[tuple[int, Compute | Message], int] = {}
         self._moves: dict[tuple[str | type, int, int], tuple[_Move, ...]] = {}
 
@@ -126,16 +134,27 @@ class _Wiring:
                 self._moves[type(action), src, dst] = moves
         return moves, microbatch
 
-    def thing(self, token: int) -> tuple[int, Compute | Message]:
-        """The phase and the thing that a token stands for."""
+    def giver(self, token: int, places: Mapping[Action, object]) -> Action:
+        """The action that would give the token: the first that exists, of those that could."""
         kind, microbatch = divmod(token, _STRIDE)
-        phase, thing = list(self._kinds)[kind]
-        return phase, thing._replace(microbatch=microbatch)
+        phase, pattern = list(self._kinds)[kind]
+        thing = pattern._replace(microbatch=microbatch)
+        if isinstance(thing, Compute):
+            return thing
+        if phase == _AWAITED:
+            return Recv(thing)
+        if phase == _ARRIVED and self._sent and self._schedule.crosses(thing):
+            return Send(thing)
+        ops = [Op.F] if thing.src < thing.dst else [Op.B, Op.I]
+        makers = [Compute(op, thing.src, microbatch) for op in ops]
+        return next((maker for maker in makers if maker in places), makers[0])
 
     def _kind(self, phase: int, thing: Compute | Message) -> int:
         return self._kinds.setdefault((phase, thing), len(self._kinds)) * _STRIDE
 
     def _compute(self, action: Compute, recomputed: bool) -> _Move:
+        if not 0 <= action.stage < self._schedule.stages:
+            raise ArgumentError(f"{action} names a stage that is not there: `verify` tells where")
         needs, gives = [], [(self._kind(_DONE, action), 0.0)]
         for message in consumes(action, self._graph):
             needs.append(self._kind(_ARRIVED, message))
@@ -253,22 +272,7 @@ def _explain(
             places.setdefault(action, []).append((rank, step))
     waits = []
     for rank, token in sorted(stuck.items()):
-        needs = _giver(*wiring.thing(token), places)
+        needs = wiring.giver(token, places)
         found = tuple(places.get(needs, ()))
         waits.append(Wait(rank, steps[rank], lanes[rank][steps[rank]], needs, found))
     return waits
-
-
-def _giver(
-    phase: int, thing: Compute | Message, places: dict[Action, list[tuple[int, int]]]
-) -> Action:
-    """The action that would have given the token: the first that exists, of those that could."""
-    if isinstance(thing, Compute):
-        return thing
-    if phase == _AWAITED:
-        return Recv(thing)
-    if phase == _ARRIVED and any(isinstance(action, Send) for action in places):
-        return Send(thing)
-    ops = [Op.F] if thing.src < thing.dst else [Op.B, Op.I]
-    makers = [Compute(op, thing.src, thing.microbatch) for op in ops]
-    return next((maker for maker in makers if maker in places), makers[0])

@@ -28,7 +28,7 @@ def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, floa
     size = 0.0
     for step, at_end, change in sorted(changes):
         size += change
-        yield step, not at_end, round(size, 12)  # sums of fractions gather dust
+        yield step, not at_end, round(size, 12) + 0.0  # sums of fractions gather dust
 
 
 @dataclass(frozen=True)

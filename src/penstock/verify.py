@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from penstock.cost import Cost
 from penstock.errors import Unsound
@@ -69,12 +70,12 @@ def placed(schedule: Schedule) -> Iterator[str]:
     for rank, lane in enumerate(schedule.lanes):
         for step, action in enumerate(lane):
             where = f"rank {rank}, step {step}: {action}"
-            if action.stage >= schedule.stages:
+            if not 0 <= action.stage < schedule.stages:
                 yield f"{where} names stage {action.stage}, but there are {schedule.stages}"
             elif schedule.placement[action.stage] != rank:
                 owner = schedule.placement[action.stage]
                 yield f"{where} stands here, but stage {action.stage} is on rank {owner}"
-            if action.microbatch >= schedule.chunks:
+            if not 0 <= action.microbatch < schedule.chunks:
                 yield f"{where} names micro-batch {action.microbatch} of {schedule.chunks}"
 
 
@@ -86,7 +87,13 @@ def whole(schedule: Schedule) -> Iterator[str]:
     times = Counter(action for lane in schedule.lanes for action in lane)
     trains = any(action.op in (Op.B, Op.I, Op.W) for action in times)
     for stage in range(schedule.stages):
-        for microbatch in range(schedule.chunks):
+        chunks = range(schedule.chunks)
+        seen = {a.microbatch for a in times if a.stage == stage and a.microbatch in chunks}
+        if first := list(islice((i for i in chunks if i not in seen), 3)):
+            more = schedule.chunks - len(seen) - len(first)
+            listed = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
+            yield f"stage {stage}: nothing runs on micro-batch {listed}"
+        for microbatch in sorted(seen):
             f, b, i, w, r = (times[Compute(op, stage, microbatch)] for op in Op)
             where = f"stage {stage}, micro-batch {microbatch}"
             if f != 1:
@@ -152,7 +159,7 @@ def matched(program: Program) -> Iterator[str]:
         for action in lane
         if not isinstance(action, Compute)
     )
-    for rank, end in sorted(expected.keys() | found.keys(), key=str):
+    for rank, end in sorted(expected.keys() | found.keys(), key=lambda e: (e[0], str(e[1]))):
         want, have = expected[rank, end], found[rank, end]
         if want != have:
             yield f"rank {rank}: {end} stands here {_times(have)}, not {_times(want)}"

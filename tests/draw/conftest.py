@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.cost import Cost
-from penstock.ir import Compute, Op, Schedule, StageGraph, loads
+from penstock.ir import Compute, Op, Schedule, StageGraph
 from penstock.lower import lower
+from penstock.notation import loads
 from penstock.timeline import Timeline, simulate
 
 Played = Callable[..., Timeline]

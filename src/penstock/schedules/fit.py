@@ -49,23 +49,18 @@ def fit(
     cost = cost or Cost.even(placement)
     graph = graph or StageGraph.chain(len(placement))
     caps = _caps(placement, cost, memory)
-    goal = lower_bound(placement, chunks, cost)
-    best, schedule = float("inf"), None
+    goal = lower_bound(placement, chunks, cost) * (1 + 1e-12)
     size = 3 * len(placement) * chunks
+    best, schedule = float("inf"), None
     for way in _ways(placement, chunks, cost):
-        bench = Bench(placement, chunks, way.cost, caps, graph, way.pace)
-        run(bench, way.choose, way.patience)
-        if bench.is_complete():
-            found = Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
-            end = max(span.end for span in play(found, graph, cost))
-            if end <= goal * (1 + 1e-12):
-                return found
-            if end < best:
-                best, schedule = end, found
+        found = way.make(placement, chunks, caps, graph)
+        end = max(s.end for s in play(found, graph, cost)) if found else float("inf")
+        if end < best:
+            best, schedule = end, found
         effort -= size
-        if effort <= 0 and schedule is not None:
+        if schedule and (best <= goal or effort <= 0):
             return schedule
-    assert schedule is not None, "some way that looks out for memory always ends"
+    assert schedule, "some way that looks out for memory always ends"
     return polish(schedule, graph, cost, caps, swaps=min(200, effort // size))
 
 
@@ -153,6 +148,16 @@ class _Way(NamedTuple):
     cost: Cost
     pace: float = 0.0
     patience: float = 0.0
+
+    def make(
+        self, placement: Placement, chunks: int, caps: Sequence[float], graph: StageGraph
+    ) -> Schedule | None:
+        """The schedule, unless this way gets stuck under the caps."""
+        bench = Bench(placement, chunks, self.cost, caps, graph, self.pace)
+        run(bench, self.choose, self.patience)
+        if not bench.is_complete():
+            return None
+        return Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
 
 
 def _ways(placement: Placement, chunks: int, cost: Cost) -> Iterator[_Way]:

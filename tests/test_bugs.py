@@ -1,0 +1,153 @@
+"""Bugs that were, each with its story."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import (
+    ArgumentError,
+    Compute,
+    Cost,
+    Deadlock,
+    FormatError,
+    MissingExtra,
+    Op,
+    PenstockError,
+    Program,
+    Schedule,
+    StageGraph,
+    Unsound,
+    cli,
+    loads,
+    lower,
+    play,
+    recompute,
+    schedules,
+    simulate,
+    verify,
+)
+
+
+def refusal(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["penstock", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_binary_file_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to end in a UnicodeDecodeError and its traceback."""
+    file = tmp_path / "noise"
+    file.write_bytes(bytes(range(256)))
+    said = refusal(f"verify {file}", monkeypatch, capsys)
+    assert said == f"penstock: this is not a schedule:\n  {file} is not text\n"
+
+
+def test_a_wait_within_a_rank_names_the_compute_not_a_send() -> None:
+    """In a program the wait for a neighbour on the same rank was told as a missing send."""
+    program = loads("""
+        placement: 0 0 1
+        edges: 0>1 1>2
+        1F0 0F0 !1>2:0
+        ?1>2:0 2F0
+    """)
+    assert verify(program)[0] == "rank 0, step 0: 1F0 waits for 0F0 (rank 0, step 1)"
+
+
+def test_errors_survive_a_pickle_and_a_copy() -> None:
+    """Workers send errors to each other: they lost their parts, or could not be made again."""
+    with pytest.raises(Deadlock) as stuck:
+        list(play(loads("0B0 0F0")))  # type: ignore[arg-type]
+    errors: list[PenstockError] = [
+        stuck.value,
+        Unsound("must not run:", ["this", "and that"]),
+        FormatError("is no schedule:", ["line 1"]),
+        MissingExtra("rich", "cli", "colour"),
+        ArgumentError("no"),
+    ]
+    for error in errors:
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert type(again) is type(error)
+            assert str(again) == str(error)
+            assert vars(again) == vars(error)
+
+
+def test_a_typo_in_a_number_is_told_at_once() -> None:
+    """Ranges up to the largest number were gone through, one by one or all in memory."""
+    with pytest.raises(FormatError, match="no rank runs stage 0, 1, 2, so its rank is unknown"):
+        loads("999999999F0")
+    assert verify(loads("0F0 0B0 0F99999999")) == (
+        "stage 0: nothing runs on micro-batch 1, 2, 3 and 99999995 more",
+        "stage 0, micro-batch 99999999: it needs B once, or I and W once, but has B never, "
+        "I never, W never",
+    )
+    with pytest.raises(FormatError, match="is no action"):
+        loads("0F" + "9" * 5000)
+
+
+def test_what_lies_below_zero_is_not_sound() -> None:
+    """Python counts from the end there, so such actions went unnoticed."""
+    lane = (Compute(Op.F, 0, 0), Compute(Op.F, -1, 0), Compute(Op.F, 0, -1))
+    problems = verify(Schedule((0,), 1, (lane,)))
+    assert problems[:2] == (
+        "rank 0, step 1: -1F0 names stage -1, but there are 1",
+        "rank 0, step 2: 0F-1 names micro-batch -1 of 1",
+    )
+    with pytest.raises(ArgumentError, match="at least one micro-batch and one lane"):
+        Schedule((0,), 0, ((),))
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    """They ended in an IndexError from the middle of the clock."""
+    schedule = schedules.gpipe(2, 1)
+    with pytest.raises(ArgumentError, match="the graph names a stage that is not there"):
+        lower(schedule, StageGraph(((0, 9),)))
+    with pytest.raises(ArgumentError, match="the cost is for 1 stages, but there are 2"):
+        simulate(lower(schedule), Cost.even((0,)))
+    with pytest.raises(ArgumentError, match="the program has 3 lanes, its schedule 2"):
+        Program(schedule, StageGraph.chain(2), ((), (), ()))
+    with pytest.raises(ArgumentError, match="1F0 names a stage that is not there"):
+        list(play(loads("placement: 0 \n 0F0 1F0")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("show 1f1b -p 2 -m 2 --placement v", "--placement is for fit alone"),
+        ("show 1f1b -p 2 -m 2 --messages", "--messages says what to save: give --save FILE"),
+        ("show 1f1b -p 2 -m 2 --memory nan", "--memory takes a number of micro-batches above 0"),
+        ("compare -p 2 -m 2 --memory -1", "--memory takes a number of micro-batches above 0"),
+        ("demo --ranks 0", "ranks=0: each of these must be at least 1"),
+    ],
+)
+def test_no_option_is_ignored_and_nothing_is_written(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(words, monkeypatch, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_header_is_not_taken_silently() -> None:
+    with pytest.raises(FormatError, match="line 2: 'chunks:' stands above already"):
+        loads("chunks: 1 \n chunks: 2 \n 0F0")
+
+
+def test_recompute_keeps_chains_of_pairs_and_is_done_once() -> None:
+    chained = loads("overlaps: 0F1+0B0 0B0+1B0 \n 0F0 1F0 0F1 0B0 1B0")
+    assert isinstance(chained, Schedule)
+    once = recompute(chained, lambda stage, microbatch: stage == 1)
+    assert " ".join(map(str, once.lanes[0])) == "0F0 1F0 1R0 0F1 0B0 1B0"
+    assert recompute(once, lambda stage, microbatch: stage == 1) == once
