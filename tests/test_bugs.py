@@ -23,6 +23,7 @@ from penstock import (
     StageGraph,
     Unsound,
     cli,
+    dumps,
     loads,
     lower,
     play,
@@ -108,7 +109,7 @@ def test_what_lies_below_zero_is_not_sound() -> None:
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     """They ended in an IndexError from the middle of the clock."""
     schedule = schedules.gpipe(2, 1)
-    with pytest.raises(ArgumentError, match="the graph names a stage that is not there"):
+    with pytest.raises(ArgumentError, match="edge 0>9 names stage 9, but there are 2"):
         lower(schedule, StageGraph(((0, 9),)))
     with pytest.raises(ArgumentError, match="the cost is for 1 stages, but there are 2"):
         simulate(lower(schedule), Cost.even((0,)))
@@ -151,3 +152,61 @@ def test_recompute_keeps_chains_of_pairs_and_is_done_once() -> None:
     once = recompute(chained, lambda stage, microbatch: stage == 1)
     assert " ".join(map(str, once.lanes[0])) == "0F0 1F0 1R0 0F1 0B0 1B0"
     assert recompute(once, lambda stage, microbatch: stage == 1) == once
+
+
+def test_a_program_that_names_stages_that_are_not_there() -> None:
+    """It ended in an IndexError, or told the user to call what they had called."""
+    assert verify(loads("edges: 0>1 \n 0F0 !0>1:0 ?7>0:0 \n ?0>1:0 1F0")) == (
+        "rank 0, step 2: ?7>0:0 names stage 7, but there are 2",
+    )
+    program = lower(schedules.gpipe(2, 1))
+    lanes = ((*program.lanes[0], Compute(Op.F, 9, 0)), program.lanes[1])
+    assert verify(Program(program.schedule, program.graph, lanes)) == (
+        "rank 0: the program computes something else than its schedule",
+    )
+
+
+def test_a_cap_in_bytes_is_met_exactly() -> None:
+    """Sums of large sizes differ in their last digits; an absolute tolerance refused them."""
+    for size in (123456789.1, 9876543210.7, 3.3e9 / 7):
+        cost = Cost(F=(1,), I=(1,), W=(1,), activation=(size,))
+        assert verify(schedules.gpipe(1, 7), memory=7 * size, cost=cost) == ()
+
+
+def test_fit_is_not_worse_where_there_is_no_time_to_try() -> None:
+    """At large sizes the effort was spent on the first way, which lost to named schedules."""
+    for name in ("v-min", "zb-h2", "1f1b", "gpipe"):
+        named = schedules.make(name, 6, 12)
+        cost = Cost.even(named.placement, send=0.1)
+        timeline = simulate(lower(named), cost)
+        made = schedules.fit(named.placement, 12, cost, max(timeline.peak), effort=1)
+        assert simulate(lower(made), cost).makespan <= timeline.makespan
+
+
+def test_the_lower_bound_knows_branches() -> None:
+    """It assumed a chain, and was above what two stages side by side can do."""
+    graph = StageGraph(((0, 2), (1, 2)))
+    assert schedules.lower_bound((0, 1, 2), 1, Cost.even((0, 1, 2)), graph) == 5.0
+
+
+@pytest.mark.parametrize("placement", [(), (0, 2), (1,), (-1, 0)])
+def test_fit_refuses_a_placement_with_gaps(placement: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError):
+        schedules.fit(placement, 3)
+
+
+def test_values_made_from_lists_are_values() -> None:
+    schedule = schedules.fit([0, 1], 4, Cost([1, 1], [1, 1], [1, 1], [1, 1]))  # type: ignore[arg-type]
+    assert loads(dumps(schedule)) == schedule
+    assert hash(schedule)
+
+
+def test_simulating_a_schedule_says_to_lower_it() -> None:
+    with pytest.raises(ArgumentError, match=r"simulate\(lower\(it\)\)"):
+        simulate(schedules.gpipe(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_cap_for_each_rank_is_verified() -> None:
+    schedule = schedules.one_f_one_b(3, 4)
+    assert verify(schedule, memory=[3, 2, 1]) == ()
+    assert len(verify(schedule, memory=[3, 1, 1])) == 1

@@ -294,7 +294,7 @@ def test_compare_recomputes(run: Run) -> None:
 
 def test_compare_prints_a_table(run: Run) -> None:
     lines = [line.strip() for line in run("compare -p 2 -m 3").out.splitlines()]
-    assert lines[0] == "2 ranks, 3 micro-batches, F=1,I=1,W=1,send=0"
+    assert lines[0] == "2 ranks, 3 micro-batches, F=1,I=1,W=1,send=0, checkpoint never"
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert ["1f1b", "1", "12", "25.0%", "2", "6"] in rows
     assert ["naive", "1", "18", "50.0%", "1", "6"] in rows
@@ -354,6 +354,8 @@ def test_verify_says_which_lines_are_malformed(run: Run, tmp_path: Path) -> None
     assert [line.split(" is no action")[0] for line in lines[1:]] == [
         "  line 1: 'nonsense'",
         "  line 3: 'more'",
+        "  actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), !0>1:3 (send "
+        "from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)",
     ]
 
 
@@ -499,7 +501,7 @@ def test_what_is_no_skip(text: str) -> None:
 def real(*words: str) -> subprocess.CompletedProcess[str]:
     """`penstock`, in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "penstock", *words], capture_output=True, text=True, check=False
     )
 
 
@@ -523,10 +525,42 @@ def test_the_process_exits_with_1_for_an_unsound_file(tmp_path: Path) -> None:
 
 
 def test_without_its_libraries_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['typer'] = None; import penstock.cli"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert done.stderr == (
-        "the command line needs typer and rich, which is not installed: "
-        "pip install 'penstock[cli]'\n"
+    code = (
+        "import importlib.util as util; find = util.find_spec\n"
+        "util.find_spec = lambda name: None if name == 'typer' else find(name)\n"
+        "from penstock.__main__ import main; main()"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "penstock: the command line needs typer and rich: pip install 'penstock[cli]'\n"
+    )
+
+
+def test_a_saved_file_is_shown_like_any_schedule(run: Run, tmp_path: Path) -> None:
+    for extra in ("", " --messages"):
+        run(f"show zb-v -p 2 -m 3 --save {tmp_path}/mine.txt{extra}")
+        shown = facts(run, f"show {tmp_path}/mine.txt")
+        named = facts(run, "show zb-v -p 2 -m 3")
+        assert {**shown, "schedule": "zb-v"} == named
+
+
+def test_a_file_that_is_not_sound_is_not_shown(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("0B0 0F0\n")
+    assert refused(run(f"show {tmp_path}/mine.txt")) == (
+        "this schedule must not run:\n  rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)"
+    )
+
+
+def test_a_name_without_sizes_is_asked_for_them(run: Run) -> None:
+    assert refused(run("show zb-v")) == (
+        "how large? zb-v needs --ranks and --chunks, such as -p 4 -m 8"
+    )
+
+
+def test_fit_is_planned_for_recomputation_too(run: Run) -> None:
+    """It was made under the cap of a schedule without Rs, and was slower than 1f1b."""
+    words = "-p 4 -m 8 --checkpoint always --memory 2"
+    fitted, plain = (facts(run, f"show {name} {words}") for name in ("fit", "1f1b"))
+    assert fitted["makespan"] <= plain["makespan"]
+    assert max(fitted["peak"]) <= 2

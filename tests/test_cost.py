@@ -55,7 +55,8 @@ def test_every_column_needs_an_entry_for_every_stage(cost: Cost, short: str) -> 
     changed: dict[str, Any] = {short: (1.0,)}
     with pytest.raises(ArgumentError) as error:
         replace(cost, **changed)
-    assert str(error.value) == "F, I, W and activation need one entry for every stage"
+    assert str(error.value).startswith("each needs one entry for every stage, but F has ")
+    assert f"{short} has 1" in str(error.value)
 
 
 @pytest.mark.parametrize("negative", ["F", "I", "W", "activation"])
@@ -63,9 +64,9 @@ def test_no_column_may_be_negative(cost: Cost, negative: str) -> None:
     changed: dict[str, Any] = {negative: (1.0, -1.0)}
     with pytest.raises(ArgumentError) as error:
         replace(cost, **changed)
-    assert str(error.value) == "a cost is a number from 0 up"
+    assert str(error.value) == f"{negative} of stage 1 is -1.0: a cost is a number from 0 up"
 
 
 def test_a_message_cannot_take_negative_time() -> None:
-    with pytest.raises(ArgumentError, match=r"^a cost is a number from 0 up$"):
+    with pytest.raises(ArgumentError, match=r"^send is -0.1: a cost is a number from 0 up$"):
         Cost.even((0, 1), send=-0.1)

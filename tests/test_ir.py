@@ -229,10 +229,6 @@ def test_sizes_of_a_schedule() -> None:
     assert (V.ranks, V.stages, V.chunks) == (2, 4, 1)
 
 
-def test_the_stages_of_a_rank() -> None:
-    assert (V.stages_of(0), V.stages_of(1)) == ((0, 3), (1, 2))
-
-
 def test_a_message_crosses_only_between_ranks() -> None:
     assert V.crosses(Message(0, 1, 0))
     assert not V.crosses(Message(1, 2, 0))

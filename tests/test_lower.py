@@ -8,7 +8,7 @@ import pytest
 from penstock import draw, schedules
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Program, Recv, Schedule, Send, StageGraph
-from penstock.lower import CHECKPOINT_MODES, lower, recompute, recompute_mode
+from penstock.lower import lower, recompute, recompute_mode
 from penstock.notation import dumps, loads
 from penstock.play import Deadlock, Sends, play
 from penstock.timeline import simulate
@@ -215,7 +215,3 @@ def test_an_unknown_mode() -> None:
     with pytest.raises(ArgumentError) as error:
         recompute_mode("sometimes", chunks=3)
     assert str(error.value) == ("checkpoint is one of always, except_last, never, not 'sometimes'")
-
-
-def test_the_modes_are_those_of_the_seed() -> None:
-    assert CHECKPOINT_MODES == ("always", "except_last", "never")

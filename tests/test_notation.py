@@ -171,10 +171,11 @@ def test_every_bad_word_is_reported_with_its_line() -> None:
     assert complaint(dedent(text)) == "\n".join(
         [
             "this is not a schedule:",
-            f"  line 1: '0X1' is no action; {LOOKS}",
-            f"  line 3: '0F' is no action; {LOOKS}",
-            f"  line 5: '-1F0' is no action; {LOOKS}",
-            f"  line 5: 'fine' is no action; {LOOKS}",
+            "  line 1: '0X1' is no action",
+            "  line 3: '0F' is no action",
+            "  line 5: '-1F0' is no action",
+            "  line 5: 'fine' is no action",
+            f"  {LOOKS}",
         ]
     )
 
@@ -182,10 +183,11 @@ def test_every_bad_word_is_reported_with_its_line() -> None:
 def test_problems_are_also_a_list() -> None:
     with pytest.raises(FormatError) as error:
         loads("one \n two")
-    assert [problem.split(" is ")[0] for problem in error.value.problems] == [
-        "line 1: 'one'",
-        "line 2: 'two'",
-    ]
+    assert error.value.problems == (
+        "line 1: 'one' is no action",
+        "line 2: 'two' is no action",
+        LOOKS,
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,8 +239,9 @@ def test_headers_and_actions_are_reported_together() -> None:
         [
             "this is not a schedule:",
             "  line 1: 'chunks: x' does not read; write 'chunks: 8'",
-            f"  line 2: 'y' is no action; {LOOKS}",
+            "  line 2: 'y' is no action",
             "  line 3: 'edges: z' does not read; write 'edges: 0>1 1>2'",
+            f"  {LOOKS}",
         ]
     )
 

@@ -159,13 +159,13 @@ def test_a_rank_that_does_nothing_is_idle() -> None:
     assert (timeline.busy, timeline.bubble, timeline.peak) == ((0.0, 3.0), 0.5, (0.0, 1.0))
 
 
-def test_alive_says_at_which_step_and_whether_at_its_start() -> None:
+def test_alive_says_at_which_step_and_whether_at_its_end() -> None:
     lane = [Compute(Op.F, 0, 0), Compute(Op.F, 0, 1), Compute(Op.B, 0, 1), Compute(Op.B, 0, 0)]
     assert list(alive(lane, Cost.even((0,)))) == [
-        (0, True, 1.0),
-        (1, True, 2.0),
-        (2, False, 1.0),
-        (3, False, 0.0),
+        (0, False, 1.0),
+        (1, False, 2.0),
+        (2, True, 1.0),
+        (3, True, 0.0),
     ]
 
 

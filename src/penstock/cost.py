@@ -1,14 +1,15 @@
-"""What actions cost: seconds, and bytes (or any unit) of activations, stage by stage."""
+"""What actions cost: seconds, and bytes (or any unit) of activations; and what that adds up to."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isclose
 
 from penstock.errors import ArgumentError
-from penstock.ir import Compute, Op
+from penstock.ir import Compute, Op, lifetimes
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,17 @@ class Cost:
     send: float = 0.0
 
     def __post_init__(self) -> None:
-        lengths = {len(column) for column in (self.F, self.I, self.W, self.activation)}
-        if len(lengths) > 1:
-            raise ArgumentError("F, I, W and activation need one entry for every stage")
-        numbers = (self.send, *self.F, *self.I, *self.W, *self.activation)
-        if not all(0 <= number < float("inf") for number in numbers):
-            raise ArgumentError("a cost is a number from 0 up")
+        for name in ("F", "I", "W", "activation"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        columns = {"F": self.F, "I": self.I, "W": self.W, "activation": self.activation}
+        if len({len(column) for column in columns.values()}) > 1:
+            found = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
+            raise ArgumentError(f"each needs one entry for every stage, but {found}")
+        for name, column in (*columns.items(), ("send", (self.send,))):
+            for stage, number in enumerate(column):
+                if not 0 <= number < float("inf"):
+                    where = name if name == "send" else f"{name} of stage {stage}"
+                    raise ArgumentError(f"{where} is {number}: a cost is a number from 0 up")
 
     @staticmethod
     def even(
@@ -57,3 +63,22 @@ class Cost:
     def _seconds(self) -> dict[Op, tuple[float, ...]]:
         full = tuple(i + w for i, w in zip(self.I, self.W, strict=True))
         return {Op.F: self.F, Op.B: full, Op.I: self.I, Op.W: self.W, Op.R: self.F}
+
+
+def exceeds(size: float, cap: float) -> bool:
+    """Is it more, by more than the dust that sums of fractions gather?"""
+    return size > cap and not isclose(size, cap, rel_tol=1e-9)
+
+
+def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, float]]:
+    """How much is alive after each change: (step, at its end or at its start, size).
+
+    A rank does one thing at a time, so the order of its lane says it all; seconds do not matter.
+    """
+    changes = []
+    for (stage, _), (born, last) in lifetimes(lane).items():
+        changes += [(born, False, cost.activation[stage]), (last, True, -cost.activation[stage])]
+    size = 0.0
+    for step, at_end, change in sorted(changes):
+        size += change
+        yield step, at_end, round(size, 12) + 0.0

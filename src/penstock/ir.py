@@ -2,7 +2,7 @@
 
 A `Schedule` says which rank computes what, in which order. A `Program` is a schedule with its
 messages written in. What an action needs and gives is said once, under "the one rule" below:
-verifying, lowering, playing, drawing and running all ask it.
+whoever verifies, lowers, plays or draws asks it.
 """
 
 from __future__ import annotations
@@ -219,10 +219,6 @@ class Schedule:
         """How many there are, over all ranks."""
         return len(self.placement)
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank owns."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
-
     def crosses(self, message: Message) -> bool:
         """Between ranks? Within one rank there is nothing to send."""
         return self.placement[message.src] != self.placement[message.dst]
@@ -248,3 +244,8 @@ class Program:
             raise ArgumentError(
                 f"the program has {len(self.lanes)} lanes, its schedule {self.schedule.ranks}"
             )
+
+
+def schedule_of(work: Schedule | Program) -> Schedule:
+    """The schedule itself, or the one that a program was lowered from."""
+    return work if isinstance(work, Schedule) else work.schedule

@@ -29,14 +29,20 @@ from penstock.play import play
 # Is this (stage, micro-batch) to be recomputed?
 Recompute = Callable[[int, int], bool]
 
-CHECKPOINT_MODES = ("always", "except_last", "never")
+# Of so many micro-batches, the first so many are recomputed.
+_RECOMPUTED: dict[str, Callable[[int], int]] = {
+    "always": lambda chunks: chunks,
+    "except_last": lambda chunks: chunks - 1,
+    "never": lambda chunks: 0,
+}
+CHECKPOINT_MODES = tuple(_RECOMPUTED)
 
 
 def recompute_mode(mode: str, chunks: int) -> Recompute:
-    """The seed's three modes of checkpointing, as a predicate."""
+    """The modes of checkpointing of torchgpipe and PyTorch's Pipe, as a predicate."""
     if mode not in CHECKPOINT_MODES:
         raise ArgumentError(f"checkpoint is one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'")
-    recomputed = {"always": chunks, "except_last": chunks - 1, "never": 0}[mode]
+    recomputed = _RECOMPUTED[mode](chunks)
     return lambda stage, microbatch: microbatch < recomputed
 
 

@@ -3,7 +3,7 @@
 # comments and empty lines are skipped
 placement: 0 1        each stage's rank      (left out: where its actions stand)
 chunks: 2                                    (left out: as many as are in use)
-overlaps: 0F1+1B0     pairs, if there are any
+overlaps: 0F1+0B0     pairs, if there are any
 edges: 0>1            makes it a program
 0F0 0F1 0B0 0B1       then one line a rank; "-" for a rank that does nothing
 1F0 1B0 1F1 1B1
@@ -15,12 +15,23 @@ import re
 from itertools import islice
 
 from penstock.errors import ArgumentError, FormatError
-from penstock.ir import Action, Compute, Message, Op, Program, Recv, Schedule, Send, StageGraph
+from penstock.ir import (
+    Action,
+    Compute,
+    Message,
+    Op,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    StageGraph,
+    schedule_of,
+)
 
 
 def dumps(work: Schedule | Program) -> str:
     """The text form; `loads` gives the same value back."""
-    schedule = work if isinstance(work, Schedule) else work.schedule
+    schedule = schedule_of(work)
     lines = ["placement: " + " ".join(map(str, schedule.placement)), f"chunks: {schedule.chunks}"]
     if schedule.overlaps:
         pairs = sorted(schedule.overlaps)
@@ -52,8 +63,11 @@ def loads(text: str) -> Schedule | Program:
                 problems.append(f"line {number}: '{line}' does not read; write '{name}: {example}'")
         elif line:
             words = [] if line == "-" else line.split()
-            problems += [f"line {number}: {_not_an_action(w)}" for w in words if not _ACTION(w)]
+            typos = [f"line {number}: '{word}' is no action" for word in words if not _ACTION(word)]
+            problems += typos
             lanes.append(tuple(_action(word) for word in words if _ACTION(word)))
+    if any(problem.endswith("is no action") for problem in problems):
+        problems.append(_ACTIONS_LOOK_LIKE)
     if not lanes:
         problems.append("it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'")
     if problems:
@@ -80,11 +94,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _not_an_action(word: str) -> str:
-    return (
-        f"'{word}' is no action; actions look like 2F0 (stage 2, forward, micro-batch 0; also "
-        "B, I, W, R), !0>1:3 (send from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
-    )
+_ACTIONS_LOOK_LIKE = (
+    "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), "
+    "!0>1:3 (send from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
+)
 
 
 def _action(word: str) -> Action:

@@ -28,6 +28,7 @@ from penstock.ir import (
     consumes,
     follows,
     produces,
+    schedule_of,
 )
 
 
@@ -75,6 +76,16 @@ class Deadlock(PenstockError, RuntimeError):
         return type(self), (self.waits,)
 
 
+def check_belongs(placement: Sequence[int], graph: StageGraph, cost: Cost) -> None:
+    """A graph and a cost are for as many stages as there are."""
+    stages = len(placement)
+    if len(cost.F) != stages:
+        raise ArgumentError(f"the cost is for {len(cost.F)} stages, but there are {stages}")
+    for src, dst in graph.edges:
+        if dst >= stages:
+            raise ArgumentError(f"edge {src}>{dst} names stage {dst}, but there are {stages}")
+
+
 # ---- wiring: what each action waits for and gives -----------------------------------------
 
 # How far a thing has come.
@@ -105,15 +116,11 @@ class _Wiring:
     def __init__(
         self, work: Schedule | Program, graph: StageGraph, cost: Cost, sends: Sends
     ) -> None:
-        self._schedule = work if isinstance(work, Schedule) else work.schedule
+        self._schedule = schedule_of(work)
         self._sent = isinstance(work, Program)  # messages go through sends and receives
         self._blocking = sends is Sends.RENDEZVOUS
         self._graph, self._cost = graph, cost
-        stages = self._schedule.stages
-        if len(cost.F) != stages:
-            raise ArgumentError(f"the cost is for {len(cost.F)} stages, but there are {stages}")
-        if graph.edges and max(dst for _, dst in graph.edges) >= stages:
-            raise ArgumentError(f"the graph names a stage that is not there: there are {stages}")
+        check_belongs(self._schedule.placement, graph, cost)
         self._kinds: dict[tuple[int, Compute | Message], int] = {}
         self._moves: dict[tuple[str | type, int, int], tuple[_Move, ...]] = {}
 
@@ -145,8 +152,8 @@ class _Wiring:
             return Recv(thing)
         if phase == _ARRIVED and self._sent and self._schedule.crosses(thing):
             return Send(thing)
-        ops = [Op.F] if thing.src < thing.dst else [Op.B, Op.I]
-        makers = [Compute(op, thing.src, microbatch) for op in ops]
+        actions = [Compute(op, thing.src, microbatch) for op in Op]
+        makers = [action for action in actions if thing in produces(action, self._graph)]
         return next((maker for maker in makers if maker in places), makers[0])
 
     def _kind(self, phase: int, thing: Compute | Message) -> int:

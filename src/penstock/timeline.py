@@ -6,29 +6,13 @@ type with the spans of a real run, so that whatever reads or draws one reads or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.cost import Cost
-from penstock.ir import Compute, Program, lifetimes
+from penstock.cost import Cost, alive
+from penstock.errors import ArgumentError
+from penstock.ir import Compute, Program, Schedule
 from penstock.play import Sends, Span, play
-
-
-def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, float]]:
-    """How much is alive after each change: (step, at its start or at its end, size).
-
-    A rank does one thing at a time, so the order of its lane says it all; costs in seconds do not
-    matter.
-    """
-    changes = []
-    for (stage, _), (born, last) in lifetimes(lane).items():
-        size = cost.activation[stage]
-        changes += [(born, 0, size), (last, 1, -size)]
-    size = 0.0
-    for step, at_end, change in sorted(changes):
-        size += change
-        yield step, not at_end, round(size, 12) + 0.0  # sums of fractions gather dust
 
 
 @dataclass(frozen=True)
@@ -79,13 +63,17 @@ class Timeline:
         spans = self.computes[rank]
         lane = [span.action for span in spans if isinstance(span.action, Compute)]
         curve = [(self.start, 0.0)]
-        for step, is_start, size in alive(lane, self.cost):
-            curve.append((spans[step].start if is_start else spans[step].end, size))
+        for step, at_end, size in alive(lane, self.cost):
+            curve.append((spans[step].end if at_end else spans[step].start, size))
         return curve
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """The most that is alive at one time, on each rank."""
+        """The most that is alive at one time, on each rank.
+
+        Activations count from their F, or their R if they are recomputed; the inputs that a stage
+        keeps until its R do not.
+        """
         return tuple(max(size for _, size in self.memory(rank)) for rank in range(self.ranks))
 
 
@@ -97,5 +85,7 @@ def simulate(program: Program, cost: Cost | None = None) -> Timeline:
     >>> timeline.makespan, timeline.peak
     (12.0, (3.0, 3.0))
     """
+    if isinstance(program, Schedule):
+        raise ArgumentError("this is a schedule; its messages take time too: simulate(lower(it))")
     cost = cost or Cost.even(program.schedule.placement)
     return Timeline(program, cost, tuple(play(program, cost=cost, sends=Sends.BUFFERED)))

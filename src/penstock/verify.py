@@ -7,27 +7,37 @@ somebody wrote by hand.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from penstock.cost import Cost
+from penstock.cost import Cost, alive, exceeds
 from penstock.errors import Unsound
-from penstock.ir import Compute, Op, Program, Recv, Schedule, Send, StageGraph, produces
+from penstock.ir import (
+    Compute,
+    Op,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    StageGraph,
+    produces,
+    schedule_of,
+)
 from penstock.lower import lower
 from penstock.play import Deadlock, Sends, play
-from penstock.timeline import alive
 
 
 def verify(
     work: Schedule | Program,
     graph: StageGraph | None = None,
-    memory: float | None = None,
+    memory: float | Sequence[float] | None = None,
     cost: Cost | None = None,
 ) -> tuple[str, ...]:
     """Every problem of a schedule or program; none if it is sound.
 
     A schedule is lowered for `graph` (a chain, if none is given). `memory` caps what is alive on
-    a rank, in the units of `cost.activation`: by default, micro-batches of a rank's whole share.
+    every rank, or on each, in the units of `cost.activation`: by default, micro-batches of a
+    rank's whole share.
 
     >>> from penstock.notation import loads
     >>> for problem in verify(loads("0F0 0B0 0F1 0B1 \\n 1F0 1F1 1B1 1B0")):
@@ -35,15 +45,17 @@ def verify(
     rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
     rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
     """
-    schedule = work if isinstance(work, Schedule) else work.schedule
+    schedule = schedule_of(work)
     graph = work.graph if isinstance(work, Program) else graph
     graph = graph or StageGraph.chain(schedule.stages)
     strays = [*placed(schedule), *connected(schedule, graph)]
+    if isinstance(work, Program):
+        strays += [*same_computes(work), *addressed(work)]
     problems = [*strays, *whole(schedule), *paired(schedule)]
     if strays:  # the other claims make no sense of what is not there
         return tuple(problems)
     if isinstance(work, Program):
-        problems += [*same_computes(work), *matched(work)]
+        problems += matched(work)
     problems += ends(work, graph)
     if memory is not None:
         problems += fits(schedule, memory, cost or Cost.even(schedule.placement))
@@ -53,7 +65,7 @@ def verify(
 def require_sound(
     work: Schedule | Program,
     graph: StageGraph | None = None,
-    memory: float | None = None,
+    memory: float | Sequence[float] | None = None,
     cost: Cost | None = None,
 ) -> None:
     """Raise `Unsound`, with every problem, unless `verify` finds none."""
@@ -126,12 +138,13 @@ def connected(schedule: Schedule, graph: StageGraph) -> Iterator[str]:
             yield f"edge {src}>{dst} names stage {dst}, but there are {schedule.stages}"
 
 
-def fits(schedule: Schedule, memory: float, cost: Cost) -> Iterator[str]:
-    """No rank ever holds more than `memory`."""
-    for rank, lane in enumerate(schedule.lanes):
+def fits(schedule: Schedule, memory: float | Sequence[float], cost: Cost) -> Iterator[str]:
+    """No rank ever holds more than `memory`: one cap for all, or one for each."""
+    caps = memory if isinstance(memory, Sequence) else [memory] * schedule.ranks
+    for rank, (lane, cap) in enumerate(zip(schedule.lanes, caps, strict=True)):
         step, _, size = max(alive(lane, cost), key=lambda change: change[2], default=(0, True, 0.0))
-        if size > memory + 1e-9:
-            yield f"rank {rank}, step {step}: {lane[step]} makes {size:g} alive, over {memory:g}"
+        if exceeds(size, cap):
+            yield f"rank {rank}, step {step}: {lane[step]} makes {size:g} alive, over {cap:g}"
 
 
 # ---- claims about a program ---------------------------------------------------------------
@@ -142,6 +155,18 @@ def same_computes(program: Program) -> Iterator[str]:
     for rank, lane in enumerate(program.lanes):
         if tuple(a for a in lane if isinstance(a, Compute)) != program.schedule.lanes[rank]:
             yield f"rank {rank}: the program computes something else than its schedule"
+
+
+def addressed(program: Program) -> Iterator[str]:
+    """Each message names stages that exist."""
+    stages = range(program.schedule.stages)
+    for rank, lane in enumerate(program.lanes):
+        for step, action in enumerate(lane):
+            if not isinstance(action, Compute):
+                message = action.message
+                for stage in {message.src, message.dst} - set(stages):
+                    where = f"rank {rank}, step {step}: {action}"
+                    yield f"{where} names stage {stage}, but there are {len(stages)}"
 
 
 def matched(program: Program) -> Iterator[str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from subprocess import run
-from time import perf_counter
 from xml.etree import ElementTree
 
 import pytest
@@ -137,13 +136,11 @@ def test_nothing_to_draw(played: Played, svg: Svg) -> None:
     svg(played("0F0 0B0", Cost(nothing, nothing, nothing, nothing)))
 
 
-def test_large_pipelines_are_quick_and_have_no_numbers(
+def test_large_pipelines_have_few_artists_and_no_numbers(
     played: Played, one_f_one_b: Build, svg: Svg
 ) -> None:
     timeline = played(one_f_one_b(64, 256))
-    start = perf_counter()
     root = svg(timeline, skips=True)
-    assert perf_counter() - start < 20
     assert "255" not in words(root)
     assert len(list(root.iter())) < 2000
 
@@ -163,9 +160,7 @@ def test_matplotlib_is_an_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra) as error:
         picture(played("0F0 0B0"), tmp_path / "drawn.svg")
-    assert str(error.value) == (
-        "a picture needs matplotlib, which is not installed: pip install 'penstock[draw]'"
-    )
+    assert str(error.value) == ("a picture needs matplotlib: pip install 'penstock[draw]'")
 
 
 def test_importing_draw_imports_no_extra() -> None:

@@ -109,7 +109,7 @@ def test_what_does_not_fit_in_six_bands_is_said(played: Played, one_f_one_b: Bui
     times = [line.strip() for line in lines if "t =" in line]
     assert times == ["t = 0", "t = 13", "t = 25", "t = 37", "t = 49", "t = 61"]
     assert lines[-2:] == [
-        "the last 50 of 123 is left out: give a larger width, or draw a picture",
+        "the last 50 of 123 is left out: give a larger width, or save a picture",
         "makespan 123, bubble 2.4%, peak 2 (2 1)",
     ]
 
@@ -191,6 +191,4 @@ def test_colour_needs_rich(played: Played, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "rich.color", None)
     with pytest.raises(MissingExtra) as error:
         text(played("0F0 0B0"), color=True)
-    assert str(error.value) == (
-        "text in colour needs rich, which is not installed: pip install 'penstock[cli]'"
-    )
+    assert str(error.value) == ("text in colour needs rich: pip install 'penstock[cli]'")

@@ -101,7 +101,7 @@ def test_too_little_memory_says_what_would_do() -> None:
         "no schedule fits this memory, as one micro-batch alone needs more (rank 0: 0.75 < 1, "
         "rank 1: 0.75 < 1): give each rank at least its share, 1 for all"
     )
-    with pytest.raises(ArgumentError, match="memory has 3 entries for 2 ranks: one, or one a rank"):
+    with pytest.raises(ArgumentError, match="memory has 3 entries for 2 ranks: give one number"):
         fit(vee(2), 4, memory=[1, 1, 1])
     with pytest.raises(ArgumentError, match="one micro-batch alone needs more"):
         fit(vee(2), 4, memory=float("nan"))

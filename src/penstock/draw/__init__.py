@@ -6,9 +6,9 @@ trace       Chrome trace events, for Perfetto
 gallery     every schedule's picture on one page
 """
 
-from penstock.draw.gallery import write_gallery
+from penstock.draw.gallery import Exhibit, exhibits, write_gallery
 from penstock.draw.picture import picture
 from penstock.draw.text import text
 from penstock.draw.trace import trace, write_trace
 
-__all__ = ["picture", "text", "trace", "write_gallery", "write_trace"]
+__all__ = ["Exhibit", "exhibits", "picture", "text", "trace", "write_gallery", "write_trace"]

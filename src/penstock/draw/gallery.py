@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.draw.picture import picture
 from penstock.lower import lower
-from penstock.schedules import FAMILIES, Family, fit, make, vee
+from penstock.schedules import FAMILIES, fit, make, vee
 from penstock.timeline import Timeline, simulate
 
 
@@ -16,56 +17,59 @@ class Exhibit(NamedTuple):
     """One schedule of the gallery."""
 
     name: str
-    family: Family
+    function: str
+    use: str
+    source: str
     timeline: Timeline
 
     @property
     def figures(self) -> str:
         """Bubble and peak, in words."""
         peak = max(self.timeline.peak)
-        return f"bubble {self.timeline.bubble:.1%}, peak {peak:g} micro-batches"
+        unit = "micro-batch" if peak == 1 else "micro-batches"
+        return f"bubble {self.timeline.bubble:.1%}, peak {peak:g} {unit}"
 
 
-_FIT = Family(
-    build=fit,
-    peak=lambda p, m, v: p,
-    use="Made to measure: takes the costs of each stage, the time of a message and a memory cap, "
-    "and is never worse than the named schedules of its placement.",
-    source="list scheduling",
-    stages_per_rank=2,
-)
-
-
-def exhibits(ranks: int, chunks: int) -> Iterator[Exhibit]:
+def exhibits(ranks: int = 4, chunks: int = 8) -> Iterator[Exhibit]:
     """Every named schedule, then `fit` on a V with the memory of 1F1B."""
     for name, family in FAMILIES.items():
-        yield Exhibit(name, family, simulate(lower(make(name, ranks, chunks))))
-    yield Exhibit("fit", _FIT, simulate(lower(fit(vee(ranks), chunks, memory=ranks))))
+        timeline = simulate(lower(make(name, ranks, chunks)))
+        yield Exhibit(name, family.build.__name__, family.use, family.source, timeline)
+    yield Exhibit(
+        name="fit",
+        function="fit",
+        use="Made to measure: takes the costs of each stage, the time of a message and a memory "
+        "cap, and is never worse than the named schedules of its placement under the same cap.",
+        source="list scheduling",
+        timeline=simulate(lower(fit(vee(ranks), chunks, memory=ranks))),
+    )
 
 
-def write_gallery(directory: Path, ranks: int = 4, chunks: int = 8) -> Iterator[Exhibit]:
-    """Write a picture for each schedule and `index.md`; yield each exhibit as it is done."""
-    directory.mkdir(parents=True, exist_ok=True)
+def write_gallery(directory: str | PathLike[str], shown: Iterable[Exhibit]) -> None:
+    """Write a picture for each exhibit, and `index.md`."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
     page = [
         "# Gallery",
         "",
-        f"Every schedule on {ranks} ranks with {chunks} micro-batches, F = I = W = 1 for a rank's",
-        "whole share, messages free. Ranks down, time across; the number in a box is the",
-        "micro-batch, the lighter shade is a rank's second stage. Below: what is alive on each",
-        "rank. The pictures are drawn by `penstock demo`, and each comes from the value that runs.",
+        "Every schedule, with F = I = W = 1 for a rank's whole share and messages free. Ranks",
+        "down, time across; the number in a box is the micro-batch, the lighter shade is a rank's",
+        "second stage. Below: what is alive on each rank. The pictures are drawn by",
+        "`penstock demo`, each from the value that is played.",
         "",
     ]
-    for exhibit in exhibits(ranks, chunks):
-        picture(exhibit.timeline, directory / f"{exhibit.name}.svg", title=exhibit.name)
+    for exhibit in shown:
+        picture(exhibit.timeline, folder / f"{exhibit.name}.svg", title=exhibit.name)
+        schedule = exhibit.timeline.program.schedule
         page += [
             f"## {exhibit.name}",
             "",
             f"![{exhibit.name}]({exhibit.name}.svg)",
             "",
-            f"{exhibit.family.use}",
+            exhibit.use,
             "",
-            f"*{exhibit.figures}. Source: {exhibit.family.source}.*",
+            f"*{schedule.ranks} ranks, {schedule.chunks} micro-batches: {exhibit.figures}. "
+            f"In Python: `schedules.{exhibit.function}`. Source: {exhibit.source}.*",
             "",
         ]
-        yield exhibit
-    (directory / "index.md").write_text("\n".join(page))
+    (folder / "index.md").write_text("\n".join(page))

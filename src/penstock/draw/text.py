@@ -51,12 +51,8 @@ def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
     A box holds op and micro-batch, and the stage too where a rank owns several. What is too wide
     is folded into bands, each under the time at which it starts.
 
-    >>> from penstock.ir import Schedule
-    >>> from penstock.notation import loads
-    >>> from penstock.lower import lower
-    >>> from penstock.timeline import simulate
-    >>> schedule = loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1")
-    >>> assert isinstance(schedule, Schedule)
+    >>> from penstock import lower, schedules, simulate
+    >>> schedule = schedules.one_f_one_b(ranks=2, chunks=2)
     >>> print(text(simulate(lower(schedule))))
     rank 0  F0 F1 ······B0─── ···B1───
     rank 1  ···F0 B0─── F1 B1─── ······
@@ -90,7 +86,7 @@ def _remarks(timeline: Timeline, left_out: float, hidden: int) -> Iterator[str]:
     """The lines under the rows."""
     if left_out:
         share = f"{number(left_out)} of {number(timeline.makespan)}"
-        yield f"the last {share} is left out: give a larger width, or draw a picture"
+        yield f"the last {share} is left out: give a larger width, or save a picture"
     if hidden:
         yield f"{hidden} {'actions are' if hidden > 1 else 'action is'} too short to draw"
     yield caption(timeline)

@@ -12,14 +12,14 @@ from penstock.schedules.dualpipe import dualpipe_v
 from penstock.schedules.fit import fit, lower_bound
 from penstock.schedules.gpipe import forward_only, gpipe, looped_bfs, naive
 from penstock.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
-from penstock.schedules.parts import check, loop, vee
-from penstock.schedules.vee import v_half, v_min, zb_v
+from penstock.schedules.parts import check_sizes, loop, vee
+from penstock.schedules.v_shape import v_half, v_min, zb_v
 from penstock.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 __all__ = [
     "FAMILIES",
     "Family",
-    "check",
+    "check_sizes",
     "dualpipe_v",
     "eager_one_f_one_b",
     "family_of",
@@ -58,6 +58,7 @@ class Family:
     source: str
     stages_per_rank: int = 1
     free: bool = False
+    trains: bool = True
 
 
 FAMILIES = {
@@ -137,7 +138,8 @@ FAMILIES = {
     "v-half": Family(
         v_half,
         lambda p, m, v: min(m, (p + 2) // 2),
-        "Half of 1F1B's memory and less than half of its bubble. Needs fast links.",
+        "Half of 1F1B's memory and less than half of its bubble, from as many chunks as ranks on. "
+        "Needs fast links.",
         "Controllable memory, arXiv 2405.15362",
         stages_per_rank=2,
     ),
@@ -162,6 +164,7 @@ FAMILIES = {
         "Inference.",
         "the forward half of GPipe",
         free=True,
+        trains=False,
     ),
 }
 
@@ -176,7 +179,7 @@ def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None)
     """
     family = family_of(name)
     per_rank = family.stages_per_rank if stages_per_rank is None else stages_per_rank
-    check(ranks, chunks, per_rank)
+    check_sizes(ranks, chunks, per_rank)
     if family.free:
         return family.build(ranks, chunks, per_rank)
     if per_rank != family.stages_per_rank:
@@ -192,7 +195,7 @@ def family_of(name: str) -> Family:
     """The family of that name."""
     if name in FAMILIES:
         return FAMILIES[name]
-    close = get_close_matches(name, FAMILIES, n=1)
+    close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     names = ", ".join([*FAMILIES, "fit"])
     raise ArgumentError(f"there is no schedule '{name}'{hint} There are: {names}")

@@ -11,23 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import isnan
 from typing import NamedTuple
 
-from penstock.cost import Cost
+from penstock.cost import Cost, alive, exceeds
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Schedule, StageGraph
-from penstock.play import play
+from penstock.play import check_belongs, play
 from penstock.schedules.dualpipe import dualpipe_v
+from penstock.schedules.gpipe import looped_bfs, naive
 from penstock.schedules.listing import Bench, Choice, behind, follow, never, run, when_full
 from penstock.schedules.one_f_one_b import eager_one_f_one_b, interleaved
-from penstock.schedules.parts import Placement, check, loop, vee
+from penstock.schedules.parts import Placement, check_sizes, loop, vee
 from penstock.schedules.polish import polish
-from penstock.schedules.vee import v_half, v_min, zb_v
-from penstock.schedules.zero_bubble import interleaved_zb
+from penstock.schedules.v_shape import v_half, v_min, zb_v
+from penstock.schedules.zero_bubble import interleaved_zb, zb_h2
 
 
 def fit(
-    placement: Placement,
+    placement: Sequence[int],
     chunks: int,
     cost: Cost | None = None,
     memory: float | Sequence[float] | None = None,
@@ -38,54 +40,77 @@ def fit(
 
     `memory` caps the live activations of every rank, or of each rank; by default it is 1F1B's,
     as many micro-batches as there are ranks. `effort` bounds the work: how many actions may be
-    placed in all attempts together. It takes seconds at most, and ends early at the lower bound.
+    placed in all attempts together, of which there is at least one. It ends early at the lower
+    bound, and is never worse than a named schedule of the placement that fits.
 
     >>> from penstock import lower, simulate
     >>> schedule = fit(placement=(0, 1, 1, 0), chunks=4, memory=1.5)
     >>> simulate(lower(schedule)).peak
     (1.5, 1.5)
     """
-    check(max(placement) + 1, chunks)
+    placement = tuple(placement)
     cost = cost or Cost.even(placement)
     graph = graph or StageGraph.chain(len(placement))
-    caps = _caps(placement, cost, memory)
-    goal = lower_bound(placement, chunks, cost) * (1 + 1e-12)
+    caps = _caps(placement, chunks, cost, graph, memory)
+    goal = lower_bound(placement, chunks, cost, graph) * (1 + 1e-12)
     size = 3 * len(placement) * chunks
-    best, schedule = float("inf"), None
-    for way in _ways(placement, chunks, cost):
-        found = way.make(placement, chunks, caps, graph)
-        end = max(s.end for s in play(found, graph, cost)) if found else float("inf")
-        if end < best:
-            best, schedule = end, found
+    relatives = list(_relatives(placement, chunks))
+    best = _Best(graph, cost, [s for s in relatives if _fits(s, cost, caps)])
+    for way in _ways(placement, relatives, cost):
+        if best.schedule and (best.end <= goal or effort < size):
+            return best.schedule
         effort -= size
-        if schedule and (best <= goal or effort <= 0):
-            return schedule
-    assert schedule, "some way that looks out for memory always ends"
-    return polish(schedule, graph, cost, caps, swaps=min(200, effort // size))
+        best.try_out(way.make(placement, chunks, caps, graph))
+    assert best.schedule, "some way that looks out for memory always ends"
+    return polish(best.schedule, graph, cost, caps, swaps=min(200, effort // size))
 
 
-def lower_bound(placement: Placement, chunks: int, cost: Cost) -> float:
-    """No schedule of a chain of stages is quicker than this, whatever memory it has.
+class _Best:
+    """The quickest so far."""
+
+    def __init__(self, graph: StageGraph, cost: Cost, schedules: Sequence[Schedule]) -> None:
+        self._graph, self._cost = graph, cost
+        self.end = float("inf")
+        self.schedule: Schedule | None = None
+        for schedule in schedules:
+            self.try_out(schedule)
+
+    def try_out(self, schedule: Schedule | None) -> None:
+        """Keep it if it is quicker. (None: that way got stuck.)"""
+        if schedule:
+            end = max(span.end for span in play(schedule, self._graph, self._cost))
+            if end < self.end:
+                self.end, self.schedule = end, schedule
+
+
+def lower_bound(
+    placement: Sequence[int], chunks: int, cost: Cost, graph: StageGraph | None = None
+) -> float:
+    """No schedule is quicker than this, whatever memory it has.
 
     A rank can start when the first micro-batch reaches it, and then has all its work to do; and
     one micro-batch has to go all the way down and up again.
     """
-    stages = range(len(placement))
-    arrival, clock = [0.0] * len(placement), 0.0
-    for stage in stages:
-        hop = stage > 0 and placement[stage] != placement[stage - 1]
-        clock += cost.send if hop else 0.0
-        arrival[stage] = clock
-        clock += cost.F[stage]
-    busiest = max(
-        min(arrival[s] for s in stages if placement[s] == rank) + chunks * load
-        for rank, load in enumerate(_loads(placement, cost))
-    )
-    messages = clock - sum(cost.F)
-    return max(busiest, clock + messages + sum(cost.I) + cost.W[0])
+    graph = graph or StageGraph.chain(len(placement))
+
+    def hop(a: int, b: int) -> float:
+        return cost.send if placement[a] != placement[b] else 0.0
+
+    down: list[float] = []
+    for s in range(len(placement)):
+        down.append(max((down[b] + cost.F[b] + hop(b, s) for b in graph.before(s)), default=0.0))
+    up = [down[s] + cost.F[s] for s in range(len(placement))]
+    for s in reversed(range(len(placement))):
+        up[s] = max([up[s], *(up[a] + cost.I[a] + hop(a, s) for a in graph.after(s))])
+    first = [float("inf")] * (max(placement) + 1)
+    for s, rank in enumerate(placement):
+        first[rank] = min(first[rank], down[s])
+    loads = _loads(placement, cost)
+    busiest = max(start + chunks * load for start, load in zip(first, loads, strict=True))
+    return max(busiest, *(up[s] + cost.I[s] + cost.W[s] for s in range(len(placement))))
 
 
-def _loads(placement: Placement, cost: Cost) -> list[float]:
+def _loads(placement: Sequence[int], cost: Cost) -> list[float]:
     """The time that one micro-batch takes each rank."""
     loads = [0.0] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
@@ -93,8 +118,19 @@ def _loads(placement: Placement, cost: Cost) -> list[float]:
     return loads
 
 
-def _caps(placement: Placement, cost: Cost, memory: float | Sequence[float] | None) -> list[float]:
-    ranks = max(placement) + 1
+def _caps(
+    placement: Placement,
+    chunks: int,
+    cost: Cost,
+    graph: StageGraph,
+    memory: float | Sequence[float] | None,
+) -> list[float]:
+    """A cap for each rank; what cannot be is refused here, before any work."""
+    ranks = max(placement, default=-1) + 1
+    check_sizes(ranks, chunks)
+    if set(placement) != set(range(ranks)):
+        raise ArgumentError(f"placement {placement}: each rank from 0 to {ranks - 1} needs a stage")
+    check_belongs(placement, graph, cost)
     shares = [0.0] * ranks
     for stage, rank in enumerate(placement):
         shares[rank] += cost.activation[stage]
@@ -102,11 +138,14 @@ def _caps(placement: Placement, cost: Cost, memory: float | Sequence[float] | No
         return [ranks * share for share in shares]
     caps = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
     if len(caps) != ranks:
-        raise ArgumentError(f"memory has {len(caps)} entries for {ranks} ranks: one, or one a rank")
+        raise ArgumentError(
+            f"memory has {len(caps)} entries for {ranks} ranks: give one number for all, or one "
+            "a rank"
+        )
     short = [
         f"rank {rank}: {cap:g} < {share:g}"
         for rank, (cap, share) in enumerate(zip(caps, shares, strict=True))
-        if not cap >= share - 1e-9
+        if isnan(cap) or exceeds(share, cap)
     ]
     if short:
         raise ArgumentError(
@@ -160,10 +199,15 @@ class _Way(NamedTuple):
         return Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
 
 
-def _ways(placement: Placement, chunks: int, cost: Cost) -> Iterator[_Way]:
+def _fits(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
+    peaks = (max(size for _, _, size in alive(lane, cost)) for lane in schedule.lanes)
+    return not any(exceeds(peak, cap) for peak, cap in zip(peaks, caps, strict=True))
+
+
+def _ways(placement: Placement, relatives: list[Schedule], cost: Cost) -> Iterator[_Way]:
     even = replace(Cost.even(placement), activation=cost.activation)
     plans = [cost] if cost == even else [cost, even]
-    for schedule, plan in product(_relatives(placement, chunks), plans):
+    for schedule, plan in product(relatives, plans):
         order = [
             [a._replace(op=Op.I) if a.op is Op.B else a for a in lane if a.op is not Op.W]
             for lane in schedule.lanes
@@ -178,17 +222,18 @@ def _ways(placement: Placement, chunks: int, cost: Cost) -> Iterator[_Way]:
 
 
 def _relatives(placement: Placement, chunks: int) -> Iterator[Schedule]:
-    """Named schedules of the same placement, whose order is worth a try."""
+    """The named schedules of the same placement."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
     if placement == vee(ranks):
         for family in (zb_v, v_half, v_min, dualpipe_v):
             yield family(ranks, chunks)
     if placement == loop(ranks, per_rank):
-        yield interleaved_zb(ranks, chunks, per_rank)
-        yield interleaved(ranks, chunks, per_rank)
+        for looped in (interleaved_zb, interleaved, naive, looped_bfs):
+            yield looped(ranks, chunks, per_rank)
         if per_rank == 1:
             yield eager_one_f_one_b(ranks, chunks)
+            yield zb_h2(ranks, chunks)
 
 
 def _by_policy(policy: Policy) -> Choice:

@@ -1,19 +1,20 @@
 """All forwards, then all backwards: what can run behind `loss.backward()`, and the plain cases.
 
-naive, 2 ranks                     gpipe, 2 ranks
-0F0     0B0 0F1     0B1            0F0 0F1         0B1 0B0
-    1F0 1B0     1F1 1B1                1F0 1F1 1B1 1B0
+2 ranks, 2 micro-batches, one column an action; naive and gpipe:
+
+0F0         0B0 0F1         0B1        0F0 0F1         0B1 0B0
+    1F0 1B0         1F1 1B1                1F0 1F1 1B1 1B0
 """
 
 from __future__ import annotations
 
 from penstock.ir import Compute, Op, Schedule
-from penstock.schedules.parts import assemble, check, loop
+from penstock.schedules.parts import assemble, check_sizes, loop
 
 
 def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
     """One micro-batch at a time: one rank works, the others wait."""
-    check(ranks, chunks, stages_per_rank)
+    check_sizes(ranks, chunks, stages_per_rank)
     placement = loop(ranks, stages_per_rank)
     lanes: list[list[Compute]] = [[] for _ in range(ranks)]
     for microbatch in range(chunks):
@@ -41,7 +42,7 @@ def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
 
 def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
     """No backwards: inference."""
-    check(ranks, chunks, stages_per_rank)
+    check_sizes(ranks, chunks, stages_per_rank)
     placement = loop(ranks, stages_per_rank)
     lanes = [
         [

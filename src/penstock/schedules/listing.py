@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
-from penstock.cost import Cost
+from penstock.cost import Cost, exceeds
 from penstock.ir import Compute, Op, Schedule, StageGraph, consumes, follows, produces
 from penstock.schedules.parts import Placement
 
 _OPS = (Op.F, Op.I, Op.W)
-_HAIR = 1e-9  # memory sizes are sums of fractions
 
 
 class _Node:
@@ -59,6 +58,7 @@ class Bench:
         self.lanes: list[list[Compute]] = [[] for _ in ranks]
         self.free = [0.0 for _ in ranks]
         self.live = [0.0 for _ in ranks]
+        self.turns = [0 for _ in ranks]  # Fs and Is done
         self.pending = [0 for _ in ranks]  # Ws that could run
         self._held = [[0.0] * chunks for _ in ranks]
         self._oldest = [0 for _ in ranks]  # the first micro-batch that still needs the rank
@@ -87,7 +87,7 @@ class Bench:
 
     def has_room(self, rank: int, stage: int) -> bool:
         """May the stage's activations come on top of what is alive?"""
-        return self.live[rank] + self.cost.activation[stage] <= self.memory[rank] + _HAIR
+        return not exceeds(self.live[rank] + self.cost.activation[stage], self.memory[rank])
 
     def is_full(self, rank: int) -> bool:
         """Is there no room for any F?"""
@@ -99,7 +99,7 @@ class Bench:
         It can if, with all older ones gone, what it and the younger ones hold plus what it has
         yet to take fits. (The banker's rule; without it the young ones starve the old.)
         """
-        size, cap = self.cost.activation, self.memory[rank] + _HAIR
+        size, cap = self.cost.activation, self.memory[rank]
         alive = self.live[rank] + size[action.stage]
         for microbatch in range(self._oldest[rank], self.chunks):
             mine = microbatch == action.microbatch
@@ -108,7 +108,7 @@ class Bench:
                 for node in self._forwards[rank]
                 if node.done <= microbatch and not (mine and node.stage == action.stage)
             ]
-            if alive + sum([size[stage] for stage in ahead]) > cap:
+            if exceeds(alive + sum([size[stage] for stage in ahead]), cap):
                 return False
             if len(ahead) == len(self._forwards[rank]):
                 return True
@@ -135,6 +135,7 @@ class Bench:
 
     def _account(self, rank: int, action: Compute) -> None:
         op, stage, microbatch = action
+        self.turns[rank] += op is not Op.W
         if op is Op.I:
             self.pending[rank] += 1
             return
@@ -171,13 +172,12 @@ def _connect(placement: Placement, chunks: int, graph: StageGraph) -> dict[tuple
 Choice = Callable[[Bench, int, list[Compute]], Compute | None]
 
 
-def run(bench: Bench, choose: Choice, patience: float = 0.0, until: float = float("inf")) -> float:
-    """Run the bench until nothing can start, or something would end after `until`.
+def run(bench: Bench, choose: Choice, patience: float = 0.0) -> None:
+    """Run the bench until nothing can start.
 
     A rank rather waits up to `patience` for what it would choose then than start something else
-    now. The result is when the last action ends.
+    now.
     """
-    end = 0.0
     while bench.events:
         now, rank = heappop(bench.events)
         if bench.free[rank] > now:
@@ -186,10 +186,6 @@ def run(bench: Bench, choose: Choice, patience: float = 0.0, until: float = floa
         action = choose(bench, rank, options) if options else None
         if action is not None and bench.ready_at(action) <= now:
             bench.start(action, now)
-            end = max(end, bench.free[rank])
-            if end > until:
-                break
-    return end
 
 
 # Do Ws go before the next F or I now?
@@ -213,15 +209,13 @@ def behind(lag: Callable[[int], int]) -> Due:
 
 def follow(orders: Sequence[Sequence[Compute]], due: Due) -> Choice:
     """Take F and I in this order; a W when it is due, or when its rank would otherwise wait."""
-    steps = [0] * len(orders)
 
     def choose(bench: Bench, rank: int, options: list[Compute]) -> Compute | None:
         weight = next((action for action in options if action.op is Op.W), None)
         if weight and due(bench, rank):
             return weight
-        head = orders[rank][steps[rank]] if steps[rank] < len(orders[rank]) else None
+        head = next(iter(orders[rank][bench.turns[rank] : bench.turns[rank] + 1]), None)
         if head in options and (head.op is Op.I or bench.has_room(rank, head.stage)):
-            steps[rank] += 1
             return head
         return weight
 
@@ -240,4 +234,5 @@ def fill(
     chain = StageGraph.chain(len(placement))
     bench = Bench(placement, chunks, Cost.even(placement), caps, chain)
     run(bench, follow(orders, due))
+    assert bench.is_complete(), "each F and I takes micro-batches in order, and fits under the cap"
     return Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))

@@ -12,7 +12,7 @@ Placement = tuple[int, ...]
 Cell = tuple[int, int]  # a stage and a micro-batch
 
 
-def check(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
+def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
     """Sizes that every family asks for."""
     sizes = {"ranks": ranks, "chunks": chunks, "stages_per_rank": stages_per_rank}
     wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
@@ -46,9 +46,26 @@ def one_each(
     """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
     lane = [Compute(Op.F, *cell) for cell in forwards[:ahead]]
     for turn, cell in enumerate(backwards):
-        lane += [Compute(Op.F, *forward) for forward in forwards[ahead + turn : ahead + turn + 1]]
+        if ahead + turn < len(forwards):
+            lane.append(Compute(Op.F, *forwards[ahead + turn]))
         lane.append(Compute(backward, *cell))
     return lane
+
+
+def in_turn(
+    ranks: int, chunks: int, stages_per_rank: int, hops: int, backward: Op
+) -> tuple[tuple[Compute, ...], ...]:
+    """Lanes of a loop, whose forwards run ahead of the backwards by (v - 1) p + hops (p - r - 1).
+
+    The later a rank comes, the sooner a micro-batch comes back to it. With `hops` 1 it has just
+    come back when its backward's turn is there; with 2, messages have a turn of their own.
+    """
+    lanes = []
+    for rank in range(ranks):
+        forwards, backwards = rounds(rank, ranks, chunks, stages_per_rank)
+        ahead = (stages_per_rank - 1) * ranks + hops * (ranks - rank - 1)
+        lanes.append(one_each(forwards, backwards, ahead, backward))
+    return assemble(loop(ranks, stages_per_rank), chunks, lanes).lanes
 
 
 def rounds(
@@ -83,7 +100,7 @@ def spell(letters: str, rank: int, ranks: int) -> list[Compute]:
     for letter in letters.replace(" ", ""):
         op = Op(letter.upper())
         if op is Op.W:
-            lane += [owed.popleft()] if owed else []
+            lane.append(owed.popleft())
             continue
         stage = 2 * ranks - 1 - rank if letter.isupper() else rank
         action = Compute(op, stage, done[stage, op is Op.F])

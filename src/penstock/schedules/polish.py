@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from penstock.cost import Cost
-from penstock.ir import Compute, Op, Schedule, StageGraph, consumes, produces
+from penstock.cost import Cost, alive, exceeds
+from penstock.ir import Compute, Schedule, StageGraph, consumes, follows, produces
 from penstock.play import Deadlock, Span, play
 
 _HAIR = 1e-9
@@ -20,10 +20,9 @@ _HAIR = 1e-9
 def polish(
     schedule: Schedule, graph: StageGraph, cost: Cost, caps: Sequence[float], swaps: int
 ) -> Schedule:
-    """Try up to `swaps` swaps, and keep those that do not slow the schedule down.
+    """Try up to `swaps` swaps; keep those that help, and some that change nothing.
 
-    Of swaps that change nothing some are kept too, to get past a plateau. The draws are always
-    the same, and so is the result.
+    The latter get past a plateau. The draws are always the same, and so is the result.
     """
     draw = Random(0)
     spans = _played(schedule, graph, cost)
@@ -66,19 +65,11 @@ def _swap(schedule: Schedule, rank: int, step: int) -> Schedule:
 
 
 def _is_legal(lane: Sequence[Compute], step: int, cost: Cost, cap: float) -> bool:
-    """After a swap at `step`: are the two independent, and does the lane fit?"""
+    """After a swap at `step`: is the first independent of the second, and does the lane fit?"""
     first, second = lane[step : step + 2]
-    if first[1:] == second[1:]:
+    if second in follows(first):
         return False
-    alive = 0.0
-    for action in lane:
-        if action.op is Op.F:
-            alive += cost.activation[action.stage]
-            if alive > cap + _HAIR:
-                return False
-        elif action.op is Op.W:
-            alive -= cost.activation[action.stage]
-    return True
+    return not any(exceeds(size, cap) for _, _, size in alive(lane, cost))
 
 
 def _critical(

@@ -1,18 +1,20 @@
 """Zero bubble: split the backward into I, which others wait for, and W, which nobody waits for.
 
-The order of F and I is that of 1F1B with I in the place of B. The Ws fill the holes; on rank r
-they may lag behind the Is by r (zb-h2: by 2 r), so that every rank holds the same memory.
+The order of F and I is that of 1F1B (zb-h2: eager 1F1B; interleaved-zb: interleaved, running less
+far ahead) with I in the place of B. The Ws fill the holes; on rank r they may lag behind the Is
+by r (zb-h2: by 2 r), so that every rank holds the same memory.
 
-    zb-h1, 2 ranks, 3 micro-batches
-    0F0 0F1     0I0 0W0 0F2 0I1 0W1 0I2 0W2
-        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+zb-h1, 2 ranks, 3 micro-batches:
+
+0F0 0F1     0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 """
 
 from __future__ import annotations
 
 from penstock.ir import Op, Schedule
 from penstock.schedules.listing import behind, fill
-from penstock.schedules.parts import assemble, check, loop, one_each, rounds
+from penstock.schedules.parts import check_sizes, in_turn, loop
 
 
 def zb_h1(ranks: int, chunks: int) -> Schedule:
@@ -22,20 +24,13 @@ def zb_h1(ranks: int, chunks: int) -> Schedule:
 
 def zb_h2(ranks: int, chunks: int) -> Schedule:
     """Nearly twice the memory, for no bubble but the skew between ranks."""
-    check(ranks, chunks)
-    cells = [[(rank, i) for i in range(chunks)] for rank in range(ranks)]
-    orders = [one_each(row, row, 2 * (ranks - r - 1), Op.I) for r, row in enumerate(cells)]
+    check_sizes(ranks, chunks)
+    orders = in_turn(ranks, chunks, 1, hops=2, backward=Op.I)
     return fill(loop(ranks, 1), chunks, orders, behind(lambda rank: 2 * rank))
 
 
 def interleaved_zb(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaved, with less running ahead and the Ws in the holes: 1F1B's memory again."""
-    check(ranks, chunks, stages_per_rank)
-    placement = loop(ranks, stages_per_rank)
-    orders = []
-    for rank in range(ranks):
-        forwards, backwards = rounds(rank, ranks, chunks, stages_per_rank)
-        ahead = (stages_per_rank - 1) * ranks + ranks - rank - 1
-        orders.append(one_each(forwards, backwards, ahead, Op.I))
-    lanes = assemble(placement, chunks, orders).lanes
-    return fill(placement, chunks, lanes, behind(lambda rank: rank))
+    check_sizes(ranks, chunks, stages_per_rank)
+    orders = in_turn(ranks, chunks, stages_per_rank, hops=1, backward=Op.I)
+    return fill(loop(ranks, stages_per_rank), chunks, orders, behind(lambda rank: rank))

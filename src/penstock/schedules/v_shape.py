@@ -2,6 +2,11 @@
 
 Activations that live long and ones that live short then share a rank. So every rank needs the
 same memory, and the pattern of one micro-batch, repeated, decides how much.
+
+zb-v, 2 ranks, 4 micro-batches (the first half of it):
+
+0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 ...
+    1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 ...
 """
 
 from __future__ import annotations
@@ -10,25 +15,31 @@ from itertools import product
 
 from penstock.ir import Compute, Op, Schedule
 from penstock.schedules.listing import fill, never, when_full
-from penstock.schedules.parts import assemble, check, spell, vee
+from penstock.schedules.parts import assemble, check_sizes, spell, vee
 
 
 def zb_v(ranks: int, chunks: int) -> Schedule:
-    """No bubble but the skew between ranks, with 1F1B's memory."""
-    check(ranks, chunks)
+    """No bubble but the skew between ranks, with 1F1B's memory.
+
+    f i are a rank's first stage, F I its second. The first rank alone starts 2 p - 1 micro-batches
+    before one comes back, so there must be as many; what is too much is cut.
+    """
+    check_sizes(ranks, chunks)
     whole = max(chunks, 2 * ranks - 1)
     orders = []
     for rank in range(ranks):
         below = ranks - rank  # this rank and those after it
-        letters = "f" * (2 * below - 1) + "Ff" * rank + "FI" * below
-        letters += "fiFI" * (whole - ranks - below + 1) + "iFI" * (below - 1) + "iI" * rank
-        orders.append(spell(letters + "i" * below, rank, ranks))
+        down = "f" * (2 * below - 1)  # until the first F comes up again
+        turn = "Ff" * rank + "FI" * below  # until the first i comes
+        steady = "fiFI" * (whole - ranks - below + 1)  # while there are new ones
+        drain = "iFI" * (below - 1) + "iI" * rank + "i" * below
+        orders.append(spell(down + turn + steady + drain, rank, ranks))
     lanes = assemble(vee(ranks), chunks, orders).lanes
     return fill(vee(ranks), chunks, lanes, when_full, memory=ranks)
 
 
 def v_half(ranks: int, chunks: int) -> Schedule:
-    """Half of 1F1B's memory, half of its bubble."""
+    """Half of 1F1B's memory and less than half of its bubble, from as many chunks as ranks on."""
     return _repeat(ranks, chunks, hops=(1, 2, 1, 2), memory=(ranks + 2) // 2)
 
 
@@ -42,14 +53,14 @@ def v_min(ranks: int, chunks: int) -> Schedule:
 # One micro-batch runs f down the ranks, F up, I down, i up; it takes `hops` units of time from
 # rank to rank on each of the four legs and `turns` at each of the three ends. A rank's work on
 # it is six units (f F I i and two Ws), so the next micro-batch follows six units later, and no
-# two of a rank's f F I i may be equal modulo six. The shorter the path, the less stays alive.
+# two of a rank's f F I i may be equal modulo six. The sooner it is back, the less stays alive.
 
 _PERIOD = 6
 _Times = tuple[int, int, int, int]  # of f, F, I and i on one rank
 
 
 def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
-    check(ranks, chunks)
+    check_sizes(ranks, chunks)
     orders = []
     for rank, (f, F, I, i) in enumerate(_path(ranks, hops)):
         last = 2 * ranks - 1 - rank
@@ -64,7 +75,7 @@ def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
 
 
 def _path(ranks: int, hops: _Times) -> list[_Times]:
-    """The path without clashes that keeps least alive; then, with the quickest turn at the end."""
+    """Of the paths without clashes that keep least alive, the one that turns quickest at rank 0."""
     down, up, down_again, up_again = hops
     best: tuple[tuple[int, int, int], list[_Times]] | None = None
     for low, top, low_again in product(range(1, _PERIOD + 1), repeat=3):

@@ -1,0 +1,297 @@
+"""The command line: penstock show | compare | verify | demo.
+
+Answers go to stdout. What was asked wrongly is told in one message on stderr, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock import draw, schedules
+from penstock.cli.options import (
+    UNIT_COSTS,
+    Checkpoint,
+    Chunks,
+    ChunksOrFile,
+    Costs,
+    Json,
+    Memory,
+    Name,
+    PerRank,
+    Placement,
+    Ranks,
+    RanksOrFile,
+    Skips,
+    check_memory_option,
+    parse_costs,
+    parse_skip,
+)
+from penstock.cli.request import Request, from_file, read
+from penstock.errors import ArgumentError, PenstockError
+from penstock.ir import Schedule, Send, StageGraph, schedule_of
+from penstock.notation import dumps
+from penstock.timeline import Timeline
+from penstock.verify import ends, verify
+
+app = typer.Typer(
+    help="Pipeline schedules: show, compare and verify them.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The entry point."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # boxes and dots, where the encoding has them
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        app()
+    except (PenstockError, OSError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# ---- show ---------------------------------------------------------------------------------
+
+
+@app.command()
+def show(
+    name: Name,
+    ranks: RanksOrFile = None,
+    chunks: ChunksOrFile = None,
+    stages_per_rank: PerRank = None,
+    placement: Placement = "loop",
+    cost: Costs = UNIT_COSTS,
+    checkpoint: Checkpoint = "never",
+    skip: Skips = None,
+    memory: Memory = None,
+    as_json: Json = False,
+    svg: Annotated[Path | None, typer.Option(help="Save the picture as SVG.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Save the picture as PNG.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Save a trace for Perfetto.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the schedule as text.")] = None,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="With --save: write the messages in, too.")
+    ] = False,
+    width: Annotated[int | None, typer.Option(help="Columns of the text picture.")] = None,
+) -> None:
+    """Show a schedule: its picture, bubble, peak and messages."""
+    check_memory_option(memory)
+    for path, suffix in ((svg, ".svg"), (png, ".png")):
+        if path and path.suffix.lower() != suffix:
+            raise ArgumentError(f"{path}: a name that ends in {suffix} is needed here")
+    if messages and not save:
+        raise ArgumentError("--messages says what to save: give --save FILE, too")
+    if name != "fit" and placement != "loop":
+        raise ArgumentError(f"--placement is for fit alone; {name} has a placement of its own")
+    skips = tuple(parse_skip(text) for text in skip or [])
+    costs = parse_costs(cost)
+    if ranks is None or chunks is None:
+        timeline = _file_timeline(name, costs, skips)
+    else:
+        request = Request(ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips)
+        timeline = request.fitted(placement) if name == "fit" else request.named(name)
+        _check_memory(name, timeline, request)
+    _write(timeline, name, svg, png, trace)
+    if save:
+        save.write_text(dumps(timeline.program if messages else timeline.program.schedule))
+    if as_json:
+        print(json.dumps(summary(name, timeline)))
+    else:
+        _print_timeline(name, timeline, width)
+        for path in filter(None, (svg, png, trace, save)):
+            print(f"wrote {path}")
+
+
+def _file_timeline(
+    name: str, costs: dict[str, float], skips: tuple[tuple[int, int], ...]
+) -> Timeline:
+    if Path(name).is_file():
+        return from_file(Path(name), costs, skips)
+    if name != "fit":
+        schedules.family_of(name)
+    raise ArgumentError(f"how large? {name} needs --ranks and --chunks, such as -p 4 -m 8")
+
+
+def _write(
+    timeline: Timeline, name: str, svg: Path | None, png: Path | None, trace: Path | None
+) -> None:
+    edges = timeline.program.graph.edges
+    skips = any(dst > src + 1 for src, dst in edges)
+    for path in filter(None, (svg, png)):
+        draw.picture(timeline, path, skips=skips, title=name)
+    if trace:
+        draw.write_trace(timeline, trace)
+
+
+def summary(name: str, timeline: Timeline) -> dict[str, Any]:
+    """What `--json` prints. `actions` counts computes, sends and receives."""
+    program = timeline.program
+    actions = [action for lane in program.lanes for action in lane]
+    return {
+        "schedule": name,
+        "ranks": timeline.ranks,
+        "chunks": program.schedule.chunks,
+        "stages": program.schedule.stages,
+        "makespan": timeline.makespan,
+        "busy": sum(timeline.busy),
+        "bubble": timeline.bubble,
+        "peak": list(timeline.peak),
+        "messages": sum(isinstance(action, Send) for action in actions),
+        "actions": len(actions),
+        "deadlock_free": not list(ends(program, program.graph)),
+    }
+
+
+def _sizes(schedule: Schedule) -> str:
+    return f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.chunks} micro-batches"
+
+
+def _print_timeline(name: str, timeline: Timeline, width: int | None) -> None:
+    schedule = timeline.program.schedule
+    facts = summary(name, timeline)
+    safe = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
+    print(f"{name}: {_sizes(schedule)}, {facts['messages']} messages, {safe}\n")
+    print(_text(timeline, width))
+    if schedule.recomputed:
+        print("peak leaves out the inputs that stages keep for their recomputation")
+
+
+def _text(timeline: Timeline, width: int | None = None) -> str:
+    console = Console()
+    color = console.is_terminal and not console.no_color and console.color_system is not None
+    return draw.text(timeline, width=width or max(32, console.width), color=color)
+
+
+def _check_memory(name: str, timeline: Timeline, request: Request) -> None:
+    over = request.over(timeline)
+    if not over:
+        return
+    assert request.memory is not None
+    schedule = timeline.program.schedule
+    smaller = [
+        other
+        for other, family in schedules.FAMILIES.items()
+        if family.trains
+        and family.peak(schedule.ranks, schedule.chunks, family.stages_per_rank) <= request.memory
+    ]
+    listed = "\n".join(f"  {problem}" for problem in over)
+    raise ArgumentError(
+        f"{name} does not fit in {request.memory:g} micro-batches a rank:\n{listed}\n"
+        f"What fits: {', '.join(smaller) or 'nothing'}; or fit --memory M, from M = 1 on"
+    )
+
+
+# ---- compare ------------------------------------------------------------------------------
+
+
+@app.command()
+def compare(
+    ranks: Ranks,
+    chunks: Chunks,
+    stages_per_rank: PerRank = None,
+    cost: Costs = UNIT_COSTS,
+    checkpoint: Checkpoint = "never",
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Compare all schedules, best first; with --memory, those that fit."""
+    check_memory_option(memory)
+    request = Request(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
+    rows = []
+    with Console(stderr=True).status("making schedules") as status:
+        for name, timeline in _candidates(request):
+            status.update(f"{name} made and played")
+            if not request.over(timeline):
+                rows.append((name, timeline))
+    rows.sort(key=lambda row: (round(row[1].makespan, 9), max(row[1].peak)))
+    if as_json:
+        print(json.dumps([summary(name, timeline) for name, timeline in rows]))
+        return
+    asked = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
+    _print_table(asked + (f", memory {memory:g}" if memory else ""), rows)
+
+
+def _candidates(request: Request) -> Iterator[tuple[str, Timeline]]:
+    """Every schedule that trains; those with a free number of stages a rank as asked."""
+    fixed = replace(request, stages_per_rank=None)
+    for name, family in schedules.FAMILIES.items():
+        if family.trains:
+            yield name, (request if family.free else fixed).named(name)
+    yield "fit", request.fitted("loop")
+    yield "fit, v", fixed.fitted("v")
+
+
+def _print_table(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
+    caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
+    table = Table(title=title, caption=caption)
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages a rank", "makespan", "bubble", "peak", "messages"):
+        table.add_column(heading, justify="right")
+    for name, timeline in rows:
+        facts = summary(name, timeline)
+        table.add_row(
+            name,
+            f"{facts['stages'] // facts['ranks']}",
+            f"{facts['makespan']:g}",
+            f"{facts['bubble']:.1%}",
+            f"{max(facts['peak']):g}",
+            f"{facts['messages']}",
+        )
+    Console().print(table)
+
+
+# ---- verify and demo ----------------------------------------------------------------------
+
+
+@app.command("verify")
+def verify_file(
+    file: Annotated[Path, typer.Argument(help="A schedule or program: one line a rank.")],
+    memory: Memory = None,
+    skip: Skips = None,
+) -> None:
+    """Check a schedule or program that somebody wrote. Ranks, steps, micro-batches count from 0.
+
+    Exit status: 0 if it is sound, 1 if it has problems, 2 if it does not read.
+    """
+    check_memory_option(memory)
+    work = read(file)
+    graph = None
+    if isinstance(work, Schedule):
+        graph = StageGraph.chain(work.stages, [parse_skip(text) for text in skip or []])
+    elif skip:
+        raise ArgumentError("a program has its own edges: write the skip there, not as --skip")
+    problems = verify(work, graph, memory)
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise typer.Exit(1)
+    print(f"sound: {_sizes(schedule_of(work))}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to save the pictures.")] = Path("gallery"),
+    ranks: Ranks = 4,
+    chunks: Chunks = 8,
+) -> None:
+    """Show every schedule, and save the gallery of their pictures."""
+    schedules.check_sizes(ranks, chunks)
+    shown = []
+    for exhibit in draw.exhibits(ranks, chunks):
+        print(f"\n{exhibit.name}: {exhibit.use}")
+        print(_text(exhibit.timeline))
+        shown.append(exhibit)
+    draw.write_gallery(out, shown)
+    print(f"\nwrote the pictures to {out}/, with {out}/index.md")
