@@ -45,9 +45,7 @@ def costs_for(kind: str, placement: tuple[int, ...]) -> Cost:
     if kind != COSTS[2]:
         return even
     rng = random.Random(len(placement))
-    scale = [rng.uniform(0.5, 1.5) for _ in placement]
-    columns = ([x * s for x, s in zip(c, scale, strict=True)] for c in (even.F, even.I, even.W))
-    return Cost(*map(tuple, columns), activation=even.activation)
+    return even.scaled([rng.uniform(0.5, 1.5) for _ in placement])
 
 
 def points(kind: str, ranks: int, chunks: int) -> Iterator[Point]:
@@ -109,12 +107,12 @@ def print_table(found: list[Point]) -> None:
             rows = [p for p in found if (p.costs, p.placement, p.name) == (kind, group, name)]
             gaps = [p.fit / p.bound - 1 for p in rows]
             met = sum(gap < 1e-9 for gap in gaps)
-            cells = [f"{sum(gaps) / len(gaps):.1%}", f"{max(gaps):.1%}", f"{met} of {len(rows)}"]
-            print("| " + " | ".join([kind, group, name, *cells]) + " |")
-    equal = [p for p in found if abs(p.fit - p.named) < 1e-9 and p.costs != COSTS[0]]
-    short = [p for p in equal if p.fit > p.bound + 1e-9]
+            figures = [f"{sum(gaps) / len(gaps):.1%}", f"{max(gaps):.1%}", f"{met} of {len(rows)}"]
+            print("| " + " | ".join([kind, group, name, *figures]) + " |")
+    ties = [p for p in found if abs(p.fit - p.named) < 1e-9 and p.costs != COSTS[0]]
+    short = [p for p in ties if p.fit > p.bound + 1e-9]
     print(
-        f"\nEqual though costs differ: {len(equal)} points, {len(equal) - len(short)} at the bound."
+        f"\nEqual though costs differ: {len(ties)} points, {len(ties) - len(short)} at the bound."
     )
     for p in short:
         print(f"  {p.costs}: {p.name}, {p.ranks} ranks, {p.chunks} chunks: {p.fit:g} > {p.bound:g}")

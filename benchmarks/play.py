@@ -15,7 +15,7 @@ from time import perf_counter
 
 from penstock import Program, Schedule, Sends, lower, play, schedules
 
-SIZES = [(8, 32), (16, 64), (32, 128), (64, 256), (128, 512), (1000, 64)]
+SIZES = [(8, 32), (16, 64), (32, 128), (64, 256), (128, 704), (1000, 64)]
 
 
 def seconds(work: Callable[[], object], runs: int = 3) -> float:

@@ -66,7 +66,7 @@ def test_a_wait_within_a_rank_names_the_compute_not_a_send() -> None:
 def test_errors_survive_a_pickle_and_a_copy() -> None:
     """Workers send errors to each other: they lost their parts, or could not be made again."""
     with pytest.raises(Deadlock) as stuck:
-        list(play(loads("0B0 0F0")))  # type: ignore[arg-type]
+        list(play(loads("0B0 0F0")))
     errors: list[PenstockError] = [
         stuck.value,
         Unsound("must not run:", ["this", "and that"]),
@@ -116,7 +116,7 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ArgumentError, match="the program has 3 lanes, its schedule 2"):
         Program(schedule, StageGraph.chain(2), ((), (), ()))
     with pytest.raises(ArgumentError, match="1F0 names a stage that is not there"):
-        list(play(loads("placement: 0 \n 0F0 1F0")))  # type: ignore[arg-type]
+        list(play(loads("placement: 0 \n 0F0 1F0")))
 
 
 @pytest.mark.parametrize(

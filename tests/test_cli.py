@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from penstock import Cost, StageGraph, cli, schedules, simulate
+from penstock.cli import options
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule, Send
 from penstock.notation import loads
@@ -482,17 +483,17 @@ def test_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_costs_are_parsed_over_the_defaults() -> None:
-    assert cli.parse_costs("W=2, send=0.5") == {"F": 1.0, "I": 1.0, "W": 2.0, "send": 0.5}
+    assert options.parse_costs("W=2, send=0.5") == {"F": 1.0, "I": 1.0, "W": 2.0, "send": 0.5}
 
 
 def test_a_skip_is_two_stages() -> None:
-    assert cli.parse_skip("0:13") == (0, 13)
+    assert options.parse_skip("0:13") == (0, 13)
 
 
 @pytest.mark.parametrize("text", ["", "3", ":", "1:", "-1:2", "a:b", "1.0:2"])
 def test_what_is_no_skip(text: str) -> None:
     with pytest.raises(ArgumentError):
-        cli.parse_skip(text)
+        options.parse_skip(text)
 
 
 # ---- the real thing -----------------------------------------------------------------------

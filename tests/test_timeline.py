@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 
 from penstock import schedules
-from penstock.cost import Cost
+from penstock.cost import Cost, alive
 from penstock.ir import Compute, Op, Program, Schedule, StageGraph
 from penstock.lower import lower
 from penstock.notation import loads
 from penstock.play import Deadlock, Span
-from penstock.timeline import Timeline, alive, simulate
+from penstock.timeline import Timeline, simulate
 
 
 def simulated(text: str, cost: Cost | None = None) -> Timeline:

@@ -12,6 +12,7 @@ from penstock import (
     Compute,
     Cost,
     Deadlock,
+    Message,
     Op,
     Program,
     Schedule,
@@ -96,7 +97,7 @@ def test_play_keeps_the_rule(case: tuple[Schedule, StageGraph]) -> None:
     schedule, graph = case
     cost = Cost.even(schedule.placement, send=0.5)
     ended: dict[Compute, float] = {}
-    arrived = {}
+    arrived: dict[Message, float] = {}
     free = [0.0] * schedule.ranks
     last = 0.0
     for span in play(schedule, graph, cost):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
 
-from penstock import ArgumentError, Op, draw, lower, schedules, simulate
+from penstock import ArgumentError, Cost, Op, Schedule, draw, lower, schedules, simulate
 
 PICTURES = {
     "naive": """
@@ -155,3 +157,46 @@ def test_an_unknown_name_is_told_what_there_is() -> None:
         "eager-1f1b, interleaved, looped-bfs, interleaved-zb, zb-h1, zb-h2, zb-v, v-half, v-min, "
         "dualpipe-v, forward-only, fit"
     )
+
+
+def columns(schedule: Schedule, weight: float) -> list[str]:
+    """One column an action, ranks down."""
+    stages = schedule.stages
+    cost = Cost((1.0,) * stages, (1.0,) * stages, (weight,) * stages, (1.0,) * stages)
+    rows = []
+    for lane in simulate(lower(schedule), cost).computes:
+        row = ""
+        for span in lane:
+            row = f"{row:<{4 * round(span.start)}}{span.action!s:<4}"
+        rows.append(row.rstrip())
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule", "weight"),
+    [
+        ("gpipe", schedules.naive(2, 2), 0.0),
+        ("gpipe", schedules.gpipe(2, 2), 0.0),
+        ("one_f_one_b", schedules.one_f_one_b(2, 3), 0.0),
+        ("zero_bubble", schedules.zb_h1(2, 3), 1.0),
+    ],
+)
+def test_the_pictures_in_the_source_are_true(
+    module: str, schedule: Schedule, weight: float
+) -> None:
+    drawn = import_module(f"penstock.schedules.{module}").__doc__ or ""
+    for row in columns(schedule, weight):
+        assert row in drawn
+
+
+def test_the_pictures_of_the_v_schedules_are_true() -> None:
+    zb_v = import_module("penstock.schedules.v_shape").__doc__ or ""
+    for row in columns(schedules.zb_v(2, 4), 1.0):
+        assert row[:60].rstrip() + " ..." in zb_v
+    dualpipe = import_module("penstock.schedules.dualpipe").__doc__ or ""
+    schedule = schedules.dualpipe_v(2, 4)
+    for lane in schedule.lanes:
+        row = str(lane[0])
+        for pair in pairwise(lane):
+            row += ("+" if pair in schedule.overlaps else " ") + str(pair[1])
+        assert row in dualpipe

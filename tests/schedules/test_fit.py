@@ -20,10 +20,8 @@ GRID = [(p, m) for p in range(2, 9) for m in sorted({p, p + 1, 2 * p + 1, 4 * p}
 
 def spread(placement: tuple[int, ...], seed: int) -> Cost:
     """Stages that take from half to one and a half of the time."""
-    draw, even = random.Random(seed), Cost.even(placement)
-    scale = [draw.uniform(0.5, 1.5) for _ in placement]
-    columns = ([x * s for x, s in zip(c, scale, strict=True)] for c in (even.F, even.I, even.W))
-    return Cost(*map(tuple, columns), activation=even.activation)
+    draw = random.Random(seed)
+    return Cost.even(placement).scaled([draw.uniform(0.5, 1.5) for _ in placement])
 
 
 @pytest.mark.parametrize(("name", "per_rank"), NAMES)

@@ -16,7 +16,7 @@ def timed(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Ti
 
 
 # schedule, stages a rank: {(ranks, chunks): (bubble in %, peak on the worst rank)}
-ORACLE = {
+ORACLE: dict[tuple[str, int], dict[tuple[int, int], tuple[float, float]]] = {
     ("gpipe", 1): {
         (4, 4): (42.9, 4),
         (4, 8): (27.3, 8),
