@@ -565,3 +565,13 @@ def test_fit_is_planned_for_recomputation_too(run: Run) -> None:
     fitted, plain = (facts(run, f"show {name} {words}") for name in ("fit", "1f1b"))
     assert fitted["makespan"] <= plain["makespan"]
     assert max(fitted["peak"]) <= 2
+
+
+def test_no_option_is_ignored_for_a_file(run: Run, tmp_path: Path) -> None:
+    run(f"show 1f1b -p 2 -m 3 --save {tmp_path}/mine.txt")
+    assert refused(run(f"show {tmp_path}/mine.txt --checkpoint always")) == (
+        "--checkpoint and --stages-per-rank are for named schedules"
+    )
+    assert refused(run(f"show {tmp_path}/mine.txt --memory 1")) == (
+        "this schedule must not run:\n  rank 0, step 1: 0F1 makes 2 alive, over 1"
+    )

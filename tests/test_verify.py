@@ -11,7 +11,6 @@ from penstock.ir import Program, Schedule, StageGraph
 from penstock.lower import lower, recompute
 from penstock.notation import loads
 from penstock.verify import (
-    connected,
     matched,
     paired,
     placed,
@@ -174,7 +173,7 @@ def test_a_pair_on_two_ranks() -> None:
 def test_an_edge_to_a_stage_that_is_not_there() -> None:
     text, graph = "0F0 0B0 \n 1F0 1B0", StageGraph(((0, 1), (1, 5)))
     wrong = ["edge 1>5 names stage 5, but there are 2"]
-    assert list(connected(schedule_of(text), graph)) == wrong
+    assert graph.strays(schedule_of(text).stages) == wrong
     assert problems(text, graph) == wrong
 
 

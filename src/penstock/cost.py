@@ -94,3 +94,19 @@ def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, floa
     for step, at_end, change in sorted(changes):
         size += change
         yield step, at_end, round(size, 12) + 0.0
+
+
+def stays_within(lane: Sequence[Compute], cost: Cost, cap: float) -> bool:
+    """Does a lane never hold more than its cap?"""
+    return not any(exceeds(size, cap) for _, _, size in alive(lane, cost))
+
+
+def one_a_rank(memory: float | Sequence[float], ranks: int) -> list[float]:
+    """A cap for each rank, from one for all or one for each."""
+    caps = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    if len(caps) != ranks:
+        raise ArgumentError(
+            f"memory has {len(caps)} entries for {ranks} ranks: give one number for all, or one "
+            "a rank"
+        )
+    return caps

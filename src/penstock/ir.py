@@ -110,6 +110,14 @@ class StageGraph:
             )
         return StageGraph(tuple((s, s + 1) for s in range(stages - 1)) + skips)
 
+    def strays(self, stages: int) -> list[str]:
+        """The edges that lead to a stage that is not there, each with what is wrong."""
+        return [
+            f"edge {src}>{dst} names stage {dst}, but there are {stages}"
+            for src, dst in self.edges
+            if dst >= stages
+        ]
+
     def before(self, stage: int) -> tuple[int, ...]:
         """The stages that feed this one."""
         return self._neighbours[0].get(stage, ())

@@ -81,9 +81,8 @@ def check_belongs(placement: Sequence[int], graph: StageGraph, cost: Cost) -> No
     stages = len(placement)
     if len(cost.F) != stages:
         raise ArgumentError(f"the cost is for {len(cost.F)} stages, but there are {stages}")
-    for src, dst in graph.edges:
-        if dst >= stages:
-            raise ArgumentError(f"edge {src}>{dst} names stage {dst}, but there are {stages}")
+    for stray in graph.strays(stages):
+        raise ArgumentError(stray)
 
 
 # ---- wiring: what each action waits for and gives -----------------------------------------

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from penstock.cost import Cost, alive, exceeds
+from penstock.cost import Cost, alive, exceeds, one_a_rank
 from penstock.errors import Unsound
 from penstock.ir import (
     Compute,
@@ -24,7 +24,7 @@ from penstock.ir import (
     schedule_of,
 )
 from penstock.lower import lower
-from penstock.play import Deadlock, Sends, play
+from penstock.play import Deadlock, Sends, check_belongs, play
 
 
 def verify(
@@ -48,7 +48,7 @@ def verify(
     schedule = schedule_of(work)
     graph = work.graph if isinstance(work, Program) else graph
     graph = graph or StageGraph.chain(schedule.stages)
-    strays = [*placed(schedule), *connected(schedule, graph)]
+    strays = [*placed(schedule), *graph.strays(schedule.stages)]
     if isinstance(work, Program):
         strays += [*same_computes(work), *addressed(work)]
     problems = [*strays, *whole(schedule), *paired(schedule)]
@@ -58,7 +58,9 @@ def verify(
         problems += matched(work)
     problems += ends(work, graph)
     if memory is not None:
-        problems += fits(schedule, memory, cost or Cost.even(schedule.placement))
+        cost = cost or Cost.even(schedule.placement)
+        check_belongs(schedule.placement, graph, cost)
+        problems += fits(schedule, memory, cost)
     return tuple(problems)
 
 
@@ -131,16 +133,9 @@ def paired(schedule: Schedule) -> Iterator[str]:
             yield f"{first} and {second} may overlap, but are not neighbours in a lane"
 
 
-def connected(schedule: Schedule, graph: StageGraph) -> Iterator[str]:
-    """The graph's edges join stages that exist."""
-    for src, dst in graph.edges:
-        if dst >= schedule.stages:
-            yield f"edge {src}>{dst} names stage {dst}, but there are {schedule.stages}"
-
-
 def fits(schedule: Schedule, memory: float | Sequence[float], cost: Cost) -> Iterator[str]:
     """No rank ever holds more than `memory`: one cap for all, or one for each."""
-    caps = memory if isinstance(memory, Sequence) else [memory] * schedule.ranks
+    caps = one_a_rank(memory, schedule.ranks)
     for rank, (lane, cap) in enumerate(zip(schedule.lanes, caps, strict=True)):
         step, _, size = max(alive(lane, cost), key=lambda change: change[2], default=(0, True, 0.0))
         if exceeds(size, cap):

@@ -98,7 +98,9 @@ def show(
     skips = tuple(parse_skip(text) for text in skip or [])
     costs = parse_costs(cost)
     if ranks is None or chunks is None:
-        timeline = _file_timeline(name, costs, skips)
+        if checkpoint != "never" or stages_per_rank is not None:
+            raise ArgumentError("--checkpoint and --stages-per-rank are for named schedules")
+        timeline = _file_timeline(name, costs, skips, memory)
     else:
         request = Request(ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips)
         timeline = request.fitted(placement) if name == "fit" else request.named(name)
@@ -115,10 +117,10 @@ def show(
 
 
 def _file_timeline(
-    name: str, costs: dict[str, float], skips: tuple[tuple[int, int], ...]
+    name: str, costs: dict[str, float], skips: tuple[tuple[int, int], ...], memory: float | None
 ) -> Timeline:
     if Path(name).is_file():
-        return from_file(Path(name), costs, skips)
+        return from_file(Path(name), costs, skips, memory)
     if name != "fit":
         schedules.family_of(name)
     raise ArgumentError(f"how large? {name} needs --ranks and --chunks, such as -p 4 -m 8")

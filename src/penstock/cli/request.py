@@ -92,14 +92,16 @@ def read(file: Path) -> Schedule | Program:
         raise FormatError("this is not a schedule:", [f"{file} is not text"]) from None
 
 
-def from_file(file: Path, costs: dict[str, float], skips: tuple[tuple[int, int], ...]) -> Timeline:
+def from_file(
+    file: Path, costs: dict[str, float], skips: tuple[tuple[int, int], ...], memory: float | None
+) -> Timeline:
     """The timeline of what stands in a file; refused with every problem unless it is sound."""
     work = read(file)
     if isinstance(work, Schedule):
         graph = StageGraph.chain(work.stages, skips)
-        require_sound(work, graph)
+        require_sound(work, graph, memory)
         work = lower(work, graph)
     elif skips:
         raise ArgumentError("a program has its own edges: write the skip there, not as --skip")
-    require_sound(work)
+    require_sound(work, memory=memory)
     return simulate(work, Cost.even(work.schedule.placement, **costs))

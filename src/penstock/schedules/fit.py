@@ -14,7 +14,7 @@ from itertools import product
 from math import isnan
 from typing import NamedTuple
 
-from penstock.cost import Cost, alive, exceeds
+from penstock.cost import Cost, exceeds, one_a_rank, stays_within
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Schedule, StageGraph
 from penstock.play import check_belongs, play
@@ -112,10 +112,15 @@ def lower_bound(
 
 def _loads(placement: Sequence[int], cost: Cost) -> list[float]:
     """The time that one micro-batch takes each rank."""
-    loads = [0.0] * (max(placement) + 1)
-    for stage, rank in enumerate(placement):
-        loads[rank] += cost.F[stage] + cost.I[stage] + cost.W[stage]
-    return loads
+    return _per_rank(placement, [sum(fiw) for fiw in zip(cost.F, cost.I, cost.W, strict=True)])
+
+
+def _per_rank(placement: Sequence[int], numbers: Sequence[float]) -> list[float]:
+    """What the numbers of its stages add up to, for each rank."""
+    totals = [0.0] * (max(placement) + 1)
+    for rank, number in zip(placement, numbers, strict=True):
+        totals[rank] += number
+    return totals
 
 
 def _caps(
@@ -131,17 +136,10 @@ def _caps(
     if set(placement) != set(range(ranks)):
         raise ArgumentError(f"placement {placement}: each rank from 0 to {ranks - 1} needs a stage")
     check_belongs(placement, graph, cost)
-    shares = [0.0] * ranks
-    for stage, rank in enumerate(placement):
-        shares[rank] += cost.activation[stage]
+    shares = _per_rank(placement, cost.activation)
     if memory is None:
         return [ranks * share for share in shares]
-    caps = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
-    if len(caps) != ranks:
-        raise ArgumentError(
-            f"memory has {len(caps)} entries for {ranks} ranks: give one number for all, or one "
-            "a rank"
-        )
+    caps = one_a_rank(memory, ranks)
     short = [
         f"rank {rank}: {cap:g} < {share:g}"
         for rank, (cap, share) in enumerate(zip(caps, shares, strict=True))
@@ -200,8 +198,8 @@ class _Way(NamedTuple):
 
 
 def _fits(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
-    peaks = (max(size for _, _, size in alive(lane, cost)) for lane in schedule.lanes)
-    return not any(exceeds(peak, cap) for peak, cap in zip(peaks, caps, strict=True))
+    lanes = zip(schedule.lanes, caps, strict=True)
+    return all(stays_within(lane, cost, cap) for lane, cap in lanes)
 
 
 def _ways(placement: Placement, relatives: list[Schedule], cost: Cost) -> Iterator[_Way]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from penstock.cost import Cost, alive, exceeds
+from penstock.cost import Cost, stays_within
 from penstock.ir import Compute, Schedule, StageGraph, consumes, follows, produces
 from penstock.play import Deadlock, Span, play
 
@@ -69,7 +69,7 @@ def _is_legal(lane: Sequence[Compute], step: int, cost: Cost, cap: float) -> boo
     first, second = lane[step : step + 2]
     if second in follows(first):
         return False
-    return not any(exceeds(size, cap) for _, _, size in alive(lane, cost))
+    return stays_within(lane, cost, cap)
 
 
 def _critical(
