@@ -10,6 +10,9 @@ A schedule is a value: make one (`schedules`), write its messages in (`lower`), 
 '27.3% idle, at most 4 micro-batches alive'
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock import draw, schedules
 from penstock.cost import Cost
 from penstock.errors import ArgumentError, FormatError, MissingExtra, PenstockError, Unsound
@@ -30,6 +33,14 @@ from penstock.play import Deadlock, Sends, Span, Wait, play
 from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound, verify
 
+if TYPE_CHECKING:
+    from penstock.batch import NoChunk
+    from penstock.partition.sequential import PipeSequential, WithDevice
+    from penstock.pipe import Pipe
+    from penstock.run.training import StepResult
+    from penstock.stage.checkpointing import is_checkpointing, is_recomputing
+    from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -41,8 +52,12 @@ __all__ = [
     "FormatError",
     "Message",
     "MissingExtra",
+    "Namespace",
+    "NoChunk",
     "Op",
     "PenstockError",
+    "Pipe",
+    "PipeSequential",
     "Program",
     "Recv",
     "Schedule",
@@ -50,18 +65,50 @@ __all__ = [
     "Sends",
     "Span",
     "StageGraph",
+    "StepResult",
     "Timeline",
     "Unsound",
     "Wait",
+    "WithDevice",
     "draw",
     "dumps",
+    "is_checkpointing",
+    "is_recomputing",
     "loads",
     "lower",
     "play",
+    "pop",
     "recompute",
     "recompute_mode",
     "require_sound",
     "schedules",
     "simulate",
+    "skippable",
+    "stash",
     "verify",
+    "verify_skippables",
 ]
+
+# The names that need torch, each with the module that has it: loaded when first asked for.
+_ON_DEMAND = {
+    "Namespace": "stage.skip",
+    "NoChunk": "batch",
+    "Pipe": "pipe",
+    "PipeSequential": "partition.sequential",
+    "StepResult": "run.training",
+    "WithDevice": "partition.sequential",
+    "is_checkpointing": "stage.checkpointing",
+    "is_recomputing": "stage.checkpointing",
+    "pop": "stage.skip",
+    "skippable": "stage.skip",
+    "stash": "stage.skip",
+    "verify_skippables": "stage.skip",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'penstock' has no attribute '{name}'")
+    value = getattr(import_module(f"penstock.{_ON_DEMAND[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,7 +1,9 @@
 """From a schedule to a program; one function a pass.
 
-recompute   Schedule -> Schedule   put an R before every backward that needs one
-lower       Schedule -> Program    write the messages in
+forwards_first  Schedule -> Schedule   what can run behind `loss.backward()`
+without_recompute Schedule -> Schedule none of those
+recompute       Schedule -> Schedule   put an R before every backward that needs one
+lower           Schedule -> Program    write the messages in
 """
 
 from __future__ import annotations
@@ -46,6 +48,18 @@ def recompute_mode(mode: str, chunks: int) -> Recompute:
     return lambda stage, microbatch: microbatch < recomputed
 
 
+def forwards_first(schedule: Schedule) -> Schedule:
+    """Every forward before every backward, both in the schedule's own order.
+
+    A loss that is computed outside needs all outputs before the first gradient.
+    """
+    lanes = [
+        (*(a for a in lane if a.op is Op.F), *(a for a in lane if a.op is not Op.F))
+        for lane in schedule.lanes
+    ]
+    return Schedule(schedule.placement, schedule.chunks, tuple(lanes))
+
+
 def recompute(schedule: Schedule, wanted: Recompute) -> Schedule:
     """Put an R right before each backward that `wanted` asks it for, unless it has one.
 
@@ -64,6 +78,12 @@ def recompute(schedule: Schedule, wanted: Recompute) -> Schedule:
                     at -= 1
                 out.insert(at, Compute(Op.R, *cell))
         lanes.append(tuple(out))
+    return replace(schedule, lanes=tuple(lanes))
+
+
+def without_recompute(schedule: Schedule) -> Schedule:
+    """The same without its Rs."""
+    lanes = [tuple(a for a in lane if a.op is not Op.R) for lane in schedule.lanes]
     return replace(schedule, lanes=tuple(lanes))
 
 

@@ -6,12 +6,13 @@ type with the spans of a real run, so that whatever reads or draws one reads or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.cost import Cost, alive
 from penstock.errors import ArgumentError
-from penstock.ir import Compute, Program, Schedule
+from penstock.ir import Compute, Op, Program, Schedule
 from penstock.play import Sends, Span, play
 
 
@@ -75,6 +76,29 @@ class Timeline:
         keeps until its R do not.
         """
         return tuple(max(size for _, size in self.memory(rank)) for rank in range(self.ranks))
+
+
+def observed(program: Program, spans: Sequence[Span]) -> Cost:
+    """What the actions of a real run took, as a cost: means by stage; I and W halve a B."""
+    schedule = program.schedule
+    times: dict[tuple[Op, int], list[float]] = {}
+    for span in spans:
+        if isinstance(span.action, Compute):
+            op, stage, _ = span.action
+            times.setdefault((op, stage), []).append(span.end - span.start)
+
+    def mean(op: Op, stage: int) -> float:
+        found = times.get((op, stage), [0.0])
+        return sum(found) / len(found)
+
+    stages = range(schedule.stages)
+    backward = [mean(Op.B, stage) for stage in stages]
+    return Cost(
+        F=tuple(mean(Op.F, stage) for stage in stages),
+        I=tuple(mean(Op.I, stage) + backward[stage] / 2 for stage in stages),
+        W=tuple(mean(Op.W, stage) + backward[stage] / 2 for stage in stages),
+        activation=Cost.even(schedule.placement).activation,
+    )
 
 
 def simulate(program: Program, cost: Cost | None = None) -> Timeline:

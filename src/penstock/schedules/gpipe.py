@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.ir import Compute, Op, Schedule
 from penstock.schedules.parts import assemble, check_sizes, loop
 
@@ -38,6 +40,30 @@ def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
         backward = [Compute(Op.B, stage, microbatch) for _, stage, microbatch in reversed(lane)]
         lanes.append([*lane, *backward])
     return assemble(forward.placement, chunks, lanes)
+
+
+def clocked(placement: Sequence[int], chunks: int) -> Schedule:
+    """GPipe over any placement: at tick t stage s computes micro-batch t - s; back the same way.
+
+    >>> for lane in clocked((0, 1, 0), chunks=2).lanes:
+    ...     print(*lane)
+    0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+    1F0 1F1 1B1 1B0
+    """
+    ranks, stages = len(set(placement)), len(placement)
+    check_sizes(ranks, chunks)
+    cells = [
+        (stage, tick - stage)
+        for tick in range(stages + chunks - 1)
+        for stage in range(stages)
+        if 0 <= tick - stage < chunks
+    ]
+    lanes: list[list[Compute]] = [[] for _ in range(ranks)]
+    for stage, microbatch in cells:
+        lanes[placement[stage]].append(Compute(Op.F, stage, microbatch))
+    for stage, microbatch in reversed(cells):
+        lanes[placement[stage]].append(Compute(Op.B, stage, microbatch))
+    return assemble(tuple(placement), chunks, lanes)
 
 
 def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:

@@ -1,0 +1,1 @@
+"""From a model to its stages."""

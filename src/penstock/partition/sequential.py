@@ -1,0 +1,202 @@
+"""`nn.Sequential` cut into stages: each child is a unit, skip connections are edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ArgumentError
+from penstock.ir import StageGraph
+from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
+from penstock.stage.stage import OUTSIDE, Stage
+
+
+class PipeSequential(nn.Sequential):
+    """A Sequential that passes a tuple on as several arguments.
+
+    >>> class Both(nn.Module):
+    ...     def forward(self, a, b):
+    ...         return a + b
+    >>> class Twice(nn.Module):
+    ...     def forward(self, x):
+    ...         return x, x
+    >>> PipeSequential(Twice(), Both())(torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    def forward(self, *inputs: Any) -> Any:
+        """Layer after layer."""
+        value: Any = inputs
+        for layer in self:
+            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        return value
+
+
+class WithDevice(nn.Module):
+    """A layer that has no parameters to tell its device, placed: `WithDevice(relu, "cuda:1")`."""
+
+    def __init__(self, module: nn.Module, device: torch.device | str) -> None:
+        super().__init__()
+        self.module = module
+        self.device = torch.device(device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's."""
+        return self.module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model cut into stages, with the graph of who feeds whom."""
+
+    stages: tuple[Stage, ...]
+    graph: StageGraph
+    routes: tuple[tuple[SkipKey, int, int], ...]  # skips that cross stages
+
+
+def device_of(layer: nn.Module) -> torch.device | None:
+    """Where the layer's parameters and buffers are; None if it has none."""
+    if isinstance(layer, WithDevice):
+        return layer.device
+    found = {t.device for t in (*layer.parameters(), *layer.buffers())}
+    if len(found) > 1:
+        where = ", ".join(sorted(map(str, found)))
+        raise ArgumentError(
+            f"one child has parameters on several devices, {where}: {layer}\n"
+            "A child is on one device; split it into several children"
+        )
+    return found.pop() if found else None
+
+
+def placed_by_user(
+    children: Sequence[nn.Module],
+) -> tuple[list[int], list[torch.device]]:
+    """The neighbours on one device make a stage: how many each takes, and where it is.
+
+    A child without parameters stays with the one before it, if that has a device.
+    """
+    counts: list[int] = []
+    devices: list[torch.device] = []
+    homes = [device_of(child) for child in children]
+    first = next((home for home in homes if home is not None), torch.device("cpu"))
+    for home in homes:
+        here = home or (devices[-1] if devices else first)
+        if devices and devices[-1] == here:
+            counts[-1] += 1
+        else:
+            counts.append(1)
+            devices.append(here)
+    return counts, devices
+
+
+def check_children(module: nn.Module) -> None:
+    """It is a Sequential with children, none of them twice."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"a pipe is made of an nn.Sequential, not of {type(module).__name__}: write the model "
+            "as nn.Sequential(layer, layer, ...)"
+        )
+    if not len(module):
+        raise ArgumentError("the Sequential is empty: a pipe needs at least one layer")
+    places: dict[int, list[str]] = {}
+    for name, child in module._modules.items():
+        places.setdefault(id(child), []).append(name)
+    twice = [" and ".join(names) for names in places.values() if len(names) > 1]
+    if twice:
+        raise ArgumentError(
+            f"the same layer stands in several places, {', '.join(twice)}: duplicate children are "
+            "not supported; make one layer for each place"
+        )
+
+
+def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
+    """Cut after so many children each time; `counts` add up to them all."""
+    names, children = zip(*module._modules.items(), strict=True)
+    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    routes = tuple(_routes([children[part] for part in slices]))
+    graph = StageGraph.chain(len(counts), [(src, dst) for _, src, dst in routes])
+    unpack = isinstance(module, PipeSequential)
+    stages = tuple(
+        Stage(
+            index,
+            names[part],
+            children[part],
+            _Chain(index, children[part], unpack, routes, last=index == len(counts) - 1),
+        )
+        for index, part in enumerate(slices)
+    )
+    return Partition(stages, graph, routes)
+
+
+def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:
+    stashed: dict[SkipKey, int] = {}
+    for stage, children in enumerate(stages):
+        inner = [module for child in children for module in child.modules()]
+        for dst_key in dict.fromkeys(key for module in inner for key in popped_keys(module)):
+            if dst_key in stashed:
+                yield dst_key, stashed[dst_key], stage
+        for module in inner:
+            stashed.update(dict.fromkeys(stashed_keys(module), stage))
+
+
+class _Chain:
+    """What one stage computes: its layers, one after the other.
+
+    From the stage before come the value and the skips that begin there; from others, skips.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        unpack: bool,
+        routes: Sequence[tuple[SkipKey, int, int]],
+        last: bool,
+    ) -> None:
+        self._layers, self._unpack = tuple(layers), unpack
+        self._before = index - 1 if index else OUTSIDE
+        self._after = OUTSIDE if last else index + 1
+        self._arriving = _by_neighbour((src, key) for key, src, dst in routes if dst == index)
+        self._departing = _by_neighbour((dst, key) for key, src, dst in routes if src == index)
+        self._skips = any(popped_keys(m) or stashed_keys(m) for l in layers for m in l.modules())
+
+    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+        """From what came, by source, to what goes on, by destination."""
+        if not self._skips:
+            return {self._after: (self._values(arrived[self._before]),)}
+        skips = Skips()
+        for src, keys in self._arriving.items():
+            values = arrived[src][1:] if src == self._before else arrived[src]
+            for key, value in zip(keys, values, strict=True):
+                skips.stash(key, value, shared=True)
+        main = arrived[self._before]
+        with use_skips(skips):
+            value = self._values(main if self._before == OUTSIDE else main[:1])
+        departing = {self._after: (value,)}
+        for dst, keys in self._departing.items():
+            stashed = tuple(skips.pop(key) for key in keys)
+            departing[dst] = (*departing.get(dst, ()), *stashed)
+        return departing
+
+    def _values(self, given: tuple[Any, ...]) -> Any:
+        """The first layer of all takes the batch as its arguments; later ones, one value."""
+        first, *rest = self._layers
+        value = first(*given) if self._before == OUTSIDE else self._call(first, given[0])
+        for layer in rest:
+            value = self._call(layer, value)
+        return value
+
+    def _call(self, layer: nn.Module, value: Any) -> Any:
+        return layer(*value) if self._unpack and isinstance(value, tuple) else layer(value)
+
+
+def _by_neighbour(pairs: Any) -> dict[int, tuple[SkipKey, ...]]:
+    found: dict[int, tuple[SkipKey, ...]] = {}
+    for neighbour, key in pairs:
+        found[neighbour] = (*found.get(neighbour, ()), key)
+    return found

@@ -1,0 +1,153 @@
+"""A Sequential on devices: where to cut it, which rank gets which stage, and moving it there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import balance as balancing
+from penstock.errors import ArgumentError
+from penstock.ir import Schedule
+from penstock.partition.profile import layer_bytes, layer_times
+from penstock.partition.sequential import Partition, PipeSequential, cut, placed_by_user
+from penstock.run.places import Place, place_at
+from penstock.schedules.choice import placement_of
+from penstock.schedules.registry import FAMILIES
+
+BALANCES = ("time", "memory", "parameters")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A partition whose stages stand on ranks, each at a place."""
+
+    partition: Partition
+    places: tuple[Place, ...]
+    placement: tuple[int, ...]
+
+    def place_of(self, stage: int) -> Place:
+        """Where the stage computes."""
+        return self.places[self.placement[stage]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user says about the split; None where nothing is said."""
+
+    stages: int | Sequence[int] | None
+    devices: Sequence[Any] | None
+    balance: str | None
+    example: Any
+    chunks: int
+
+
+def split(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
+    """Cut and place as wished; without a wish, as the layers stand."""
+    if wish.stages is None and wish.devices is None:
+        found = _as_placed(module)
+    else:
+        found = _as_wished(module, wish, schedule)
+    _check_sharing(found)
+    return found
+
+
+def _as_placed(module: nn.Sequential) -> Split:
+    counts, devices = placed_by_user(list(module))
+    ranks = list(dict.fromkeys(devices))
+    places = tuple(place_at(device) for device in ranks)
+    placement = tuple(ranks.index(device) for device in devices)
+    return Split(cut(module, counts), places, placement)
+
+
+def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
+    per_rank = 1
+    if isinstance(schedule, str):
+        per_rank = FAMILIES[schedule].stages_per_rank if schedule in FAMILIES else 1
+    if isinstance(schedule, Schedule):
+        per_rank = -(-schedule.stages // schedule.ranks)
+    stages = wish.stages
+    if stages is None:
+        assert wish.devices is not None
+        stages = len(wish.devices) * per_rank
+    number = stages if isinstance(stages, int) else len(stages)
+    if number < 1:
+        raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
+    ranks = -(-number // per_rank)
+    places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
+    placement = placement_of(schedule, len(places), number)
+    partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
+    for stage, rank in zip(partition.stages, placement, strict=True):
+        for layer in stage.layers:
+            layer.to(places[rank].device)
+    return Split(partition, places, placement)
+
+
+def _devices_at_hand(ranks: int) -> list[str]:
+    """GPUs where there are enough, else the CPU several times over."""
+    if torch.cuda.is_available():
+        if torch.cuda.device_count() < ranks:
+            raise ArgumentError(
+                f"{ranks} ranks, but {torch.cuda.device_count()} GPUs: give devices=, such as "
+                f"penstock.virtual_devices('cuda:0', {ranks}) or ['cpu'] * {ranks}"
+            )
+        return [f"cuda:{rank}" for rank in range(ranks)]
+    return ["cpu"] * ranks
+
+
+def _counts(
+    module: nn.Sequential, stages: int | Sequence[int], wish: Wish, first: Place
+) -> Sequence[int]:
+    if not isinstance(stages, int):
+        if wish.balance is not None:
+            raise ArgumentError(
+                f"stages={list(stages)} already says where to cut: leave balance out, or give "
+                f"stages={len(stages)}"
+            )
+        balancing.check_cut(stages, len(module))
+        return stages
+    wanted = wish.balance or ("parameters" if wish.example is None else "time")
+    if wanted not in BALANCES:
+        raise ArgumentError(f"balance is one of {', '.join(BALANCES)}, not '{wanted}'")
+    if wanted == "parameters":
+        return balancing.cut([_parameter_bytes(layer) for layer in module], stages)
+    if wish.example is None:
+        raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
+    example = wish.example if isinstance(wish.example, tuple) else (wish.example,)
+    unpack = isinstance(module, PipeSequential)
+    if wanted == "time":
+        costs = layer_times(list(module), example, unpack=unpack, device=first.device)
+    else:
+        costs = layer_bytes(
+            list(module), example, unpack=unpack, chunks=wish.chunks, device=first.device
+        )
+    return balancing.cut(costs, stages)
+
+
+def _parameter_bytes(layer: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in layer.parameters())
+
+
+def _check_sharing(split: Split) -> None:
+    """A parameter may be shared by stages of one rank, not by ranks."""
+    owners: dict[int, tuple[str, int]] = {}
+    problems = []
+    for stage in split.partition.stages:
+        rank = split.placement[stage.index]
+        for name, layer in zip(stage.names, stage.layers, strict=True):
+            for inner, parameter in layer.named_parameters():
+                first, owner = owners.setdefault(id(parameter), (f"{name}.{inner}", rank))
+                if owner != rank:
+                    problems.append(
+                        f"{name}.{inner} on {split.places[rank]!r} is {first} on "
+                        f"{split.places[owner]!r}"
+                    )
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ArgumentError(
+            f"a parameter is shared by stages on different devices:\n{listed}\n"
+            "Put the layers that share it on one device"
+        )

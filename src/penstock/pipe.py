@@ -1,0 +1,283 @@
+"""`Pipe`: the object people touch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.batch import check_inputs, gather, rows_of, scatter
+from penstock.cost import Cost
+from penstock.errors import ArgumentError
+from penstock.ir import Op, Program, Schedule
+from penstock.lower import (
+    CHECKPOINT_MODES,
+    forwards_first,
+    lower,
+    recompute,
+    recompute_mode,
+    without_recompute,
+)
+from penstock.partition.sequential import check_children
+from penstock.partition.split import Wish, split
+from penstock.run.call import Call
+from penstock.run.passage import Passage, Through
+from penstock.run.phase import Phase, is_backward, is_forward, whole
+from penstock.run.threads import Crew
+from penstock.run.training import StepResult, train
+from penstock.schedules.choice import Asked, choose, read
+from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.loss import LossFn, Scored
+from penstock.stage.skip import verify_skippables
+from penstock.stage.stage import Keep, Stage
+from penstock.timeline import Timeline, simulate
+from penstock.verify import require_sound
+
+RUNTIMES = ("threads", "inline")
+REDUCTIONS = ("mean", "sum")
+
+
+class Pipe(nn.Module):
+    """A Sequential whose stages work on several devices at once, micro-batch by micro-batch.
+
+    >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
+    >>> pipe(torch.zeros(6, 4)).shape
+    torch.Size([6, 2])
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        *,
+        stages: int | Sequence[int] | None = None,
+        devices: Sequence[Any] | None = None,
+        schedule: Asked = None,
+        loss_fn: LossFn | None = None,
+        reduction: str | None = None,
+        runtime: str = "threads",
+        balance: str | None = None,
+        example: Any = None,
+    ) -> None:
+        super().__init__()
+        check_children(module)
+        _check_options(chunks, checkpoint, runtime, reduction)
+        verify_skippables(module)
+        self.chunks, self.checkpoint = chunks, checkpoint
+        self.loss_fn, self.reduction, self.runtime = loss_fn, reduction, runtime
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(copy(module))  # type: ignore[assignment]
+        asked = read(schedule)
+        self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
+        self._choice = choose(asked, self._split.placement, chunks)
+        made = self._choice(chunks)
+        _check_runs(made, asked)
+        require_sound(made, self._split.partition.graph)
+        # The children are the Sequential's own, under their own names.
+        self._modules.update(module._modules)
+        self._parameters.update(module._parameters)
+        self._buffers.update(module._buffers)
+        self.training = module.training
+        self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+        self._crew: Crew | None = None
+        self._whole: dict[Any, tuple[Program, Phase]] = {}
+        self._halves: dict[Any, tuple[Program, Phase, Phase]] = {}
+        self._last: StepResult | None = None
+
+    # ---- the two doors --------------------------------------------------------------------
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the model computes of a batch; `loss.backward()` runs the backwards."""
+        batches = self._cut(inputs)
+        program, *phases = self._two_phases(len(batches))
+        call = self._call(program, self._split.partition.stages)
+        passage = Passage(call, (phases[0], phases[1]), batches)
+        if torch.is_grad_enabled():
+            parameters = [p for tape in call.tapes for p in tape.parameters]
+            tensors = Through.apply(passage, *passage.inputs, *parameters)  # type: ignore[no-untyped-call]
+        else:
+            tensors, _ = passage.forward()
+        return gather(passage.outputs(tensors))
+
+    def step(
+        self, *inputs: Any, target: Any = None, outputs: bool = False, loss_fn: LossFn | None = None
+    ) -> StepResult:
+        """Forward, loss and backward of a batch under the schedule; adds to `.grad`.
+
+        The loss is `loss_fn(output, target)` of each micro-batch, and their mean by rows (or
+        their sum). Under `torch.no_grad()` there is no backward. With `outputs`, the result
+        has them.
+        """
+        loss_fn = loss_fn or self.loss_fn
+        extra = () if target is None else (self._at_last_stage(target),)
+        mixed = self._cut(inputs, extra)
+        batches = [values[: len(inputs)] for values in mixed]
+        targets = [values[len(inputs) :] for values in mixed]
+        if torch.is_grad_enabled():
+            program, phase = self._one_phase(len(batches))
+        else:
+            program, phase, _ = self._two_phases(len(batches))
+        *stages, last = self._split.partition.stages
+        scored = Scored(last.compute, loss_fn, bool(extra), outputs)
+        call = self._call(program, [*stages, replace(last, compute=scored)])
+        weights = self._weights([rows_of(batch)[0] for batch in batches], loss_fn)
+        result = train(call, program, phase, batches, targets, weights)
+        self._last = result
+        return result
+
+    def forecast(self, cost: Cost | None = None) -> Timeline:
+        """The timeline of a training step on paper: with the costs of the last step, if any."""
+        program, _ = self._one_phase(self.chunks)
+        if cost is None and self._last is not None:
+            cost = self._last.timeline.cost
+        return simulate(program, cost)
+
+    # ---- how they are run -----------------------------------------------------------------
+
+    def _cut(self, inputs: tuple[Any, ...], extra: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        check_inputs(inputs, self._split.place_of(0).device)
+        return scatter((*inputs, *extra), self.chunks)
+
+    def _at_last_stage(self, target: Any) -> Any:
+        device = self._split.place_of(len(self._split.placement) - 1).device
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), target)
+
+    def _weights(self, rows: list[int], loss_fn: LossFn | None) -> list[float]:
+        reduction = self.reduction or getattr(loss_fn, "reduction", "mean")
+        return [1.0 if reduction == "sum" else count / sum(rows) for count in rows]
+
+    def _schedule(self, chunks: int) -> Schedule:
+        """For so many micro-batches, with recomputation if this is training."""
+        schedule = self._choice(chunks)
+        if self.training and torch.is_grad_enabled():
+            return recompute(schedule, recompute_mode(self.checkpoint, chunks))
+        return without_recompute(schedule)
+
+    def _one_phase(self, chunks: int) -> tuple[Program, Phase]:
+        key = chunks, self.training
+        if key not in self._whole:
+            program = lower(self._schedule(chunks), self._split.partition.graph)
+            self._whole[key] = program, whole(program)
+        return self._whole[key]
+
+    def _two_phases(self, chunks: int) -> tuple[Program, Phase, Phase]:
+        key = chunks, self.training and torch.is_grad_enabled()
+        if key not in self._halves:
+            schedule = forwards_first(self._schedule(chunks))
+            program = lower(schedule, self._split.partition.graph)
+            phase = whole(program)
+            self._halves[key] = program, phase.only(is_forward), phase.only(is_backward)
+        return self._halves[key]
+
+    def _call(self, program: Program, stages: Sequence[Stage]) -> Call:
+        recomputed = program.schedule.recomputed
+        for layer in self._deferred:
+            layer.begin(program.schedule.chunks)
+        grad = torch.is_grad_enabled()
+
+        def keep(stage: int, microbatch: int) -> Keep:
+            if not grad:
+                return Keep.NOTHING
+            return Keep.INPUTS if (stage, microbatch) in recomputed else Keep.GRAPH
+
+        crew = self._crew_at_hand() if self.runtime == "threads" else None
+        return Call(stages, self._split.places, self._split.placement, keep, crew)
+
+    def _crew_at_hand(self) -> Crew:
+        """The threads: made at the first call, and ended with the pipe."""
+        if self._crew is None or not self._crew.here:
+            self._crew = Crew(len(self._split.places))
+            weakref.finalize(self, self._crew.end)
+        return self._crew
+
+    # ---- a module like any other ----------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_crew": None, "_whole": {}, "_halves": {}, "_last": None}
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children())
+
+    def __getitem__(self, at: int | slice) -> Any:
+        layers = list(self)[at]
+        return nn.Sequential(*layers) if isinstance(layers, list) else layers
+
+    def __repr__(self) -> str:
+        head = (
+            f"Pipe(chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
+        )
+        lines = [f"{head}, schedule={self._choice.name}"]
+        for stage in self._split.partition.stages:
+            lines.append(f"  (stage {stage.index}, {self._split.place_of(stage.index)!r})")
+            for name, layer in zip(stage.names, stage.layers, strict=True):
+                text = repr(layer).replace("\n", "\n    ")
+                lines.append(f"    ({name}): {text}")
+        for key, src, dst in self._split.partition.routes:
+            lines.append(f"  (skip {key}: stage {src} to stage {dst})")
+        return "\n".join([*lines, ")"])
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Casting only: the stages stay where they are."""
+        device, _, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            raise _denied()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> Pipe:
+        """Denied."""
+        raise _denied()
+
+    def cpu(self) -> Pipe:
+        """Denied."""
+        raise _denied()
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Pipe:
+        """Denied."""
+        raise _denied()
+
+
+def _denied() -> TypeError:
+    return TypeError(
+        "the stages of a pipe stay on the devices they were given, so moving it is denied: "
+        "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
+    )
+
+
+def _check_options(chunks: int, checkpoint: str, runtime: str, reduction: str | None) -> None:
+    if chunks < 1:
+        raise ArgumentError(f"chunks is a whole number from 1 up, not {chunks!r}")
+    allowed: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "checkpoint": (checkpoint, CHECKPOINT_MODES),
+        "runtime": (runtime, RUNTIMES),
+        "reduction": (reduction, (None, *REDUCTIONS)),
+    }
+    for name, (value, known) in allowed.items():
+        if value not in known:
+            listed = ", ".join(repr(one) for one in known)
+            raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
+
+
+def _check_runs(schedule: Schedule, asked: Any) -> None:
+    """Only whole backwards, and every one of them."""
+    ops = {action.op for lane in schedule.lanes for action in lane}
+    if ops & {Op.I, Op.W}:
+        raise ArgumentError(
+            "a pipe runs schedules of whole backwards (gpipe, 1f1b, eager-1f1b, interleaved, "
+            f"looped-bfs, naive, and your own), but {asked!r} splits them into I and W"
+        )
+    if Op.B not in ops:
+        raise ArgumentError(
+            f"{asked!r} has no backwards: a pipe trains, and runs forwards alone under no_grad"
+        )

@@ -1,0 +1,141 @@
+"""One call of a pipe: what it was given, what it keeps, and how it is carried out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from penstock.ir import Program
+from penstock.play import Span
+from penstock.run.inline import run_inline
+from penstock.run.phase import Phase
+from penstock.run.places import Moment, Place, Streams
+from penstock.run.threads import Crew
+from penstock.run.transport import Mailboxes, Stopped
+from penstock.run.worker import Desk, Mark, Step, Worker
+from penstock.stage.context import Context
+from penstock.stage.randomness import seed_of_call
+from penstock.stage.stage import Keep, Stage, Tape
+from penstock.timeline import Timeline, observed
+
+
+class Call:
+    """Carries out phases over stages, in the crew's threads, or inline without a crew."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        places: Sequence[Place],
+        placement: Sequence[int],
+        keep: Callable[[int, int], Keep],
+        crew: Crew | None,
+    ) -> None:
+        self.desk = Desk()
+        self._places, self._placement, self._crew = places, placement, crew
+        self.context = Context.here(frozenset(place.device.type for place in places))
+        seed, self._move_on = seed_of_call()
+        self.tapes = [Tape(s, self.context, seed, partial(keep, s.index)) for s in stages]
+        self.done = False
+        self._mailboxes = Mailboxes(places, placement)
+        self.workers = [
+            Worker(
+                rank,
+                place,
+                {t.stage.index: t for t in self.tapes if placement[t.stage.index] == rank},
+                self._mailboxes.end(rank),
+                self.desk,
+            )
+            for rank, place in enumerate(places)
+        ]
+        self.origins: list[Moment] = []
+
+    def run(self, phase: Phase, retain: bool = False) -> None:
+        """Carry out a phase: all that the caller asked for before comes before it, and so on."""
+        streams = Streams()
+        for worker in self.workers:
+            worker.retain = retain
+            worker.place.join(streams)
+        if not self.origins:
+            self.origins = _origins(self._places)
+        generator = torch.default_generator.get_state()
+        try:
+            if self._crew is None:
+                with torch.set_grad_enabled(self.context.grad):
+                    run_inline(self.workers, phase)
+            else:
+                jobs = [
+                    partial(self._lane, worker, steps)
+                    for worker, steps in zip(self.workers, phase.lanes, strict=True)
+                ]
+                self._crew.do(jobs, self._mailboxes.stop)
+        finally:
+            for worker in self.workers:
+                worker.place.part(streams)
+        self._look_after(generator)
+
+    def _lane(self, worker: Worker, steps: Sequence[Step]) -> None:
+        modes = (
+            torch.inference_mode(self.context.inference),
+            torch.set_grad_enabled(self.context.grad),
+        )
+        with modes[0], modes[1], worker.place.entered():
+            for step in steps:
+                if self._mailboxes.stopped:
+                    raise Stopped
+                worker.do(step)
+
+    def _look_after(self, generator: torch.Tensor) -> None:
+        """Move the caller's generator on, if the call drew; notice draws that came unexpected."""
+        if not torch.equal(torch.default_generator.get_state(), generator):
+            for tape in self.tapes:
+                tape.stage.forget()
+            if any(tape.recomputes for tape in self.tapes):
+                warnings.warn(
+                    "somebody drew random numbers while the pipe ran: if it was a layer that had "
+                    "not done so before, its recomputation in this call drew others; the next "
+                    "calls repeat them rightly",
+                    stacklevel=4,
+                )
+        if any(tape.drew for tape in self.tapes):
+            self._move_on()
+
+    def marks(self) -> list[list[Mark]]:
+        """When each rank did what."""
+        return [worker.marks for worker in self.workers]
+
+    def clear(self) -> None:
+        """Drop all that is kept for backwards."""
+        self.done = True
+        for tape in self.tapes:
+            tape.clear()
+
+
+def _origins(places: Sequence[Place]) -> list[Moment]:
+    """A moment at the beginning, for each place; those on one device have it in common."""
+    found: dict[torch.device, Moment] = {}
+    return [found.setdefault(place.device, place.now()) for place in places]
+
+
+def _seconds(start: Moment, end: Moment) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def timeline_of(
+    program: Program, marks: Sequence[Sequence[Mark]], origins: Sequence[Moment]
+) -> Timeline:
+    """The measured timeline. On a GPU this waits until the run has ended."""
+    spans = [
+        Span(rank, m.step.at, m.step.action, _seconds(origin, m.start), _seconds(origin, m.end))
+        for rank, (lane, origin) in enumerate(zip(marks, origins, strict=True))
+        for m in lane
+    ]
+    spans.sort(key=lambda span: (span.start, span.end))
+    return Timeline(program, observed(program, spans), tuple(spans))

@@ -1,0 +1,127 @@
+"""The transparent door: a whole pipe as one autograd function.
+
+Its inputs are the micro-batches' tensors and the parameters, its outputs the micro-batches'
+outputs, so that `autograd.grad`, hooks and wrappers see ordinary gradients, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.run.call import Call
+from penstock.run.phase import Phase
+from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart
+
+
+def from_outside(batches: Sequence[tuple[Any, ...]]) -> list[Parcel]:
+    """The parcels that carry micro-batches in. Each counts changes in place by itself."""
+    apart = [taken_apart(batch) for batch in batches]
+    seen = Counter(id(tensor) for tensors, _ in apart for tensor in tensors)
+    return [
+        Parcel(
+            tuple(tensor.data for tensor in tensors),
+            layout,
+            tuple(tensor.requires_grad for tensor in tensors),
+            frozenset(at for at, t in enumerate(tensors) if t.requires_grad or seen[id(t)] > 1),
+        )
+        for tensors, layout in apart
+    ]
+
+
+class Passage:
+    """One forward through the pipe, and the backwards that may follow it."""
+
+    def __init__(
+        self, call: Call, phases: tuple[Phase, Phase], batches: Sequence[tuple[Any, ...]]
+    ) -> None:
+        self.call = call
+        self._forward, self._backward = phases
+        self._chunks, self._last = len(batches), len(call.tapes) - 1
+        self.inputs = [tensor for batch in batches for tensor in taken_apart(batch)[0]]
+        for microbatch, parcel in enumerate(from_outside(batches)):
+            call.desk.inputs[0, microbatch] = parcel
+        self._counts = [len(p.tensors) for p in call.desk.inputs.values()]
+        self._layouts: list[Layout | None] = []
+        self._sizes: list[int] = []
+        self._versions: list[int] = []
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """The tensors of all outputs, and which of them may want gradients."""
+        self.call.run(self._forward)
+        self.call.desk.inputs.clear()
+        parcels = [self.call.desk.outputs.pop((self._last, i)) for i in range(self._chunks)]
+        self._layouts = [parcel.layout for parcel in parcels]
+        self._sizes = [len(parcel.tensors) for parcel in parcels]
+        if not self.call.context.inference:
+            self._versions = [tensor._version for tensor in self.inputs]
+        tensors = [t for parcel in parcels for t in parcel.tensors if t is not None]
+        return tensors, [need for parcel in parcels for need in parcel.needs]
+
+    def outputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The outputs of the micro-batches, of their tensors."""
+        pieces = _pieces(tensors, self._sizes)
+        pairs = zip(pieces, self._layouts, strict=True)
+        return [put_together(piece, layout)[0] for piece, layout in pairs]
+
+    def backward(
+        self, gradients: Sequence[Tensor | None], retain: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the inputs and of the parameters, from those of the outputs."""
+        if self.call.done:
+            raise RuntimeError(
+                "trying to backward through a pipe a second time: what the first backward needed "
+                "has been freed; use loss.backward(retain_graph=True) for all but the last"
+            )
+        if self._versions != [tensor._version for tensor in self.inputs]:
+            raise RuntimeError(
+                "an input of the pipe has been changed in place after its forward, and the "
+                "backward needs it as it was: clone it before you change it"
+            )
+        desk = self.call.desk
+        for microbatch, piece in enumerate(_pieces(gradients, self._sizes)):
+            desk.gradients[self._last, microbatch] = Parcel(tuple(piece))
+        for tape in self.call.tapes:
+            tape.collect()
+        self.call.run(self._backward, retain)
+        of_inputs = [
+            gradient
+            for microbatch in range(self._chunks)
+            for gradient in desk.input_gradients.pop((0, microbatch)).tensors
+        ]
+        of_parameters = [g for tape in self.call.tapes for g in tape.collected or ()]
+        desk.gradients.clear()
+        if not retain:
+            self.call.clear()
+            self.inputs.clear()
+        return of_inputs, of_parameters
+
+
+def _pieces(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    each = iter(items)
+    return [[next(each) for _ in range(size)] for size in sizes]
+
+
+class Through(torch.autograd.Function):
+    """A passage, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, *tensors: Tensor) -> Any:
+        """`tensors` are the passage's inputs and the parameters."""
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        outputs, needs = passage.forward()
+        ctx.mark_non_differentiable(*(t for t, n in zip(outputs, needs, strict=True) if not n))
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Autograd tells whether the graph is to be kept."""
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        of_inputs, of_parameters = ctx.passage.backward(gradients, retain)
+        return None, *of_inputs, *of_parameters

@@ -1,0 +1,175 @@
+"""Where ranks compute: the CPU, a GPU, or a part of one; and how tensors get from one to another.
+
+On a GPU each rank has one stream to compute on and one for copies. A parcel is copied on the
+sender's copy stream as soon as it has been computed, and its receiver's stream waits for that
+alone: nobody waits for a whole device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ArgumentError
+from penstock.stage.parcel import Parcel
+
+Moment = float | torch.cuda.Event
+
+
+class Place(Protocol):
+    """What a rank needs to know of its device."""
+
+    device: torch.device
+
+    def entered(self) -> Any:
+        """Within, this thread computes there."""
+
+    def now(self) -> Moment:
+        """A moment in the order of what is computed there."""
+
+    def join(self, streams: Streams) -> None:
+        """What is computed from now on comes after what the caller has asked for so far."""
+
+    def part(self, streams: Streams) -> None:
+        """What the caller asks for from now on comes after what is computed so far."""
+
+
+class Streams:
+    """The caller's current stream on each device, and an event on it, made when first needed."""
+
+    def __init__(self) -> None:
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        """Current on the device."""
+        return torch.cuda.current_stream(device)
+
+    def event(self, device: torch.device) -> torch.cuda.Event:
+        """One event of the caller's, whoever asks first."""
+        if device not in self._events:
+            self._events[device] = self.of(device).record_event()
+        return self._events[device]
+
+
+class Cpu:
+    """The host itself."""
+
+    device = torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return "cpu"
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Every thread is there."""
+        return nullcontext()
+
+    def now(self) -> float:
+        """The host's clock."""
+        return time.perf_counter()
+
+    def join(self, streams: Streams) -> None:
+        """Everything on the host is in order as it is."""
+
+    def part(self, streams: Streams) -> None:
+        """Everything on the host is in order as it is."""
+
+
+class Gpu:
+    """A CUDA device, or a group of its multiprocessors, with streams of its own."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        name: str | None = None,
+        stream: Callable[[], torch.cuda.Stream] | None = None,
+    ) -> None:
+        self.device = device
+        self._name = name or str(device)
+        make = stream or (lambda: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        self.compute, self.copy = make(), make()
+
+    def __repr__(self) -> str:
+        return self._name
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within, kernels go to the compute stream."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+            yield
+
+    def now(self) -> torch.cuda.Event:
+        """An event on the compute stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self.compute)
+        return event
+
+    def join(self, streams: Streams) -> None:
+        """The compute stream waits for the caller's."""
+        self.compute.wait_event(streams.event(self.device))
+
+    def part(self, streams: Streams) -> None:
+        """The caller's stream waits for the compute stream."""
+        streams.of(self.device).wait_stream(self.compute)
+
+
+class Delivery:
+    """A parcel on its way, and the event after which its receiver may read it."""
+
+    def __init__(self, parcel: Parcel, copied: torch.cuda.Event | None = None) -> None:
+        self._parcel, self._copied = parcel, copied
+
+    def taken(self, receiver: Place) -> Parcel:
+        """The parcel, for what the receiver computes from now on."""
+        if self._copied is not None and isinstance(receiver, Gpu):
+            receiver.compute.wait_event(self._copied)
+            used_on(receiver.compute, self._parcel.tensors)
+        return self._parcel
+
+
+def used_on(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
+    """Keep the allocator from giving their memory away before the stream has read them."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(stream)
+
+
+def carry(parcel: Parcel, sender: Place, receiver: Place) -> Delivery:
+    """Send a parcel that was computed at one place to another."""
+    if isinstance(sender, Gpu):
+        computed = sender.compute.record_event()
+        sender.copy.wait_event(computed)
+        used_on(sender.copy, parcel.tensors)
+        with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy):
+            moved = parcel.moved(lambda t: copy(t, receiver.device))
+            done = sender.copy.record_event()
+        if isinstance(receiver, Cpu):
+            done.synchronize()
+        return Delivery(moved, done)
+    if isinstance(receiver, Gpu):  # from pageable memory: the host waits for the copy
+        with torch.cuda.device(receiver.device), torch.cuda.stream(receiver.copy):
+            moved = parcel.moved(lambda t: copy(t, receiver.device))
+            return Delivery(moved, receiver.copy.record_event())
+    return Delivery(parcel)
+
+
+def copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, made on the current stream."""
+    return tensor.to(device, non_blocking=device.type == "cuda", copy=True)
+
+
+def place_at(device: Place | torch.device | str | int) -> Place:
+    """The place that a user means by a device."""
+    if not isinstance(device, torch.device | str | int):
+        return device
+    named = torch.device(device)
+    if named.type == "cpu":
+        return Cpu()
+    if named.type != "cuda":
+        raise ArgumentError(f"a stage runs on a CPU or a CUDA device, not on '{named}'")
+    index = torch.cuda.current_device() if named.index is None else named.index
+    return Gpu(torch.device("cuda", index))

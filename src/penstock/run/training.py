@@ -1,0 +1,100 @@
+"""The other door: forward, loss and backward of a batch in one go, under any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.batch import gather
+from penstock.ir import Program
+from penstock.run.call import Call, timeline_of
+from penstock.run.passage import from_outside
+from penstock.run.phase import Phase
+from penstock.run.places import Moment
+from penstock.run.worker import Mark
+from penstock.stage.parcel import Parcel, put_together, taken_apart
+from penstock.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `Pipe.step` gives back."""
+
+    loss: Tensor
+    outputs: Any
+    _program: Program
+    _marks: Sequence[Sequence[Mark]]
+    _origins: Sequence[Moment]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When everything ran. On a GPU, reading it waits until the step has ended."""
+        return timeline_of(self._program, self._marks, self._origins)
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss.item():.6g})"
+
+
+def train(
+    call: Call,
+    program: Program,
+    phase: Phase,
+    batches: Sequence[tuple[Any, ...]],
+    targets: Sequence[tuple[Any, ...]],
+    weights: Sequence[float],
+) -> StepResult:
+    """Run the phase over micro-batches; the loss is the weighted sum of theirs."""
+    last = len(call.tapes) - 1
+    pairs = zip(batches, targets, strict=True)
+    if last == 0:
+        parcels = [{0: parcel} for parcel in from_outside([b + t for b, t in pairs])]
+    else:
+        ends = [{last: p} if p.tensors else {} for p in from_outside(targets)]
+        parcels = [{0: p, **end} for p, end in zip(from_outside(batches), ends, strict=True)]
+    for microbatch, mine in enumerate(parcels):
+        for stage, parcel in mine.items():
+            call.desk.inputs[stage, microbatch] = parcel
+    call.desk.answer = lambda i, made: _gradients(made, weights[i])
+    call.run(phase)
+    _pass_on(batches, call)
+    outputs = [call.desk.outputs[last, i] for i in range(len(batches))]
+    values = [put_together(p.tensors, p.layout) for p in outputs]  # type: ignore[arg-type]
+    losses = [value[0] * weight for value, weight in zip(values, weights, strict=True)]
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    asked = [value[1] for value in values if len(value) > 1]
+    joined = gather(asked) if asked else None
+    return StepResult(total.detach(), joined, program, call.marks(), call.origins)
+
+
+def _gradients(made: Parcel, weight: float) -> Parcel:
+    """The loss is wanted with its weight; the outputs, given out besides, have no gradient."""
+    loss, *others = made.tensors
+    assert loss is not None
+    return Parcel((torch.full_like(loss, weight), *(None for _ in others)))
+
+
+def _pass_on(batches: Sequence[tuple[Any, ...]], call: Call) -> None:
+    """If the batch itself was computed by something that learns: let it learn, once."""
+    found = [
+        (tensor, gradient)
+        for microbatch, batch in enumerate(batches)
+        for tensor, gradient in zip(
+            taken_apart(batch)[0], _input_gradients(call, microbatch), strict=False
+        )
+        if gradient is not None
+    ]
+    if found:
+        tensors, gradients = zip(*found, strict=True)
+        torch.autograd.backward(tensors, gradients)
+
+
+def _input_gradients(call: Call, microbatch: int) -> tuple[Tensor | None, ...]:
+    parcel = call.desk.input_gradients.get((0, microbatch))
+    return parcel.tensors if parcel else ()

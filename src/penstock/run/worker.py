@@ -1,0 +1,136 @@
+"""A worker carries out one rank's lane over the rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from penstock.ir import Action, Compute, Message, Op, Program, Recv, Send, consumes, produces
+from penstock.run.places import Moment, Place
+from penstock.run.transport import Transport
+from penstock.stage.parcel import Parcel
+from penstock.stage.stage import OUTSIDE, Tape
+
+
+class Step(NamedTuple):
+    """An action at its place in the lane, with the messages it takes and makes."""
+
+    at: int
+    action: Action
+    takes: tuple[Message, ...]
+    makes: tuple[Message, ...]
+
+
+class Mark(NamedTuple):
+    """When a step was carried out."""
+
+    step: Step
+    start: Moment
+    end: Moment
+
+
+def steps_of(program: Program, rank: int) -> tuple[Step, ...]:
+    """A lane, ready to be carried out: the rule has been asked for every action."""
+
+    def ready(at: int, action: Action) -> Step:
+        if not isinstance(action, Compute):
+            return Step(at, action, (), ())
+        graph = program.graph
+        return Step(at, action, tuple(consumes(action, graph)), tuple(produces(action, graph)))
+
+    return tuple(ready(at, action) for at, action in enumerate(program.lanes[rank]))
+
+
+class Desk:
+    """What comes from outside into cells, and what they give out: forward and backward.
+
+    Each cell (stage, micro-batch) takes at most one parcel and gives at most one, each way.
+    `answer` makes the gradients for an output as soon as it is there, if they are known.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Callable[[int, Parcel], Parcel] | None = None
+        self.inputs: dict[tuple[int, int], Parcel] = {}
+        self.outputs: dict[tuple[int, int], Parcel] = {}
+        self.gradients: dict[tuple[int, int], Parcel] = {}
+        self.input_gradients: dict[tuple[int, int], Parcel] = {}
+
+
+class Worker:
+    """One rank of one call: its tapes, its messages, and when it did what."""
+
+    def __init__(
+        self, rank: int, place: Place, tapes: Mapping[int, Tape], transport: Transport, desk: Desk
+    ) -> None:
+        self.rank, self.place = rank, place
+        self.tapes = tapes
+        self.marks: list[Mark] = []
+        self._transport, self._desk = transport, desk
+        self._made: dict[Message, Parcel] = {}  # not sent yet, or for a stage of this rank
+        self._asked: dict[Message, Callable[[], Parcel]] = {}
+        self.retain = False
+
+    def do(self, step: Step) -> None:
+        """Carry out one step."""
+        action = step.action
+        if isinstance(action, Recv):
+            self._asked[action.message] = self._transport.recv(action.message)
+            return
+        if isinstance(action, Send):
+            start = self.place.now()
+            self._transport.send(action.message, self._made.pop(action.message))
+        else:
+            taken = {m.src: self._taken(m) for m in step.takes}
+            start = self.place.now()
+            self._compute(action, taken, step.makes)
+        self.marks.append(Mark(step, start, self.place.now()))
+
+    def _taken(self, message: Message) -> Parcel:
+        wait = self._asked.pop(message, None)
+        return self._made.pop(message) if wait is None else wait()
+
+    def _compute(
+        self, action: Compute, taken: dict[int, Parcel], makes: tuple[Message, ...]
+    ) -> None:
+        op, stage, microbatch = action
+        tape = self.tapes[stage]
+        try:
+            if op is Op.F:
+                made = self._forward(tape, microbatch, taken)
+            elif op is Op.R:
+                tape.recompute(microbatch)
+                return
+            else:
+                made = self._backward(tape, microbatch, taken)
+        except BaseException as error:
+            error.add_note(
+                f"in {tape.stage}, micro-batch {microbatch}, action {action} on rank "
+                f"{self.rank} ({self.place!r})"
+            )
+            raise
+        for message in makes:
+            self._made[message] = made[message.dst]
+
+    def _forward(self, tape: Tape, microbatch: int, taken: dict[int, Parcel]) -> dict[int, Parcel]:
+        cell = tape.stage.index, microbatch
+        given = self._desk.inputs.get(cell)
+        if given is not None:
+            taken[OUTSIDE] = given
+        made = tape.forward(microbatch, taken)
+        if OUTSIDE in made:
+            self._desk.outputs[cell] = made[OUTSIDE]
+            if self._desk.answer is not None:
+                self._desk.gradients[cell] = self._desk.answer(microbatch, made[OUTSIDE])
+        return made
+
+    def _backward(self, tape: Tape, microbatch: int, taken: dict[int, Parcel]) -> dict[int, Parcel]:
+        cell = tape.stage.index, microbatch
+        gradients = {source: parcel.tensors for source, parcel in taken.items()}
+        given = self._desk.gradients.get(cell)
+        if given is not None:
+            gradients[OUTSIDE] = given.tensors
+        found = tape.backward(microbatch, gradients, self.retain)
+        made = {source: Parcel(tensors) for source, tensors in found.items()}
+        if OUTSIDE in made:
+            self._desk.input_gradients[cell] = made[OUTSIDE]
+        return made

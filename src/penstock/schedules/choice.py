@@ -1,0 +1,90 @@
+"""The schedule that was asked for: a name, a value or a file, made for the sizes at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from penstock.errors import ArgumentError
+from penstock.ir import Schedule, schedule_of
+from penstock.notation import loads
+from penstock.schedules.gpipe import clocked
+from penstock.schedules.parts import assemble, loop
+from penstock.schedules.registry import FAMILIES, make
+
+Asked = str | PathLike[str] | Schedule | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Makes the schedule for any number of micro-batches.
+
+    `None` and gpipe run over any placement; the others have placements of their own.
+    """
+
+    asked: str | Schedule | None
+    placement: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called in print."""
+        return "custom" if isinstance(self.asked, Schedule) else self.asked or "gpipe"
+
+    def __call__(self, chunks: int) -> Schedule:
+        """For so many micro-batches."""
+        if isinstance(self.asked, Schedule):
+            return assemble(self.asked.placement, chunks, self.asked.lanes)
+        if self.asked is None or self.asked == "gpipe":
+            return clocked(self.placement, chunks)
+        ranks = len(set(self.placement))
+        return make(self.asked, ranks, chunks, len(self.placement) // ranks)
+
+
+def read(asked: Asked) -> str | Schedule | None:
+    """A name or a schedule; a file is read."""
+    if asked is None or isinstance(asked, Schedule):
+        return asked
+    if isinstance(asked, PathLike) or (asked not in FAMILIES and Path(asked).is_file()):
+        return schedule_of(loads(Path(asked).read_text()))
+    return asked
+
+
+def placement_of(asked: str | Schedule | None, ranks: int, stages: int) -> tuple[int, ...]:
+    """Which rank gets which stage, where the schedule may decide."""
+    if isinstance(asked, Schedule):
+        if (asked.ranks, asked.stages) != (ranks, stages):
+            raise ArgumentError(
+                f"the schedule is for {asked.stages} stages on {asked.ranks} ranks, but there are "
+                f"{stages} on {ranks}: set stages={asked.stages} and as many devices as ranks"
+            )
+        return asked.placement
+    if stages % ranks:
+        raise ArgumentError(
+            f"{stages} stages do not divide among {ranks} devices: use a multiple of {ranks}"
+        )
+    if asked is None or asked == "gpipe":
+        return loop(ranks, stages // ranks)
+    return make(asked, ranks, 1, stages // ranks).placement
+
+
+def choose(asked: str | Schedule | None, placement: tuple[int, ...], chunks: int) -> Choice:
+    """Check that the schedule suits the placement and the number of micro-batches."""
+    choice = Choice(asked, placement)
+    made = choice(chunks)
+    if made.placement != placement:
+        raise ArgumentError(
+            f"the layers stand on ranks {_listed(placement)}, stage by stage, but the schedule is "
+            f"for {_listed(made.placement)}: place them so, or give stages= and devices= and let "
+            "the schedule place them"
+        )
+    if isinstance(asked, Schedule) and asked.chunks != chunks:
+        raise ArgumentError(
+            f"the schedule is for {asked.chunks} micro-batches, not {chunks}: "
+            f"set chunks={asked.chunks}"
+        )
+    return choice
+
+
+def _listed(placement: tuple[int, ...]) -> str:
+    return " ".join(map(str, placement))

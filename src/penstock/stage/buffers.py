@@ -1,0 +1,57 @@
+"""Buffers during recomputation: it reads what the forward read, and what it writes is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class Copied(NamedTuple):
+    """A buffer before a forward: which it was, and what it held."""
+
+    owner: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    before: Tensor
+
+
+def copied(owners: Sequence[nn.Module]) -> list[Copied]:
+    """What the buffers hold now. Running statistics are left out: training never reads them."""
+    return [
+        Copied(owner, name, buffer, buffer._version, buffer.clone())
+        for owner in owners
+        if not isinstance(owner, _NormBase)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+def changed(copies: Sequence[Copied]) -> list[Copied]:
+    """Those that have been written or replaced since."""
+    return [
+        copy
+        for copy in copies
+        if copy.owner._buffers.get(copy.name) is not copy.buffer
+        or copy.buffer._version != copy.version
+    ]
+
+
+@contextmanager
+def rewound(owners: Sequence[nn.Module], copies: Sequence[Copied]) -> Iterator[None]:
+    """Within, the buffers that a forward changed are as it found them; after, as they were."""
+    now = [(owner, name, buffer) for owner in owners for name, buffer in owner._buffers.items()]
+    for owner, name, buffer in now:
+        if buffer is not None and isinstance(owner, _NormBase):
+            owner._buffers[name] = buffer.clone()
+    for copy in copies:
+        copy.owner._buffers[copy.name] = copy.before.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in now:
+            owner._buffers[name] = buffer

@@ -1,0 +1,57 @@
+"""The caller's state of PyTorch that lives in a thread, so that workers can compute under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager as Entered
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Context:
+    """Grad mode, inference mode, autocast, default device and hooks on saved tensors."""
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device | None
+    saved_hooks: tuple[Any, Any] | None
+
+    @staticmethod
+    def here(device_types: frozenset[str]) -> Context:
+        """That of this thread, as far as it matters on these types of devices."""
+        default = torch.get_default_device()
+        return Context(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocasts=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in sorted(device_types | {"cpu"})
+                if torch.is_autocast_enabled(kind)
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=None if default == torch.device("cpu") else default,
+            saved_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
+        )
+
+    def forwards(self) -> Entered[Any]:
+        """What holds while a forward or a recomputation computes, besides grad mode."""
+        if not self.autocasts and self.default_device is None and self.saved_hooks is None:
+            return nullcontext()
+        return self._entered()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            if self.saved_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
+            yield

@@ -1,0 +1,101 @@
+"""Random numbers that depend on the stage and the micro-batch, and on nothing else.
+
+All threads of a process share one generator per device, so which thread draws what is chance,
+and to rewind it for a recomputation would disturb the others. While a stage that draws computes,
+its draws come from generators of its own, seeded for the cell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_one_at_a_time = threading.Lock()
+
+
+def seed_of_call() -> tuple[int, Callable[[], None]]:
+    """A seed from the caller's generator, and how to move that generator on if it was used."""
+    copy = torch.Generator()
+    copy.set_state(torch.default_generator.get_state())
+    seed = int(torch.randint(2**62, (), generator=copy))
+
+    def move_on() -> None:
+        torch.default_generator.set_state(copy.get_state())
+
+    return seed, move_on
+
+
+def seed_of_cell(seed: int, stage: int, microbatch: int) -> int:
+    """Different for every cell of every call."""
+    return hash((seed, stage, microbatch)) & (2**63 - 1)
+
+
+class OwnRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws below it come from generators seeded with `seed`; `drew` tells whether any did."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        return self._draw(func, args, kwargs or {})
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)  # the layer's own generator, its own affair
+        _refuse_inside_checkpoint()
+        self.drew = True
+        mine = self._generator(_device_of(args, kwargs))
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **{**kwargs, "generator": mine})
+        with _one_at_a_time:  # it reads the shared generator: lend it our state
+            shared = _shared_generator(mine.device)
+            before = shared.get_state()
+            shared.set_state(mine.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                mine.set_state(shared.get_state())
+                shared.set_state(before)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for leaf in tree_iter((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device
+    device = torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _shared_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
+
+
+def _refuse_inside_checkpoint() -> None:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        raise RuntimeError(
+            "this layer draws random numbers inside torch.utils.checkpoint, which could not draw "
+            "the same ones again beside the other stages: leave that checkpoint out, and let the "
+            "pipe recompute instead (checkpoint='always')"
+        )
