@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
+    from penstock.run.virtual import virtual_devices
     from penstock.stage.checkpointing import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -87,6 +88,7 @@ __all__ = [
     "stash",
     "verify",
     "verify_skippables",
+    "virtual_devices",
 ]
 
 # The names that need torch, each with the module that has it: loaded when first asked for.
@@ -103,6 +105,7 @@ _ON_DEMAND = {
     "skippable": "stage.skip",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",
+    "virtual_devices": "run.virtual",
 }
 
 

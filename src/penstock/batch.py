@@ -48,6 +48,8 @@ def scatter(values: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
     >>> scatter((torch.arange(5), "same"), chunks=3)
     [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
     """
+    if len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim():
+        return [(piece,) for piece in torch.chunk(values[0], chunks)]
     leaves, spec = pytree.tree_flatten(values)
     cut: list[Any] = [_cut(leaf, chunks) for leaf in leaves]
     counts = {len(pieces) for pieces in cut if pieces is not None}
@@ -92,6 +94,8 @@ def gather(outputs: Sequence[Any]) -> Any:
     >>> gather([(torch.zeros(2), "a"), (torch.ones(1), "b")])
     (tensor([0., 0., 1.]), ['a', 'b'])
     """
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _joined(tuple(outputs))
     flat = [pytree.tree_flatten(output) for output in outputs]
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)

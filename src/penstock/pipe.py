@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -27,7 +28,7 @@ from penstock.lower import (
 from penstock.partition.sequential import check_children
 from penstock.partition.split import Wish, split
 from penstock.run.call import Call
-from penstock.run.passage import Passage, Through
+from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
 from penstock.run.training import StepResult, train
@@ -35,7 +36,8 @@ from penstock.schedules.choice import Asked, choose, read
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.loss import LossFn, Scored
 from penstock.stage.skip import verify_skippables
-from penstock.stage.stage import Keep, Stage
+from penstock.stage.stage import Stage
+from penstock.stage.tape import Keep
 from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound
 
@@ -101,11 +103,7 @@ class Pipe(nn.Module):
         program, *phases = self._two_phases(len(batches))
         call = self._call(program, self._split.partition.stages)
         passage = Passage(call, (phases[0], phases[1]), batches)
-        if torch.is_grad_enabled():
-            parameters = [p for tape in call.tapes for p in tape.parameters]
-            tensors = Through.apply(passage, *passage.inputs, *parameters)  # type: ignore[no-untyped-call]
-        else:
-            tensors, _ = passage.forward()
+        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
         return gather(passage.outputs(tensors))
 
     def step(
@@ -215,18 +213,18 @@ class Pipe(nn.Module):
         return nn.Sequential(*layers) if isinstance(layers, list) else layers
 
     def __repr__(self) -> str:
-        head = (
-            f"Pipe(chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
-        )
-        lines = [f"{head}, schedule={self._choice.name}"]
+        options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
+        lines = [f"Pipe({options}, schedule={self._choice.name!r},"]
         for stage in self._split.partition.stages:
-            lines.append(f"  (stage {stage.index}, {self._split.place_of(stage.index)!r})")
-            for name, layer in zip(stage.names, stage.layers, strict=True):
-                text = repr(layer).replace("\n", "\n    ")
-                lines.append(f"    ({name}): {text}")
-        for key, src, dst in self._split.partition.routes:
-            lines.append(f"  (skip {key}: stage {src} to stage {dst})")
-        return "\n".join([*lines, ")"])
+            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
+            place = self._split.place_of(stage.index)
+            lines.append(f"  {stage} on {place!r}, {numbers:,} parameters")
+        skips = Counter((key.name, src, dst) for key, src, dst in self._split.partition.routes)
+        for (name, src, dst), times in skips.items():
+            lines.append(
+                f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
+            )
+        return "\n".join(lines) + ")"
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""

@@ -203,7 +203,10 @@ def _turns(
 def _leaving_no_trace(
     layers: Sequence[nn.Module], example: tuple[Any, ...], device: Device
 ) -> Iterator[Callable[[], None]]:
-    """With gradients, and random states kept; gives a function that waits for the devices."""
+    """Random states kept, gradients on (which `inference_mode(False)` does under no_grad, too).
+
+    Gives a function that waits for the devices.
+    """
     tensors = chain(*map(_own_tensors, layers), pytree.tree_iter(example))
     devices = {leaf.device for leaf in tensors if isinstance(leaf, Tensor)}
     if device is not None:
@@ -214,7 +217,11 @@ def _leaving_no_trace(
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
 
-    with torch.inference_mode(False), torch.random.fork_rng(gpus):  # ends no_grad, too
+    with (
+        torch.random.fork_rng(gpus),
+        torch.inference_mode(False),
+        torch.autograd.set_multithreading_enabled(False),  # as a pipe's workers do
+    ):
         yield synchronize
 
 

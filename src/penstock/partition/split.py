@@ -112,18 +112,20 @@ def _counts(
     wanted = wish.balance or ("parameters" if wish.example is None else "time")
     if wanted not in BALANCES:
         raise ArgumentError(f"balance is one of {', '.join(BALANCES)}, not '{wanted}'")
+    if stages == 1:
+        return (len(module),)
     if wanted == "parameters":
         return balancing.cut([_parameter_bytes(layer) for layer in module], stages)
     if wish.example is None:
         raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
     example = wish.example if isinstance(wish.example, tuple) else (wish.example,)
     unpack = isinstance(module, PipeSequential)
-    if wanted == "time":
-        costs = layer_times(list(module), example, unpack=unpack, device=first.device)
-    else:
-        costs = layer_bytes(
-            list(module), example, unpack=unpack, chunks=wish.chunks, device=first.device
-        )
+    layers, device = list(module), first.device
+    with first.entered():
+        if wanted == "time":
+            costs = layer_times(layers, example, unpack=unpack, device=device)
+        else:
+            costs = layer_bytes(layers, example, unpack=unpack, chunks=wish.chunks, device=device)
     return balancing.cut(costs, stages)
 
 

@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.ir import Program
 from penstock.play import Span
 from penstock.run.inline import run_inline
 from penstock.run.phase import Phase
-from penstock.run.places import Moment, Place, Streams
+from penstock.run.places import Gpu, Moment, Place, Streams
 from penstock.run.threads import Crew
 from penstock.run.transport import Mailboxes, Stopped
 from penstock.run.worker import Desk, Mark, Step, Worker
 from penstock.stage.context import Context
 from penstock.stage.randomness import seed_of_call
-from penstock.stage.stage import Keep, Stage, Tape
+from penstock.stage.stage import Stage
+from penstock.stage.tape import Keep, Tape
 from penstock.timeline import Timeline, observed
 
 
@@ -76,12 +78,26 @@ class Call:
                 worker.place.part(streams)
         self._look_after(generator)
 
+    def anchors(self) -> list[GradientEdge]:
+        """Where the parameters' gradients arrive, made on the streams of their ranks.
+
+        Held while the call is put into the caller's graph: made there, they would be on the
+        caller's stream, and every backward of every rank would wait for that one stream.
+        """
+        found: list[GradientEdge] = []
+        for worker in self.workers:
+            if isinstance(worker.place, Gpu):
+                torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+                with worker.place.entered():
+                    for tape in worker.tapes.values():
+                        found += map(get_gradient_edge, tape.parameters)
+        return found
+
     def _lane(self, worker: Worker, steps: Sequence[Step]) -> None:
-        modes = (
-            torch.inference_mode(self.context.inference),
-            torch.set_grad_enabled(self.context.grad),
-        )
-        with modes[0], modes[1], worker.place.entered():
+        # inference_mode(False) would switch autograd's threads on again
+        inference = self.context.inference
+        mode = torch.inference_mode() if inference else torch.set_grad_enabled(self.context.grad)
+        with mode, worker.place.entered():
             for step in steps:
                 if self._mailboxes.stopped:
                     raise Stopped

@@ -62,6 +62,14 @@ class Passage:
         tensors = [t for parcel in parcels for t in parcel.tensors if t is not None]
         return tensors, [need for parcel in parcels for need in parcel.needs]
 
+    def tracked(self) -> Sequence[Tensor]:
+        """The tensors of all outputs, as part of the caller's graph."""
+        anchors = self.call.anchors()
+        parameters = [p for tape in self.call.tapes for p in tape.parameters]
+        tensors: Sequence[Tensor] = Through.apply(self, *self.inputs, *parameters)  # type: ignore[no-untyped-call]
+        del anchors
+        return tensors
+
     def outputs(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The outputs of the micro-batches, of their tensors."""
         pieces = _pieces(tensors, self._sizes)

@@ -90,11 +90,17 @@ class Gpu:
     ) -> None:
         self.device = device
         self._name = name or str(device)
-        make = stream or (lambda: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        make = stream or (lambda: torch.cuda.Stream(device))
         self.compute, self.copy = make(), make()
 
     def __repr__(self) -> str:
         return self._name
+
+    def __deepcopy__(self, memo: Any) -> Gpu:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return place_at, (str(self.device),)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -104,7 +110,7 @@ class Gpu:
 
     def now(self) -> torch.cuda.Event:
         """An event on the compute stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self.compute)
         return event
 
@@ -162,14 +168,14 @@ def copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda", copy=True)
 
 
-def place_at(device: Place | torch.device | str | int) -> Place:
+def place_at(device: Any) -> Place:
     """The place that a user means by a device."""
-    if not isinstance(device, torch.device | str | int):
+    if isinstance(device, Cpu | Gpu):
         return device
-    named = torch.device(device)
+    named: torch.device = torch.device(device)
     if named.type == "cpu":
         return Cpu()
     if named.type != "cuda":
         raise ArgumentError(f"a stage runs on a CPU or a CUDA device, not on '{named}'")
-    index = torch.cuda.current_device() if named.index is None else named.index
+    index = torch.cuda.current_device() if str(named) == "cuda" else named.index
     return Gpu(torch.device("cuda", index))

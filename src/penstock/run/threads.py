@@ -79,6 +79,7 @@ def _work(orders: SimpleQueue[_Order | None]) -> None:
     # A backward runs in the thread that asks for it. Autograd's own thread for a GPU may be the
     # one that waits for this worker, and one thread for all ranks would be a queue.
     torch.autograd.set_multithreading_enabled(False)
+    torch.get_num_threads()  # a thread follows `torch.set_num_threads` only once it has asked
     while True:
         order = orders.get()
         if order is None:

@@ -9,7 +9,8 @@ from penstock.ir import Action, Compute, Message, Op, Program, Recv, Send, consu
 from penstock.run.places import Moment, Place
 from penstock.run.transport import Transport
 from penstock.stage.parcel import Parcel
-from penstock.stage.stage import OUTSIDE, Tape
+from penstock.stage.stage import OUTSIDE
+from penstock.stage.tape import Tape
 
 
 class Step(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager as Entered
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,14 +39,14 @@ class Context:
             saved_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
         )
 
-    def forwards(self) -> Entered[Any]:
-        """What holds while a forward or a recomputation computes, besides grad mode."""
-        if not self.autocasts and self.default_device is None and self.saved_hooks is None:
-            return nullcontext()
-        return self._entered()
+    @cached_property
+    def plain(self) -> bool:
+        """Does nothing but grad mode matter to a forward?"""
+        return not self.autocasts and self.default_device is None and self.saved_hooks is None
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def forwards(self) -> Iterator[None]:
+        """Within, what holds while a forward or a recomputation computes, besides grad mode."""
         with ExitStack() as stack:
             for kind, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))

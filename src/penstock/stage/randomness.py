@@ -35,7 +35,7 @@ def seed_of_cell(seed: int, stage: int, microbatch: int) -> int:
     return hash((seed, stage, microbatch)) & (2**63 - 1)
 
 
-class OwnRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OwnRandom(TorchDispatchMode):
     """Draws below it come from generators seeded with `seed`; `drew` tells whether any did."""
 
     def __init__(self, seed: int) -> None:
@@ -43,6 +43,11 @@ class OwnRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether to load the compiler, which takes seconds, only to keep it from tracing this."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

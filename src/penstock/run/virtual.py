@@ -1,0 +1,110 @@
+"""Virtual GPUs: one GPU cut into disjoint groups of multiprocessors, each a device to a pipe.
+
+The stages really run at the same time, each with its part of the machine; memory and clocks are
+shared. That is how a pipeline is developed and measured with one GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from penstock.errors import ArgumentError, MissingExtra
+from penstock.run.places import Gpu
+
+_GRAIN = 8  # groups are made of so many multiprocessors, from Hopper on
+
+
+class VirtualGpu(Gpu):
+    """A group of multiprocessors of one GPU, with streams that run on them alone."""
+
+    def __init__(
+        self, device: torch.device, index: int, groups: int, sms: int, context: Any
+    ) -> None:
+        self._given = str(device), groups, sms, index
+        self.sms = sms
+        self._context = context  # lives as long as its streams
+        super().__init__(device, f"{device}/{index}", lambda: _stream(context, device))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _one_of, self._given
+
+
+def virtual_devices(
+    device: torch.device | str = "cuda:0", n: int = 2, sms: int | None = None
+) -> list[VirtualGpu]:
+    """Cut a GPU into `n` devices of `sms` multiprocessors each (by default as many as there are).
+
+    Give them to a pipe: `Pipe(model, stages=4, devices=virtual_devices("cuda:0", 4))`. Asked
+    again, the same ones are given.
+    """
+    named = torch.device(device)
+    if named.type != "cuda" or not torch.cuda.is_available():
+        raise ArgumentError(
+            f"virtual devices are cut from a CUDA device that is there, not '{device}'"
+        )
+    index = torch.cuda.current_device() if str(named) == "cuda" else named.index
+    total = torch.cuda.get_device_properties(index).multi_processor_count
+    if n < 1:
+        raise ArgumentError(f"n={n}: there is at least one virtual device")
+    share = total // n
+    wanted = sms or (share - share % _GRAIN if share >= _GRAIN else share)
+    if wanted < 1 or wanted * n > total:
+        raise ArgumentError(
+            f"{n} groups of {wanted} multiprocessors are more than the {total} of "
+            f"{torch.device('cuda', index)}"
+        )
+    return list(_cut(index, n, wanted))
+
+
+def _one_of(device: str, groups: int, sms: int, index: int) -> VirtualGpu:
+    return virtual_devices(device, groups, sms)[index]
+
+
+@lru_cache
+def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
+    driver = _driver()
+    device = torch.device("cuda", index)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # PyTorch's own context exists from here on
+        handle = _checked(driver.cuDeviceGet(index))
+        kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        whole = _checked(driver.cuDeviceGetDevResource(handle, kind))
+        parts, made, _ = _checked(driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms))
+        if made < groups:
+            raise ArgumentError(
+                f"{device} gives {made} groups of {sms} multiprocessors, not {groups}: ask for "
+                f"fewer in each, sms={max(1, sms - _GRAIN)}, say"
+            )
+        found = []
+        for at in range(groups):
+            described = _checked(driver.cuDevResourceGenerateDesc([parts[at]], 1))
+            flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+            context = _checked(driver.cuGreenCtxCreate(described, handle, flags))
+            found.append(VirtualGpu(device, at, groups, int(parts[at].sm.smCount), context))
+    return tuple(found)
+
+
+def _stream(context: Any, device: torch.device) -> torch.cuda.Stream:
+    driver = _driver()
+    flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    handle = _checked(driver.cuGreenCtxStreamCreate(context, flags, 0))
+    return torch.cuda.ExternalStream(int(handle), device=device)
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as missing:
+        raise MissingExtra("cuda-bindings", "cuda", "to cut a GPU into virtual ones") from missing
+    return driver
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver gave, without its status."""
+    status, *found = answer
+    if int(status):
+        raise RuntimeError(f"the CUDA driver refuses to cut the GPU: {status!r}")
+    return found[0] if len(found) == 1 else tuple(found)

@@ -1,0 +1,136 @@
+"""The autograd graph of one cell: where it begins, where it ends, and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.stage.stage import OUTSIDE
+
+Gradients = tuple[Tensor | None, ...]
+Input = Tensor | GradientEdge
+
+# What `torch.autograd.backward` and `grad` call, without checks that cost as much as a small layer.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class _Entry(torch.autograd.Function):
+    """Where a graph begins if its first layer works in place: not a leaf, which none may change."""
+
+    @staticmethod
+    def forward(ctx: Any, inbox: list[Any], root: Tensor, *tensors: Tensor) -> Any:
+        ctx.inbox = inbox
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.inbox[:] = gradients
+        return None, None, *(None for _ in gradients)
+
+
+_ROOT = torch.empty(0, requires_grad=True)
+
+
+@dataclass(slots=True)
+class Beginning:
+    """The inputs of a graph: the tensors inside, and how to get at their gradients."""
+
+    inside: Sequence[Tensor]
+    inputs: tuple[Input, ...]
+    inbox: list[Tensor | None] | None = None  # what an entry's backward caught, if there is one
+
+    @staticmethod
+    def leaves(tensors: Iterable[Tensor]) -> Beginning:
+        """The tensors themselves, for layers that do not change their input in place: cheap."""
+        leaves = tuple([tensor.requires_grad_() for tensor in tensors])
+        return Beginning(leaves, leaves)
+
+    @staticmethod
+    def entry(tensors: Sequence[Tensor]) -> Beginning:
+        """For any layers."""
+        inbox: list[Tensor | None] = [None] * len(tensors)
+        inside = _Entry.apply(inbox, _ROOT, *tensors)  # type: ignore[no-untyped-call]
+        return Beginning(inside, tuple(GradientEdge(t.grad_fn, t.output_nr) for t in inside), inbox)
+
+    def caught(self) -> Sequence[Tensor | None]:
+        """The gradients that a backward has left; they are taken away."""
+        if self.inbox is not None:
+            found = self.inbox[:]
+            self.inbox[:] = [None] * len(found)
+            return found
+        found = []
+        for leaf in self.inputs:
+            assert isinstance(leaf, Tensor)
+            found.append(leaf.grad)
+            leaf.grad = None
+        return found
+
+
+def edge(tensor: Tensor) -> GradientEdge | None:
+    """Where its gradient enters the graph; None if it has no part in one."""
+    if not tensor.requires_grad:
+        return None
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+@dataclass(slots=True)
+class Graph:
+    """Both ends: outputs by destination, inputs by source."""
+
+    roots: dict[int, tuple[GradientEdge | None, ...]]
+    entered: dict[int, tuple[bool, ...]]  # which of each source's tensors are inputs
+    beginning: Beginning
+
+    def pairs(self, gradients: Mapping[int, Gradients]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The outputs that got a gradient, and those gradients.
+
+        Those of later stages come first, as they do in the unsplit model: where several meet,
+        they are added in the same order.
+        """
+        order: Iterable[int] = self.roots
+        if len(self.roots) > 1:
+            order = sorted(self.roots, key=lambda dst: (dst == OUTSIDE, dst), reverse=True)
+        roots, given = [], []
+        for dst in order:
+            for root, gradient in zip(self.roots[dst], gradients[dst], strict=True):
+                if root is not None and gradient is not None:
+                    roots.append(root)
+                    given.append(gradient)
+        return tuple(roots), tuple(given)
+
+    def by_source(self, caught: Sequence[Tensor | None]) -> dict[int, Gradients]:
+        """The gradients of the inputs, for those who sent them."""
+        each = iter(caught)
+        return {
+            source: tuple([next(each) if need else None for need in needs])
+            for source, needs in self.entered.items()
+        }
+
+    def accumulate(self, gradients: Mapping[int, Gradients], retain: bool) -> dict[int, Gradients]:
+        """Backward; gradients of parameters are added to `.grad`."""
+        roots, given = self.pairs(gradients)
+        if not roots:
+            return self.by_source([None] * len(self.beginning.inputs))
+        _run_backward(roots, given, retain, False, (), allow_unreachable=True, accumulate_grad=True)
+        return self.by_source(self.beginning.caught())
+
+    def collect(
+        self, gradients: Mapping[int, Gradients], parameters: Sequence[Tensor], retain: bool
+    ) -> tuple[dict[int, Gradients], Gradients]:
+        """Backward; gradients of parameters are given, too."""
+        inputs = self.beginning.inputs
+        wanted = (*inputs, *parameters)
+        roots, given = self.pairs(gradients)
+        found: Gradients = (None,) * len(wanted)
+        if roots and wanted:
+            found = _run_backward(
+                roots, given, retain, False, wanted, allow_unreachable=True, accumulate_grad=False
+            )
+        return self.by_source(found[: len(inputs)]), found[len(inputs) :]

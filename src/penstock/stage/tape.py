@@ -1,0 +1,278 @@
+"""The tape on which one call of the pipe keeps what the backwards of a stage need.
+
+A cell (stage, micro-batch) is computed forward from the parcels of its neighbours, perhaps
+recomputed, and computed backward from gradients. What a cell saved is dropped at its last use,
+so that what lives is what the timeline says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.stage.buffers import Copied, changed, copied, rewound
+from penstock.stage.checkpointing import checkpointing, recomputing
+from penstock.stage.context import Context
+from penstock.stage.graph import Beginning, Gradients, Graph, edge
+from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart
+from penstock.stage.randomness import OwnRandom, seed_of_cell
+from penstock.stage.stage import Stage
+
+Values = dict[int, tuple[Any, ...]]  # by neighbour
+Apart = dict[int, tuple[list[Tensor], Layout | None]]  # the same, taken apart
+
+
+class Keep(Enum):
+    """What a forward leaves behind."""
+
+    GRAPH = auto()  # for its backward
+    INPUTS = auto()  # for its recomputation
+    NOTHING = auto()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a cell needs to be computed again."""
+
+    arrived: dict[int, Parcel]
+    buffers: list[Copied]
+
+
+class Tape:
+    """What one call of the pipe has computed of a stage, and what that left for backwards.
+
+    Gradients of parameters go to `.grad`; after `collect` they are summed in `collected`.
+    """
+
+    def __init__(
+        self, stage: Stage, context: Context, seed: int, keep: Callable[[int], Keep]
+    ) -> None:
+        self.stage = stage
+        modules = stage.modules()
+        self.parameters = learning(modules)
+        self.collected: list[Tensor | None] | None = None
+        self.recomputes = False  # has it recomputed a cell?
+        self._context, self._seed, self._keep = context, seed, keep
+        self._habits = stage.habits(modules)
+        self._buffered = [module for module in modules if module._buffers]
+        self._graphs: dict[int, Graph] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._sums: set[int] = set()  # which of the collected are sums of our own
+
+    @property
+    def drew(self) -> bool:
+        """Does the stage draw random numbers, as far as seen?"""
+        return bool(self._habits.draws)
+
+    # ---- forward --------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, arrived: dict[int, Parcel]) -> dict[int, Parcel]:
+        """Compute the cell from what its sources sent; gives what its destinations get."""
+        keep = self._keep(microbatch)
+        read_only = [p for p in arrived.values() if p.shared and not self._context.inference]
+        versions = _versions(read_only)
+        if keep is Keep.GRAPH:
+            self._graphs[microbatch], outputs = self._build(microbatch, arrived)
+            parcels = _parcels(outputs, _in_graph)
+        elif keep is Keep.INPUTS:
+            with torch.no_grad():
+                self._kept[microbatch], outputs = self._watched(microbatch, arrived)
+            learns = bool(self.parameters) or any(any(p.needs) for p in arrived.values())
+            parcels = _parcels(outputs, lambda tensor: learns and _differentiable(tensor))
+        else:
+            outputs = _apart(self._run(microbatch, _plain_values(arrived)))
+            parcels = _parcels(outputs, lambda tensor: False)
+        if read_only:
+            _check_unchanged(read_only, versions)
+        return parcels
+
+    def recompute(self, microbatch: int) -> None:
+        """Build the graph that the forward did not."""
+        self.recomputes = True
+        kept = self._kept[microbatch]
+        arrived = _cloned(kept.arrived) if self._habits.mutates else kept.arrived
+        with recomputing(), rewound(self._buffered, kept.buffers):
+            self._graphs[microbatch], _ = self._build(microbatch, arrived)
+
+    def _watched(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[_Kept, Apart]:
+        """Compute the cell, and keep what it needs to be computed again as it was before."""
+        habits = self._habits
+        kept = arrived if habits.mutates is False else _cloned(arrived)
+        buffers = copied(self._buffered)
+        versions = _versions(arrived.values())
+        with checkpointing():
+            outputs = self._run(microbatch, _plain_values(arrived))
+        mutated = versions != _versions(arrived.values())
+        if mutated and habits.mutates is False:
+            raise RuntimeError(
+                "the layers changed their input in place, which they had not done before, so it "
+                "is lost for the recomputation: work in place always or never, or set "
+                "checkpoint='never'"
+            )
+        habits.mutates = mutated or bool(habits.mutates)
+        return _Kept(kept if mutated else arrived, changed(buffers)), _apart(outputs)
+
+    def _build(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[Graph, Apart]:
+        habits = self._habits
+        outer = [t for p in arrived.values() for t, need in zip(p.tensors, p.needs) if need]  # noqa: B905
+        if habits.mutates is False or not outer:
+            beginning = Beginning.leaves(outer)  # type: ignore[arg-type]
+        else:
+            beginning = Beginning.entry(outer)  # type: ignore[arg-type]
+        versions = _versions(arrived.values()) if habits.mutates is None else []
+        outputs = _apart(self._run(microbatch, _values_inside(arrived, beginning.inside)))
+        beginning.inside = ()
+        if habits.mutates is None:
+            habits.mutates = versions != _versions(arrived.values())
+        roots = {dst: tuple(map(edge, tensors)) for dst, (tensors, _) in outputs.items()}
+        entered = {source: parcel.needs for source, parcel in arrived.items()}
+        return Graph(roots, entered, beginning), outputs
+
+    def _run(self, microbatch: int, values: Values) -> Values:
+        habits, context = self._habits, self._context
+        if habits.draws is False:
+            if context.plain:
+                return self.stage.compute(values)
+            with context.forwards():
+                return self.stage.compute(values)
+        random = OwnRandom(seed_of_cell(self._seed, self.stage.index, microbatch))
+        with context.forwards() if not context.plain else nullcontext(), random:
+            outputs = self.stage.compute(values)
+        habits.draws = random.drew or bool(habits.draws)
+        return outputs
+
+    # ---- backward -------------------------------------------------------------------------
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[int, Gradients], retain: bool
+    ) -> dict[int, Gradients]:
+        """Gradients for each source, from those of each destination.
+
+        With `retain` the cell can be computed backward again: from its graph, or, if it was
+        recomputed, after another recomputation.
+        """
+        graph = self._graphs.pop(microbatch)
+        if not retain:
+            self._kept.pop(microbatch, None)
+        elif microbatch not in self._kept:
+            self._graphs[microbatch] = graph
+        if self.collected is None:
+            return graph.accumulate(gradients, retain)
+        found, of_parameters = graph.collect(gradients, self.parameters, retain)
+        for at, gradient in enumerate(of_parameters):
+            if gradient is not None:
+                self._add(at, gradient)
+        return found
+
+    def collect(self) -> None:
+        """Let the next backwards sum gradients of parameters here, not in `.grad`."""
+        self.collected = [None] * len(self.parameters)
+        self._sums.clear()
+
+    def _add(self, at: int, gradient: Tensor) -> None:
+        assert self.collected is not None
+        before = self.collected[at]
+        if before is None:
+            self.collected[at] = gradient
+        elif at in self._sums:
+            before.add_(gradient)
+        else:
+            self.collected[at] = before + gradient
+            self._sums.add(at)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._graphs.clear()
+        self._kept.clear()
+        self.collected = None
+
+
+_detached = Tensor.detach
+
+
+def learning(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that want a gradient, each once."""
+    found = [p for module in modules for p in module._parameters.values() if p is not None]
+    return [p for p in dict.fromkeys(found) if p.requires_grad]
+
+
+def _plain_values(arrived: Mapping[int, Parcel]) -> Values:
+    return {s: put_together(p.tensors, p.layout) for s, p in arrived.items()}  # type: ignore[arg-type]
+
+
+def _values_inside(arrived: Mapping[int, Parcel], inside: Sequence[Tensor]) -> Values:
+    """What arrived, with the tensors that begin the graph in their places."""
+    if len(arrived) == 1:
+        ((source, parcel),) = arrived.items()
+        if parcel.layout is None and inside:
+            return {source: (inside[0],)}
+    each = iter(inside)
+    values = {}
+    for source, parcel in arrived.items():
+        needs = parcel.needs
+        tensors: Any = [next(each) if n else t for t, n in zip(parcel.tensors, needs, strict=True)]
+        values[source] = put_together(tensors, parcel.layout)
+    return values
+
+
+def _cloned(arrived: Mapping[int, Parcel]) -> dict[int, Parcel]:
+    return {source: parcel.moved(Tensor.clone) for source, parcel in arrived.items()}
+
+
+def _versions(parcels: Iterable[Parcel]) -> list[int]:
+    return [t._version for parcel in parcels for t in parcel.tensors if t is not None]
+
+
+def _check_unchanged(read_only: Sequence[Parcel], versions: Sequence[int]) -> None:
+    """Nobody may change a tensor in place that others read too."""
+    before = iter(versions)
+    for parcel in read_only:
+        for at, tensor in enumerate(parcel.tensors):
+            if tensor is not None and tensor._version != next(before) and at in parcel.shared:
+                raise RuntimeError(
+                    f"a layer changed a tensor of shape {tuple(tensor.shape)} in place that "
+                    "others read too (it was stashed as a skip, given to every micro-batch, or "
+                    "belongs to the caller and needs a gradient): clone it first, or set "
+                    "inplace=False"
+                )
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _in_graph(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _apart(values: Values) -> Apart:
+    return {neighbour: taken_apart(value) for neighbour, value in values.items()}
+
+
+def _parcels(outputs: Apart, needs: Callable[[Tensor], bool]) -> dict[int, Parcel]:
+    parcels = {
+        dst: Parcel(tuple(map(_detached, tensors)), layout, tuple(map(needs, tensors)))
+        for dst, (tensors, layout) in outputs.items()
+    }
+    if len(parcels) > 1:
+        _mark_shared(parcels.values())
+    return parcels
+
+
+def _mark_shared(parcels: Collection[Parcel]) -> None:
+    """Tell each parcel which of its tensors have their memory in another one, too."""
+    homes: dict[int, list[tuple[Parcel, int]]] = {}
+    for parcel in parcels:
+        for at, tensor in enumerate(parcel.tensors):
+            if tensor is not None and tensor.numel():
+                homes.setdefault(tensor.untyped_storage().data_ptr(), []).append((parcel, at))
+    for places in homes.values():
+        if len(places) > 1:
+            for parcel, at in places:
+                parcel.shared |= {at}

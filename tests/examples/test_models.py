@@ -1,0 +1,281 @@
+"""The example models: as the papers describe them, and the same in a pipeline."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import resnet101
+import train_images
+from amoebanet import amoebanet_d
+from unet import unet
+
+CLASSES = 5
+
+
+class Small(NamedTuple):
+    """A small model, the images it takes, the shape it gives, and a loss."""
+
+    build: Callable[[], nn.Sequential]
+    images: tuple[int, ...]
+    output: tuple[int, ...]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        images = torch.randn(self.images, dtype=torch.float64)
+        if len(self.output) == 4:
+            return images, torch.rand(self.output, dtype=torch.float64)
+        return images, torch.randint(CLASSES, (self.images[0],))
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return self.build().double()
+
+
+MODELS = {
+    "unet": Small(
+        partial(unet, B=2, C=4, levels=2, outputs=2),
+        images=(6, 3, 16, 16),
+        output=(6, 2, 16, 16),
+        loss=functional.binary_cross_entropy_with_logits,
+    ),
+    "resnet101": Small(
+        partial(resnet101.resnet101, [1, 2], width=4, classes=CLASSES),
+        images=(6, 3, 32, 32),
+        output=(6, CLASSES),
+        loss=functional.cross_entropy,
+    ),
+    "amoebanet": Small(
+        partial(amoebanet_d, L=3, D=16, classes=CLASSES),
+        images=(6, 3, 32, 32),
+        output=(6, CLASSES),
+        loss=functional.cross_entropy,
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
+def small(request: pytest.FixtureRequest) -> Small:
+    return MODELS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in one order, wherever they are computed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the models ---------------------------------------------------------------------------
+
+
+def parameters(build: Callable[[], nn.Sequential]) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
+def published(count: int) -> set[str]:
+    """As the papers' tables would write it."""
+    return {f"{count / 1e6:.1f}M", f"{count / 1e9:.2f}B"}
+
+
+@pytest.mark.parametrize(
+    ("B", "C", "count"),
+    [(6, 72, "362.2M"), (11, 128, "2.21B"), (24, 128, "4.99B"), (24, 160, "7.80B")],
+)
+def test_unet_is_as_large_as_torchgpipes(B: int, C: int, count: str) -> None:
+    assert count in published(parameters(partial(unet, B, C)))
+
+
+def test_resnet101_is_as_large_as_everybodys() -> None:
+    assert parameters(resnet101.resnet101) == 44_549_160
+
+
+@pytest.mark.parametrize(
+    ("L", "D", "count"),
+    [(18, 208, "81.5M"), (18, 416, "319.0M"), (18, 544, "542.7M"), (72, 512, "1.84B")],
+)
+def test_amoebanet_is_as_large_as_torchgpipes(L: int, D: int, count: str) -> None:
+    assert count in published(parameters(partial(amoebanet_d, L, D)))
+
+
+def test_output_has_the_expected_shape(small: Small) -> None:
+    assert small.model()(small.batch()[0]).shape == small.output
+
+
+@pytest.mark.parametrize("pixels", [17, 18, 19])
+def test_unet_takes_sizes_that_do_not_halve_evenly(pixels: int) -> None:
+    output = unet(B=2, C=4, levels=2)(torch.randn(1, 3, pixels, pixels))
+    assert output.shape == (1, 1, pixels, pixels)
+
+
+def test_amoebanet_takes_sizes_that_do_not_halve_evenly() -> None:
+    assert amoebanet_d(L=3, D=16, classes=CLASSES)(torch.randn(2, 3, 75, 50)).shape == (2, CLASSES)
+
+
+def test_every_stash_has_its_pop(small: Small) -> None:
+    penstock.verify_skippables(small.model())
+
+
+def test_the_gradient_reaches_every_parameter(small: Small) -> None:
+    model, (images, target) = small.model(), small.batch()
+    torch.autograd.backward(small.loss(model(images), target))
+    untouched = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    ]
+    assert untouched == []
+
+
+def by_hand(model: nn.Sequential, x: Tensor) -> Tensor:
+    """What the skip connections are meant to do, with a plain stack."""
+    kept: list[Tensor] = []
+    for name, layer in model.named_children():
+        if name.endswith(("_stash", "_split")):
+            kept.append(x)
+        elif name.endswith("_join"):
+            skip = kept.pop()
+            if isinstance(layer, resnet101.Join):
+                x = x + layer.shortcut(skip)
+            else:
+                x = torch.cat([functional.interpolate(x, size=skip.shape[2:]), skip], dim=1)
+        else:
+            x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet101"])
+def test_skip_connections_are_those_of_a_plain_stack(name: str) -> None:
+    small = MODELS[name]
+    images, target = small.batch()
+    model, reference = small.model(), small.model()
+    torch.autograd.backward(small.loss(model(images), target))
+    torch.autograd.backward(small.loss(by_hand(reference, images), target))
+    assert_equal(model, reference)
+
+
+@pytest.mark.parametrize(("B", "levels"), [(1, 2), (2, 0)])
+def test_unet_refuses_what_is_no_unet(B: int, levels: int) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        unet(B=B, C=4, levels=levels)
+
+
+@pytest.mark.parametrize(("L", "D"), [(4, 16), (0, 16), (3, 20), (3, 0)])
+def test_amoebanet_refuses_uneven_parts(L: int, D: int) -> None:
+    with pytest.raises(ValueError, match=f"L={L}, D={D}"):
+        amoebanet_d(L, D)
+
+
+# ---- in a pipeline ------------------------------------------------------------------------
+
+
+def unsplit(small: Small, chunks: int, *, last_first: bool) -> tuple[Tensor, nn.Sequential]:
+    """The loss and the model after its backwards, micro-batch by micro-batch.
+
+    Sums of floats depend on their order, so the backwards are in the order of the schedule.
+    """
+    model, (images, target) = small.model(), small.batch()
+    losses = [
+        small.loss(model(x), y) * (len(x) / len(images))
+        for x, y in zip(images.chunk(chunks), target.chunk(chunks), strict=True)
+    ]
+    for loss in reversed(losses) if last_first else losses:
+        torch.autograd.backward(loss)
+    return torch.stack(losses).detach().sum(), model
+
+
+def assert_equal(model: nn.Module, reference: nn.Sequential) -> None:
+    """To the last bit: gradients, parameters, and running statistics."""
+    state, expected = model.state_dict(), reference.state_dict()
+    assert list(state) == list(expected)
+    differ = [name for name in expected if not state[name].equal(expected[name])]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        gradient = gradients[name]
+        assert parameter.grad is not None
+        if gradient is None or not gradient.equal(parameter.grad):
+            differ.append(f"{name}.grad")
+    assert differ == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"),
+    [("gpipe", "always"), ("gpipe", "except_last"), ("1f1b", "except_last"), ("1f1b", "never")],
+)
+def test_a_pipeline_of_three_computes_the_same(
+    small: Small, schedule: str, checkpoint: str
+) -> None:
+    loss, model = unsplit(small, chunks=3, last_first=schedule == "gpipe")
+    images, target = small.batch()
+    pipe = penstock.Pipe(
+        small.model(),
+        chunks=3,
+        checkpoint=checkpoint,
+        stages=3,
+        devices=["cpu"] * 3,
+        schedule=schedule,
+        loss_fn=small.loss,
+    )
+    result = pipe.step(images, target=target)
+    torch.testing.assert_close(result.loss, loss, rtol=1e-14, atol=0)
+    assert_equal(pipe, model)
+
+
+def test_it_may_be_cut_anywhere(small: Small) -> None:
+    """Also through a bottleneck, and where a stage begins with a sum or a ReLU in place."""
+    _, model = unsplit(small, chunks=2, last_first=True)
+    images, target = small.batch()
+    for cut in range(1, len(model)):
+        pipe = penstock.Pipe(
+            small.model(),
+            chunks=2,
+            checkpoint="always",
+            stages=[cut, len(model) - cut],
+            devices=["cpu"] * 2,
+            loss_fn=small.loss,
+        )
+        pipe.step(images, target=target)
+        assert_equal(pipe, model)
+
+
+# ---- the scripts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_train_images(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train_images.py", "--model", model, "--steps", "2", "--batch", "8", "--chunks", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    train_images.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [["step", str(i), "loss"] for i in (1, 2)]
+    assert lines[-1].startswith("bubble of the last step: ")
+
+
+def test_benchmark_of_the_papers_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(Path(__file__).parents[2] / "benchmarks" / "papers.py")
+    argv = [script, "--cpu", "--models", "unet", "--ranks", "2", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_path(script, run_name="__main__")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| U-Net")]
+    assert [row.split(" | ")[2:4] for row in rows] == [["1", "1"], ["2", "1"], ["2", "4"]]

@@ -1,0 +1,335 @@
+"""On a real GPU, cut into four virtual ones. Skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import Pipe, pop, skippable, stash
+from penstock.run import places
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "naive", "interleaved", "looped-bfs"]
+MODES = ["never", "except_last", "always"]
+BUSY = 20_000_000  # cycles: about 10 ms
+
+
+@contextmanager
+def no_hidden_waits() -> Iterator[None]:
+    """Within, any operation that makes the host wait for the device is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def four() -> list[Any]:
+    return list(penstock.virtual_devices("cuda:0", 4))
+
+
+@skippable(stash=["long"])
+class Top(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("long", x)
+        return self.linear(x)
+
+
+@skippable(pop=["long"])
+class Bottom(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("long"))
+
+
+class Sleep(nn.Module):
+    """Keeps its device busy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(BUSY)
+        return x * 1
+
+
+def layers(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [Top(), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)]
+    more = [nn.ReLU(inplace=True), Bottom(), nn.Linear(32, 8)]
+    return nn.Sequential(*parts, *more).to("cuda:0", dtype)
+
+
+def batch(rows: int = 22) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(rows, 32, device="cuda:0", dtype=torch.float64)
+    return x, torch.randn(rows, 8, device="cuda:0", dtype=torch.float64)
+
+
+def oracle(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    loss = nn.functional.mse_loss(model(x), y)
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def pipe_of(model: nn.Sequential, **options: Any) -> Pipe:
+    given = {"chunks": 6, "devices": four(), "loss_fn": nn.functional.mse_loss, **options}
+    return Pipe(model, **given)
+
+
+def worst(pipe: Pipe, expected: list[Tensor]) -> float:
+    pairs = zip(pipe.parameters(), expected, strict=True)
+    return max(float((p.grad - g).abs().max()) for p, g in pairs if p.grad is not None)
+
+
+def test_virtual_devices_are_disjoint_parts() -> None:
+    parts = penstock.virtual_devices("cuda:0", 4)
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    assert sum(part.sms for part in parts) <= total
+    assert len({part.sms for part in parts}) == 1
+    assert penstock.virtual_devices("cuda:0", 4) == parts
+    assert copy.deepcopy(parts[1]) is parts[1]
+    with pytest.raises(penstock.ArgumentError, match="more than the"):
+        penstock.virtual_devices("cuda:0", 4, sms=total)
+
+
+@pytest.mark.parametrize("runtime", ["threads", "inline"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_step_equals_the_unsplit_model(schedule: str, mode: str, runtime: str) -> None:
+    x, y = batch()
+    loss, gradients = oracle(layers(), x, y)
+    pipe = pipe_of(layers(), schedule=schedule, checkpoint=mode, runtime=runtime)
+    for _ in range(3):
+        pipe.zero_grad()
+        result = pipe.step(x, target=y)
+    assert abs(float(result.loss - loss)) < 1e-12
+    assert worst(pipe, gradients) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_through_the_call_ends_and_is_right(mode: str) -> None:
+    x, y = batch()
+    _, gradients = oracle(layers(), x, y)
+    pipe = pipe_of(layers(), checkpoint=mode)
+    for _ in range(3):
+        pipe.zero_grad()
+        nn.functional.mse_loss(pipe(x), y).backward()
+    assert worst(pipe, gradients) < 1e-12
+
+
+def test_gradients_reach_the_input() -> None:
+    x, y = batch()
+    x.requires_grad_()
+    model = layers()
+    (expected,) = torch.autograd.grad(nn.functional.mse_loss(model(x * 2), y), x)
+    pipe = pipe_of(layers())
+    (found,) = torch.autograd.grad(nn.functional.mse_loss(pipe(x * 2), y), x)
+    assert float((found - expected).abs().max()) < 1e-12
+    pipe.step(x * 2, target=y)
+    assert x.grad is not None
+    assert float((x.grad - expected).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = places.copy
+
+    def slow(tensor: Tensor, device: torch.device) -> Tensor:
+        torch.cuda._sleep(BUSY // 4)
+        found = plain(tensor, device)
+        torch.cuda._sleep(BUSY // 4)
+        return found
+
+    x, y = batch()
+    _, gradients = oracle(layers(), x, y)
+    pipe = pipe_of(layers(), schedule=schedule)
+    pipe.step(x, target=y)
+    monkeypatch.setattr(places, "copy", slow)
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+    assert worst(pipe, gradients) < 1e-12
+    pipe.zero_grad()
+    nn.functional.mse_loss(pipe(x), y).backward()
+    assert worst(pipe, gradients) < 1e-12
+
+
+def test_slow_callers_and_slow_stages_are_waited_for() -> None:
+    x, y = batch()
+    model = nn.Sequential(*list(layers())[:3], Sleep(), *list(layers())[3:], Sleep())
+    _, gradients = oracle(model, x, y)
+    pipe = pipe_of(copy.deepcopy(model), schedule="1f1b")
+    for _ in range(3):
+        pipe.zero_grad()
+        torch.cuda._sleep(BUSY)
+        late = x * 0 + x  # is there only when the caller's stream has slept
+        pipe.step(late, target=y * 1)
+        del late
+        torch.randn(4096, 32, device="cuda:0")  # memory that must not be the batch's
+    assert worst(pipe, gradients) < 1e-12
+
+
+def test_a_step_never_makes_the_host_wait() -> None:
+    x, y = batch()
+    pipe = pipe_of(layers(), schedule="1f1b")
+    with no_hidden_waits():
+        for _ in range(3):
+            pipe.step(x, target=y)
+        nn.functional.mse_loss(pipe(x), y).backward()
+        with torch.no_grad():
+            pipe(x)
+
+
+def test_an_optimizer_sees_finished_gradients() -> None:
+    x, y = batch()
+    model, pipe = layers(), pipe_of(layers(), schedule="1f1b")
+    optimizers = [torch.optim.Adam(module.parameters(), 1e-2) for module in (model, pipe)]
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        pipe.step(x, target=y)
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert float((mine - theirs).detach().abs().max()) < 1e-9
+
+
+def wide(**options: Any) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)])
+    x = torch.randn(32 * 512, 512, device="cuda:0")
+    pipe = Pipe(model, 16, devices=four(), loss_fn=lambda out: out.square().mean(), **options)
+    return lambda: pipe.step(x)
+
+
+def test_memory_is_given_back_and_does_not_grow() -> None:
+    run = wide(schedule="1f1b", checkpoint="never")
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        run()
+    torch.cuda.synchronize()
+    run()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def peak_of(**options: Any) -> int:
+    run = wide(**options)
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_schedules_and_recomputation_save_memory() -> None:
+    all_at_once = peak_of(schedule="gpipe", checkpoint="never")
+    assert peak_of(schedule="1f1b", checkpoint="never") < 0.6 * all_at_once
+    assert peak_of(schedule="gpipe", checkpoint="always") < 0.7 * all_at_once
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = True
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        if self.on and self.seen == 3:
+            raise LookupError("planted")
+        return x
+
+
+def test_an_error_comes_out_and_the_pipe_goes_on() -> None:
+    x, y = batch()
+    model = layers()
+    _, gradients = oracle(model, x, y)
+    fails = Fails()
+    pipe = pipe_of(nn.Sequential(*list(layers())[:4], fails, *list(layers())[4:]), schedule="1f1b")
+    threads = threading.active_count()
+    with pytest.raises(LookupError, match="planted") as caught:
+        pipe.step(x, target=y)
+    assert any("micro-batch 2" in note for note in caught.value.__notes__)
+    del caught
+    fails.on = False
+    pipe.zero_grad()
+    pipe.step(x, target=y)
+    assert worst(pipe, gradients) < 1e-12
+    del pipe
+    gc.collect()
+    assert threading.active_count() < threads + 5
+    assert not [t for t in threading.enumerate() if t.name.startswith("penstock")]
+
+
+def test_dropout_is_repeated_and_the_same_for_every_schedule() -> None:
+    x, y = batch()
+    found = []
+    for schedule in ("gpipe", "1f1b", "naive"):
+        for mode in MODES:
+            torch.manual_seed(0)
+            parts = [nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.5)]
+            model = nn.Sequential(*parts, nn.Linear(32, 8)).to("cuda:0", torch.float64)
+            pipe = pipe_of(model, schedule=schedule, checkpoint=mode, stages=4)
+            torch.manual_seed(7)
+            for _ in range(2):
+                pipe.zero_grad()
+                pipe.step(x, target=y)
+            found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+    for gradients in found[1:]:
+        for one, other in zip(gradients, found[0], strict=True):
+            assert float((one - other).abs().max()) < 1e-12
+
+
+def test_autocast_reaches_the_stages() -> None:
+    x, _ = batch()
+    pipe = pipe_of(layers(torch.float32), checkpoint="always")
+    with torch.autocast("cuda", torch.bfloat16):
+        out = pipe(x.float())
+    assert out.dtype is torch.bfloat16
+    out.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in pipe.parameters())
+
+
+def test_host_and_gpu_work_together() -> None:
+    x, y = batch()
+    _, gradients = oracle(layers(), x, y)
+    pipe = pipe_of(layers(), devices=["cpu", "cuda:0", "cpu"], stages=3, schedule="1f1b")
+    result = pipe.step(x.cpu(), target=y)
+    pairs = zip(pipe.parameters(), gradients, strict=True)
+    assert all(
+        float((p.grad - g.to(p.device)).abs().max()) < 1e-10 for p, g in pairs if p.grad is not None
+    )
+    assert result.loss.device.type == "cpu"
+    assert len(result.timeline.spans) > 0
+
+
+def test_the_timeline_is_measured_on_the_device() -> None:
+    x, y = batch()
+    model = nn.Sequential(Sleep(), nn.Linear(32, 32), Sleep(), nn.Linear(32, 8))
+    pipe = pipe_of(model.to("cuda:0", torch.float64), devices=four()[:2], stages=2, schedule="1f1b")
+    pipe.step(x, target=y)
+    timeline = pipe.step(x, target=y).timeline
+    slept = [span.end - span.start for span in timeline.spans if str(span.action)[1] == "F"]
+    assert min(slept) > 1e-3
+    assert 0 < timeline.bubble < 0.9
