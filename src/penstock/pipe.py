@@ -27,7 +27,7 @@ from penstock.lower import (
 )
 from penstock.partition.sequential import check_children
 from penstock.partition.split import Wish, split
-from penstock.run.call import Call
+from penstock.run.call import Call, Measured
 from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
@@ -93,7 +93,7 @@ class Pipe(nn.Module):
         self._crew: Crew | None = None
         self._whole: dict[Any, tuple[Program, Phase]] = {}
         self._halves: dict[Any, tuple[Program, Phase, Phase]] = {}
-        self._last: StepResult | None = None
+        self._last: Measured | None = None
 
     # ---- the two doors --------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Pipe(nn.Module):
         call = self._call(program, [*stages, replace(last, compute=scored)])
         weights = self._weights([rows_of(batch)[0] for batch in batches], loss_fn)
         result = train(call, program, phase, batches, targets, weights)
-        self._last = result
+        self._last = result.measured
         return result
 
     def forecast(self, cost: Cost | None = None) -> Timeline:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -18,7 +19,7 @@ from penstock.run.threads import Crew
 from penstock.run.transport import Mailboxes, Stopped
 from penstock.run.worker import Desk, Mark, Step, Worker
 from penstock.stage.context import Context
-from penstock.stage.randomness import seed_of_call
+from penstock.stage.randomness import seed_of_call, shared_states
 from penstock.stage.stage import Stage
 from penstock.stage.tape import Keep, Tape
 from penstock.timeline import Timeline, observed
@@ -62,7 +63,7 @@ class Call:
             worker.place.join(streams)
         if not self.origins:
             self.origins = _origins(self._places)
-        generator = torch.default_generator.get_state()
+        states = shared_states(place.device for place in self._places)
         try:
             if self._crew is None:
                 with torch.set_grad_enabled(self.context.grad):
@@ -76,7 +77,7 @@ class Call:
         finally:
             for worker in self.workers:
                 worker.place.part(streams)
-        self._look_after(generator)
+        self._look_after(states)
 
     def anchors(self) -> list[GradientEdge]:
         """Where the parameters' gradients arrive, made on the streams of their ranks.
@@ -103,9 +104,10 @@ class Call:
                     raise Stopped
                 worker.do(step)
 
-    def _look_after(self, generator: torch.Tensor) -> None:
+    def _look_after(self, states: Sequence[torch.Tensor]) -> None:
         """Move the caller's generator on, if the call drew; notice draws that came unexpected."""
-        if not torch.equal(torch.default_generator.get_state(), generator):
+        now = shared_states(place.device for place in self._places)
+        if not all(map(torch.equal, now, states)):
             for tape in self.tapes:
                 tape.stage.forget()
             if any(tape.recomputes for tape in self.tapes):
@@ -118,9 +120,9 @@ class Call:
         if any(tape.drew for tape in self.tapes):
             self._move_on()
 
-    def marks(self) -> list[list[Mark]]:
+    def measured(self, program: Program) -> Measured:
         """When each rank did what."""
-        return [worker.marks for worker in self.workers]
+        return Measured(program, [worker.marks for worker in self.workers], self.origins)
 
     def clear(self) -> None:
         """Drop all that is kept for backwards."""
@@ -144,14 +146,21 @@ def _seconds(start: Moment, end: Moment) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def timeline_of(
-    program: Program, marks: Sequence[Sequence[Mark]], origins: Sequence[Moment]
-) -> Timeline:
-    """The measured timeline. On a GPU this waits until the run has ended."""
-    spans = [
-        Span(rank, m.step.at, m.step.action, _seconds(origin, m.start), _seconds(origin, m.end))
-        for rank, (lane, origin) in enumerate(zip(marks, origins, strict=True))
-        for m in lane
-    ]
-    spans.sort(key=lambda span: (span.start, span.end))
-    return Timeline(program, observed(program, spans), tuple(spans))
+@dataclass(frozen=True)
+class Measured:
+    """A run that took place; on a GPU it may still be going on."""
+
+    program: Program
+    marks: Sequence[Sequence[Mark]]
+    origins: Sequence[Moment]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When everything ran. On a GPU this waits until the run has ended."""
+        spans = [
+            Span(rank, m.step.at, m.step.action, _seconds(origin, m.start), _seconds(origin, m.end))
+            for rank, (lane, origin) in enumerate(zip(self.marks, self.origins, strict=True))
+            for m in lane
+        ]
+        spans.sort(key=lambda span: (span.start, span.end))
+        return Timeline(self.program, observed(self.program, spans), tuple(spans))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor
 
 from penstock.batch import gather
 from penstock.ir import Program
-from penstock.run.call import Call, timeline_of
+from penstock.run.call import Call, Measured
 from penstock.run.passage import from_outside
 from penstock.run.phase import Phase
-from penstock.run.places import Moment
-from penstock.run.worker import Mark
 from penstock.stage.parcel import Parcel, put_together, taken_apart
 from penstock.timeline import Timeline
 
@@ -27,14 +24,12 @@ class StepResult:
 
     loss: Tensor
     outputs: Any
-    _program: Program
-    _marks: Sequence[Sequence[Mark]]
-    _origins: Sequence[Moment]
+    measured: Measured
 
-    @cached_property
+    @property
     def timeline(self) -> Timeline:
         """When everything ran. On a GPU, reading it waits until the step has ended."""
-        return timeline_of(self._program, self._marks, self._origins)
+        return self.measured.timeline
 
     def __repr__(self) -> str:
         return f"StepResult(loss={self.loss.item():.6g})"
@@ -70,7 +65,7 @@ def train(
         total = total + loss
     asked = [value[1] for value in values if len(value) > 1]
     joined = gather(asked) if asked else None
-    return StepResult(total.detach(), joined, program, call.marks(), call.origins)
+    return StepResult(total.detach(), joined, call.measured(program))
 
 
 def _gradients(made: Parcel, weight: float) -> Parcel:

@@ -8,7 +8,7 @@ its draws come from generators of its own, seeded for the cell.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 _one_at_a_time = threading.Lock()
+
+
+def shared_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    """Where the generators stand that all threads share: the host's and the devices'."""
+    different = sorted({*map(str, devices), "cpu"})
+    return [_shared_generator(torch.device(device)).get_state() for device in different]
 
 
 def seed_of_call() -> tuple[int, Callable[[], None]]:
