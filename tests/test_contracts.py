@@ -58,7 +58,7 @@ def test_all_is_every_public_name() -> None:
         for name, value in vars(penstock).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    assert set(penstock.__all__) == values | {"draw", "schedules"}
+    assert set(penstock.__all__) == values | set(penstock._ON_DEMAND) | {"draw", "schedules"}
 
 
 @pytest.mark.parametrize("package", [penstock, penstock.schedules, penstock.draw])

@@ -1,26 +1,199 @@
-"""Every Python block in the README and the docs runs, in order, one page a namespace."""
+"""The README and the docs are true: their blocks run, and what they quote is what comes out.
+
+python    runs, page by page, top to bottom in one namespace
+output    after it: what it prints, with `...` for anything
+console   `$ penstock ...` runs, and prints what stands below it
+bash      its programs and make targets exist
+text      is left alone
+"""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from doctest import ELLIPSIS, OutputChecker
+from io import StringIO
 from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
 
 import pytest
+import torch
+
+from penstock import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+SLOW = {"demo", "gallery"}  # commands with tests of their own
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Block(NamedTuple):
+    """What stands between two fences, and the line on which it starts."""
+
+    language: str
+    line: int
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    whole = page.read_text()
+    return [
+        Block(found["language"], whole.count("\n", 0, found.start("text")), dedent(found["text"]))
+        for found in FENCE.finditer(whole)
+    ]
+
+
+def with_blocks(*languages: str) -> pytest.MarkDecorator:
+    """For each page that has such blocks."""
+    pages = [p for p in PAGES if any(block.language in languages for block in blocks_of(p))]
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def agrees(quoted: str, printed: str) -> bool:
+    return OutputChecker().check_output(quoted.strip("\n"), printed.strip("\n"), ELLIPSIS)
+
+
+@pytest.fixture(autouse=True)
+def _a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An empty directory, a terminal of 80 columns, and torch's settings as they were after it."""
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {}
-    for block in BLOCK.findall(page.read_text()):
-        exec(compile(block, str(page), "exec"), namespace)
+    monkeypatch.setenv("COLUMNS", "80")
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(variable, raising=False)
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# ---- python -------------------------------------------------------------------------------
+
+
+@with_blocks("python")
+def test_code_runs_and_prints_what_is_quoted(page: Path) -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    printed = ""
+    for block in blocks_of(page):
+        if block.language == "python":
+            code = compile("\n" * block.line + block.text, str(page), "exec")
+            with redirect_stdout(StringIO()) as out:
+                exec(code, namespace)
+            printed = out.getvalue()
+        elif block.language == "output":
+            assert agrees(block.text, printed), f"{page.name}, line {block.line}:\n{printed}"
+
+
+def test_what_is_quoted_follows_code() -> None:
+    for page in PAGES:
+        languages = [block.language for block in blocks_of(page)]
+        for before, language in zip(["", *languages], languages, strict=False):
+            assert language != "output" or before == "python", page
+
+
+# ---- commands -----------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    words: list[str]
+    quoted: str  # what it is said to print; nothing, if nothing is said
+
+
+def commands_of(block: Block) -> Iterator[Command]:
+    """Those after a `$`, or, in bash, each line; without comments."""
+    if block.language == "bash":
+        lines = block.text.replace("\\\n", " ").splitlines()
+        yield from (Command(shlex.split(line, comments=True), "") for line in lines)
+        return
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, quoted = part.partition("\n")
+        yield Command(shlex.split(line, comments=True), quoted)
+
+
+@with_blocks("console")
+def test_commands_print_what_is_quoted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block for block in blocks_of(page) if block.language == "console"]
+    for words, quoted in (command for block in blocks for command in commands_of(block)):
+        if words[0] != "penstock" or words[1] in SLOW:
+            continue
+        monkeypatch.setattr(sys, "argv", words)
+        with redirect_stdout(StringIO()) as out, pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code in ((0, None, 1) if quoted else (0, None)), words
+        assert not quoted or agrees(quoted, out.getvalue()), out.getvalue()
+
+
+@with_blocks("bash", "console")
+def test_programs_and_targets_exist(page: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    known = {c.name or getattr(c.callback, "__name__", "") for c in cli.app.registered_commands}
+    shown = [b for b in blocks_of(page) if b.language in ("bash", "console")]
+    for words, _ in (command for block in shown for command in commands_of(block)):
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            words = words[1:]
+        if not words:
+            continue
+        assert words[0] in (".", "cd") or shutil.which(words[0], path=path), words
+        if words[0] == "make":
+            assert set(words[1:]) <= set(targets), words
+        if words[0] == "penstock":
+            assert words[1] in known, words
+        files = [word for word in words if re.fullmatch(r"(examples|benchmarks)/\S+", word)]
+        assert all((ROOT / file).exists() for file in files), words
+
+
+# ---- what the pages say about the rest ----------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_pictures_are_drawn_by_their_pages(tmp_path: Path) -> None:
+    """A picture beside a page is the one that the page's code writes."""
+    pictures = sorted(DOCS.glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        page = picture.with_suffix(".md")
+        test_code_runs_and_prints_what_is_quoted(page)
+        assert (tmp_path / picture.name).read_bytes() == picture.read_bytes(), picture.name
+
+
+def errors_of(source: Path) -> Iterator[list[str]]:
+    """The literal pieces of each message with which an error is made."""
+    makers = {"ArgumentError", "RuntimeError", "TypeError", "ValueError", "warn"}
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Call) and node.args:
+            maker = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            message = node.args[0]
+            if maker in makers and isinstance(message, ast.Constant | ast.JoinedStr):
+                pieces = message.values if isinstance(message, ast.JoinedStr) else [message]
+                yield [str(p.value) for p in pieces if isinstance(p, ast.Constant)]
+
+
+def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
+    source = ROOT / "src" / "penstock"
+    files = [source / "pipe.py", source / "batch.py", source / "schedules" / "choice.py"]
+    for folder in ("stage", "run", "partition"):
+        files += sorted((source / folder).glob("*.py"))
+    headings = re.sub(r"[`'\s]+", " ", (DOCS / "restrictions.md").read_text())
+    missing = []
+    for pieces in (pieces for file in files for pieces in errors_of(file)):
+        long = next((p for p in pieces if len(p) >= 12), max(pieces, key=len))
+        first = re.sub(r"[`'\s]+", " ", re.split(r"[:,(]", long.strip(" :,'"))[0]).strip()
+        if first not in headings:
+            missing.append(first)
+    assert missing == []

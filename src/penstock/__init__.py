@@ -10,8 +10,8 @@ A schedule is a value: make one (`schedules`), write its messages in (`lower`), 
 '27.3% idle, at most 4 micro-batches alive'
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 from penstock import draw, schedules
 from penstock.cost import Cost
@@ -33,7 +33,7 @@ from penstock.play import Deadlock, Sends, Span, Wait, play
 from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound, verify
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from penstock.batch import NoChunk
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
@@ -109,9 +109,9 @@ _ON_DEMAND = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'penstock' has no attribute '{name}'")
-    value = getattr(import_module(f"penstock.{_ON_DEMAND[name]}"), name)
+    value = getattr(_importlib.import_module(f"penstock.{_ON_DEMAND[name]}"), name)
     globals()[name] = value
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -52,21 +53,29 @@ def scatter(values: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
         return [(piece,) for piece in torch.chunk(values[0], chunks)]
     leaves, spec = pytree.tree_flatten(values)
     cut: list[Any] = [_cut(leaf, chunks) for leaf in leaves]
-    counts = {len(pieces) for pieces in cut if pieces is not None}
-    if len(counts) > 1:
-        rows = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise RuntimeError(
-            f"the inputs give different numbers of micro-batches, {sorted(counts)}: their shapes "
-            f"are {', '.join(map(str, rows))}, and each is cut on dim 0 into {chunks}; wrap what "
-            "every micro-batch needs whole in NoChunk"
-        )
-    each = counts.pop() if counts else 1
+    each = _how_many(leaves, [pieces for pieces in cut if pieces is not None], chunks)
     return [
         pytree.tree_unflatten(
             [_bare(leaf) if p is None else p[i] for leaf, p in zip(leaves, cut, strict=True)], spec
         )
         for i in range(each)
     ]
+
+
+def _how_many(leaves: Sequence[Any], cut: Sequence[Sequence[Tensor]], chunks: int) -> int:
+    """Micro-batches, each of which has the same part of every tensor."""
+    parts = {
+        tuple(Fraction(piece.size(0), sum(map(len, pieces)) or 1) for piece in pieces)
+        for pieces in cut
+    }
+    if len(parts) > 1:
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise RuntimeError(
+            "the inputs give different numbers of micro-batches, or different parts of them: "
+            f"their shapes are {', '.join(map(str, shapes))}, and each is cut on dim 0 into at "
+            f"most {chunks}; wrap what every micro-batch needs whole in NoChunk"
+        )
+    return len(parts.pop()) if parts else 1
 
 
 def _bare(leaf: Any) -> Any:
@@ -83,9 +92,17 @@ def _cut(leaf: Any, chunks: int) -> tuple[Tensor, ...] | None:
     return torch.chunk(leaf, chunks)
 
 
-def rows_of(values: tuple[Any, ...]) -> list[int]:
-    """The rows of each tensor that was cut, in order."""
-    return [leaf.size(0) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+def shares(values: tuple[Any, ...], chunks: int) -> list[float]:
+    """The part of the rows that each micro-batch has, by the first tensor that is cut.
+
+    >>> shares((torch.zeros(5),), chunks=3)
+    [0.4, 0.4, 0.2]
+    """
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            rows = [piece.size(0) for piece in torch.chunk(leaf, chunks)]
+            return [row / sum(rows) if sum(rows) else 1.0 for row in rows]
+    return [1.0]
 
 
 def gather(outputs: Sequence[Any]) -> Any:

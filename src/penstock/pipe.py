@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.batch import check_inputs, gather, rows_of, scatter
+from penstock.batch import check_inputs, gather, scatter, shares
 from penstock.cost import Cost
 from penstock.errors import ArgumentError
 from penstock.ir import Op, Program, Schedule
@@ -77,12 +76,14 @@ class Pipe(nn.Module):
         self.chunks, self.checkpoint = chunks, checkpoint
         self.loss_fn, self.reduction, self.runtime = loss_fn, reduction, runtime
         if deferred_batch_norm:
-            module = DeferredBatchNorm.convert_deferred_batch_norm(copy(module))  # type: ignore[assignment]
+            module = copy(module)
+            module._modules = dict(module._modules)  # the user's own stays as it is
+            DeferredBatchNorm.convert_deferred_batch_norm(module)
         asked = read(schedule)
         self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
         self._choice = choose(asked, self._split.placement, chunks)
         made = self._choice(chunks)
-        _check_runs(made, asked)
+        _check_runs(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
         # The children are the Sequential's own, under their own names.
         self._modules.update(module._modules)
@@ -101,7 +102,7 @@ class Pipe(nn.Module):
         """What the model computes of a batch; `loss.backward()` runs the backwards."""
         batches = self._cut(inputs)
         program, *phases = self._two_phases(len(batches))
-        call = self._call(program, self._split.partition.stages)
+        call = self._call(program, self._split.partition.stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), batches)
         tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
         return gather(passage.outputs(tensors))
@@ -127,9 +128,10 @@ class Pipe(nn.Module):
         *stages, last = self._split.partition.stages
         scored = Scored(last.compute, loss_fn, bool(extra), outputs)
         call = self._call(program, [*stages, replace(last, compute=scored)])
-        weights = self._weights([rows_of(batch)[0] for batch in batches], loss_fn)
+        weights = self._weights(shares(inputs, self.chunks), loss_fn)
         result = train(call, program, phase, batches, targets, weights)
-        self._last = result.measured
+        if torch.is_grad_enabled():
+            self._last = result.measured
         return result
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
@@ -149,35 +151,36 @@ class Pipe(nn.Module):
         device = self._split.place_of(len(self._split.placement) - 1).device
         return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), target)
 
-    def _weights(self, rows: list[int], loss_fn: LossFn | None) -> list[float]:
+    def _weights(self, shares: list[float], loss_fn: LossFn | None) -> list[float]:
         reduction = self.reduction or getattr(loss_fn, "reduction", "mean")
-        return [1.0 if reduction == "sum" else count / sum(rows) for count in rows]
+        return [1.0 if reduction == "sum" else share for share in shares]
 
-    def _schedule(self, chunks: int) -> Schedule:
-        """For so many micro-batches, with recomputation if this is training."""
+    def _schedule(self, chunks: int, trains: bool) -> Schedule:
+        """For so many micro-batches; recomputation is for training."""
         schedule = self._choice(chunks)
-        if self.training and torch.is_grad_enabled():
+        if trains:
             return recompute(schedule, recompute_mode(self.checkpoint, chunks))
         return without_recompute(schedule)
 
     def _one_phase(self, chunks: int) -> tuple[Program, Phase]:
         key = chunks, self.training
         if key not in self._whole:
-            program = lower(self._schedule(chunks), self._split.partition.graph)
+            program = lower(self._schedule(*key), self._split.partition.graph)
             self._whole[key] = program, whole(program)
         return self._whole[key]
 
     def _two_phases(self, chunks: int) -> tuple[Program, Phase, Phase]:
         key = chunks, self.training and torch.is_grad_enabled()
         if key not in self._halves:
-            schedule = forwards_first(self._schedule(chunks))
+            schedule = forwards_first(self._schedule(*key))
             program = lower(schedule, self._split.partition.graph)
             phase = whole(program)
             self._halves[key] = program, phase.only(is_forward), phase.only(is_backward)
         return self._halves[key]
 
-    def _call(self, program: Program, stages: Sequence[Stage]) -> Call:
+    def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
         recomputed = program.schedule.recomputed
+        self._check_layers()
         for layer in self._deferred:
             layer.begin(program.schedule.chunks)
         grad = torch.is_grad_enabled()
@@ -188,13 +191,21 @@ class Pipe(nn.Module):
             return Keep.INPUTS if (stage, microbatch) in recomputed else Keep.GRAPH
 
         crew = self._crew_at_hand() if self.runtime == "threads" else None
-        return Call(stages, self._split.places, self._split.placement, keep, crew)
+        return Call(stages, self._split.places, self._split.placement, keep, crew, tracked)
+
+    def _check_layers(self) -> None:
+        for stage in self._split.partition.stages:
+            for name, layer in zip(stage.names, stage.layers, strict=True):
+                if self._modules.get(name) is not layer:
+                    raise RuntimeError(
+                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
+                        "make the Pipe after the change, or change what is inside the layer"
+                    )
 
     def _crew_at_hand(self) -> Crew:
         """The threads: made at the first call, and ended with the pipe."""
         if self._crew is None or not self._crew.here:
             self._crew = Crew(len(self._split.places))
-            weakref.finalize(self, self._crew.end)
         return self._crew
 
     # ---- a module like any other ----------------------------------------------------------
@@ -228,7 +239,10 @@ class Pipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
-        device, _, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        try:
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        except RuntimeError:  # a device that is not there
+            raise _denied() from None
         if device is not None:
             raise _denied()
         return super().to(*args, **kwargs)
@@ -241,9 +255,17 @@ class Pipe(nn.Module):
         """Denied."""
         raise _denied()
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Pipe:
-        """Denied."""
-        raise _denied()
+    def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
+        """What every other conversion comes to, also that of a module with the pipe in it."""
+        for place in self._split.places:
+            try:
+                moved = fn(torch.empty(0, device=place.device)).device != place.device
+            except (RuntimeError, AssertionError):  # to a device that is not there
+                moved = True
+            if moved:
+                raise _denied()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def _denied() -> TypeError:
@@ -253,8 +275,8 @@ def _denied() -> TypeError:
     )
 
 
-def _check_options(chunks: int, checkpoint: str, runtime: str, reduction: str | None) -> None:
-    if chunks < 1:
+def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | None) -> None:
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ArgumentError(f"chunks is a whole number from 1 up, not {chunks!r}")
     allowed: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "checkpoint": (checkpoint, CHECKPOINT_MODES),
@@ -267,15 +289,15 @@ def _check_options(chunks: int, checkpoint: str, runtime: str, reduction: str | 
             raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
 
 
-def _check_runs(schedule: Schedule, asked: Any) -> None:
+def _check_runs(schedule: Schedule, name: str) -> None:
     """Only whole backwards, and every one of them."""
     ops = {action.op for lane in schedule.lanes for action in lane}
     if ops & {Op.I, Op.W}:
         raise ArgumentError(
             "a pipe runs schedules of whole backwards (gpipe, 1f1b, eager-1f1b, interleaved, "
-            f"looped-bfs, naive, and your own), but {asked!r} splits them into I and W"
+            f"looped-bfs, naive, and your own), but {name} splits them into I and W"
         )
     if Op.B not in ops:
         raise ArgumentError(
-            f"{asked!r} has no backwards: a pipe trains, and runs forwards alone under no_grad"
+            f"{name} has no backwards: a pipe trains, and runs forwards alone under no_grad"
         )

@@ -1,4 +1,4 @@
-"""The command line: penstock show | compare | verify | demo.
+"""The command line: penstock show | compare | verify | gallery | demo.
 
 Answers go to stdout. What was asked wrongly is told in one message on stderr, with exit status 2.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from penstock import draw, schedules
 from penstock.cli.options import (
@@ -36,15 +35,16 @@ from penstock.cli.options import (
     parse_costs,
     parse_skip,
 )
+from penstock.cli.report import drawing, print_table, print_timeline, sizes, summary
 from penstock.cli.request import Request, from_file, read
 from penstock.errors import ArgumentError, PenstockError
-from penstock.ir import Schedule, Send, StageGraph, schedule_of
+from penstock.ir import Schedule, StageGraph, schedule_of
 from penstock.notation import dumps
 from penstock.timeline import Timeline
-from penstock.verify import ends, verify
+from penstock.verify import verify
 
 app = typer.Typer(
-    help="Pipeline schedules: show, compare and verify them.",
+    help="Pipeline schedules: show, compare and verify them, and see one at work.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -111,7 +111,7 @@ def show(
     if as_json:
         print(json.dumps(summary(name, timeline)))
     else:
-        _print_timeline(name, timeline, width)
+        print_timeline(name, timeline, width)
         for path in filter(None, (svg, png, trace, save)):
             print(f"wrote {path}")
 
@@ -135,45 +135,6 @@ def _write(
         draw.picture(timeline, path, skips=skips, title=name)
     if trace:
         draw.write_trace(timeline, trace)
-
-
-def summary(name: str, timeline: Timeline) -> dict[str, Any]:
-    """What `--json` prints. `actions` counts computes, sends and receives."""
-    program = timeline.program
-    actions = [action for lane in program.lanes for action in lane]
-    return {
-        "schedule": name,
-        "ranks": timeline.ranks,
-        "chunks": program.schedule.chunks,
-        "stages": program.schedule.stages,
-        "makespan": timeline.makespan,
-        "busy": sum(timeline.busy),
-        "bubble": timeline.bubble,
-        "peak": list(timeline.peak),
-        "messages": sum(isinstance(action, Send) for action in actions),
-        "actions": len(actions),
-        "deadlock_free": not list(ends(program, program.graph)),
-    }
-
-
-def _sizes(schedule: Schedule) -> str:
-    return f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.chunks} micro-batches"
-
-
-def _print_timeline(name: str, timeline: Timeline, width: int | None) -> None:
-    schedule = timeline.program.schedule
-    facts = summary(name, timeline)
-    safe = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
-    print(f"{name}: {_sizes(schedule)}, {facts['messages']} messages, {safe}\n")
-    print(_text(timeline, width))
-    if schedule.recomputed:
-        print("peak leaves out the inputs that stages keep for their recomputation")
-
-
-def _text(timeline: Timeline, width: int | None = None) -> str:
-    console = Console()
-    color = console.is_terminal and not console.no_color and console.color_system is not None
-    return draw.text(timeline, width=width or max(32, console.width), color=color)
 
 
 def _check_memory(name: str, timeline: Timeline, request: Request) -> None:
@@ -222,7 +183,7 @@ def compare(
         print(json.dumps([summary(name, timeline) for name, timeline in rows]))
         return
     asked = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
-    _print_table(asked + (f", memory {memory:g}" if memory else ""), rows)
+    print_table(asked + (f", memory {memory:g}" if memory else ""), rows)
 
 
 def _candidates(request: Request) -> Iterator[tuple[str, Timeline]]:
@@ -235,26 +196,7 @@ def _candidates(request: Request) -> Iterator[tuple[str, Timeline]]:
     yield "fit, v", fixed.fitted("v")
 
 
-def _print_table(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
-    caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
-    table = Table(title=title, caption=caption)
-    table.add_column("schedule", no_wrap=True)
-    for heading in ("stages a rank", "makespan", "bubble", "peak", "messages"):
-        table.add_column(heading, justify="right")
-    for name, timeline in rows:
-        facts = summary(name, timeline)
-        table.add_row(
-            name,
-            f"{facts['stages'] // facts['ranks']}",
-            f"{facts['makespan']:g}",
-            f"{facts['bubble']:.1%}",
-            f"{max(facts['peak']):g}",
-            f"{facts['messages']}",
-        )
-    Console().print(table)
-
-
-# ---- verify and demo ----------------------------------------------------------------------
+# ---- verify -------------------------------------------------------------------------------
 
 
 @app.command("verify")
@@ -279,11 +221,14 @@ def verify_file(
         print(problem)
     if problems:
         raise typer.Exit(1)
-    print(f"sound: {_sizes(schedule_of(work))}")
+    print(f"sound: {sizes(schedule_of(work))}")
 
 
-@app.command()
-def demo(
+# ---- gallery and demo ---------------------------------------------------------------------
+
+
+@app.command("gallery")
+def show_gallery(
     out: Annotated[Path, typer.Option(help="Where to save the pictures.")] = Path("gallery"),
     ranks: Ranks = 4,
     chunks: Chunks = 8,
@@ -293,7 +238,28 @@ def demo(
     shown = []
     for exhibit in draw.exhibits(ranks, chunks):
         print(f"\n{exhibit.name}: {exhibit.use}")
-        print(_text(exhibit.timeline))
+        print(drawing(exhibit.timeline))
         shown.append(exhibit)
     draw.write_gallery(out, shown)
     print(f"\nwrote the pictures to {out}/, with {out}/index.md")
+
+
+@app.command("demo")
+def train_and_compare(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 100,
+    out: Annotated[Path, typer.Option(help="Where to save the pictures.")] = Path("out/demo"),
+    schedule: Annotated[str, typer.Option(help="The pipeline's schedule.")] = "1f1b",
+    chunks: Chunks = 8,
+    devices: Annotated[
+        str | None, typer.Option(help="Such as cpu,cpu or cuda:0,cuda:1; by default, all GPUs.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
+) -> None:
+    """Train a small model over the devices at hand; compare it with naive model parallelism.
+
+    Exit status: 1 if the gradients are not those of the unsplit model.
+    """
+    from penstock.cli.demo import Asked, run  # brings torch, which no other command needs
+
+    if not run(Asked(steps, out, schedule, chunks, devices, seed)):
+        raise typer.Exit(1)

@@ -55,7 +55,7 @@ def write_gallery(directory: str | PathLike[str], shown: Iterable[Exhibit]) -> N
         "Every schedule, with F = I = W = 1 for a rank's whole share and messages free. Ranks",
         "down, time across; the number in a box is the micro-batch, the lighter shade is a rank's",
         "second stage. Below: what is alive on each rank. The pictures are drawn by",
-        "`penstock demo`, each from the value that is played.",
+        "`penstock gallery`, each from the value that is played.",
         "",
     ]
     for exhibit in shown:

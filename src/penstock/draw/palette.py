@@ -69,15 +69,38 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+class Unit(NamedTuple):
+    """What time is counted in: how many of them are a second, and their name."""
+
+    a_second: float
+    name: str
+
+    def said(self, seconds: float) -> str:
+        """So many seconds, in this unit.
+
+        >>> unit(0.25).said(0.0125), unit(21.0).said(9.0)
+        ('12.5 ms', '9')
+        """
+        return f"{number(seconds * self.a_second)} {self.name}".rstrip()
+
+
+def unit(makespan: float) -> Unit:
+    """The unit for a timeline: a second has no name, as on paper it may stand for anything."""
+    if makespan >= 1 or makespan == 0:
+        return Unit(1.0, "")
+    return Unit(1e3, "ms") if makespan >= 1e-3 else Unit(1e6, "µs")
+
+
 def caption(timeline: Timeline) -> str:
     """The three numbers that people compare schedules by."""
+    makespan = unit(timeline.makespan).said(timeline.makespan)
     peaks = [number(peak) for peak in timeline.peak]
     peak = number(max(timeline.peak, default=0.0))
     if len(set(peaks)) > 1 and len(peaks) <= 16:
         peak += f" ({' '.join(peaks)})"
     elif len(set(peaks)) == 1 and len(peaks) > 1:
         peak += " on every rank"
-    return f"makespan {number(timeline.makespan)}, bubble {timeline.bubble:.1%}, peak {peak}"
+    return f"makespan {makespan}, bubble {timeline.bubble:.1%}, peak {peak}"
 
 
 # ---- readings -----------------------------------------------------------------------------

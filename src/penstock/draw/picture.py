@@ -88,7 +88,8 @@ def picture(
         if memory:
             lowest = _axes(figure, sheet, sheet.top + sheet.lanes + sheet.gap, sheet.memory)
             _memory(lowest, sheet, timeline)
-        lowest.set_xlabel("time")
+        unit = palette.unit(timeline.makespan)
+        lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
         unstamped = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
         figure.savefig(path, format=kind[1:], dpi=160, metadata=unstamped)
 
@@ -156,6 +157,9 @@ def _axes(figure: Figure, sheet: _Sheet, top: float, height: float) -> Axes:
 def _frame(axes: Axes, timeline: Timeline, label: str, row: float) -> None:
     """The scales of a panel with a row of so many inches for each rank."""
     axes.set_xlim(0, timeline.makespan or 1)
+    unit = palette.unit(timeline.makespan)
+    if unit.name:
+        axes.xaxis.set_major_formatter(lambda time, _: palette.number(time * unit.a_second))
     axes.set_ylim(max(timeline.ranks, 1) - 0.5, -0.5)
     axes.set_ylabel(label)
     every = 2 ** ceil(log2(max(0.15 / row, 1)))
@@ -315,7 +319,8 @@ def _memory(axes: Axes, sheet: _Sheet, timeline: Timeline) -> None:
 
     _frame(axes, timeline, "live activations", sheet.strip)
     scale = 2 * HALF / (max(timeline.peak, default=0.0) or 1.0)
-    curves = [Outline(_curve(timeline, rank, scale)) for rank in range(timeline.ranks)]
+    dip = 0.03 / sheet.second
+    curves = [Outline(_curve(timeline, rank, scale, dip)) for rank in range(timeline.ranks)]
     if curves:
         width = min(0.7, 2 * sheet.strip)
         _paint(axes, Outline.make_compound_path(*curves), FILL, FAINT, width, alpha=1.0)
@@ -326,12 +331,16 @@ def _memory(axes: Axes, sheet: _Sheet, timeline: Timeline) -> None:
         axes.text(1.01, rank, peak, transform=beside, size=8, color=DARK, va="center_baseline")
 
 
-def _curve(timeline: Timeline, rank: int, scale: float) -> list[Point]:
-    """The corners of one rank's strip."""
+def _curve(timeline: Timeline, rank: int, scale: float, dip: float) -> list[Point]:
+    """The corners of one rank's strip, without the dips between actions, as far as too narrow."""
     floor = level = rank + HALF
     corners = [(0.0, floor)]
     # A dict keeps the last size of each moment, the one that stays.
-    for time, size in dict(timeline.memory(rank)).items():
+    points = list(dict(timeline.memory(rank)).items())
+    for at, (time, size) in enumerate(points):
+        later, after = points[min(at + 1, len(points) - 1)]
+        if later - time < dip and after > size:
+            continue
         before, level = level, floor - size * scale
         if level != before:
             corners += [(time, before), (time, level)]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import ceil, floor, remainder
 from typing import NamedTuple
 
-from penstock.draw.palette import caption, colours, crowded, from_zero, ink, number, shortest
+from penstock.draw.palette import caption, colours, crowded, from_zero, ink, shortest, unit
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.ir import Compute
 from penstock.timeline import Timeline
@@ -74,7 +74,7 @@ def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
     lines: list[str] = []
     for left, right in pairwise(cuts):
         if columns > cuts[1]:
-            lines.append(f"{'':{margin}}t = {number(left / grid.scale)}")
+            lines.append(f"{'':{margin}}t = {unit(timeline.makespan).said(left / grid.scale)}")
         for head, lane in zip(heads, lanes, strict=True):
             lines.append((head + _row(lane, left, right, paint)).rstrip())
     left_out = (columns - cuts[-1]) / grid.scale
@@ -85,7 +85,8 @@ def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
 def _remarks(timeline: Timeline, left_out: float, hidden: int) -> Iterator[str]:
     """The lines under the rows."""
     if left_out:
-        share = f"{number(left_out)} of {number(timeline.makespan)}"
+        said = unit(timeline.makespan).said
+        share = f"{said(left_out)} of {said(timeline.makespan)}"
         yield f"the last {share} is left out: give a larger width, or save a picture"
     if hidden:
         yield f"{hidden} {'actions are' if hidden > 1 else 'action is'} too short to draw"

@@ -16,7 +16,7 @@ from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import Partition, PipeSequential, cut, placed_by_user
 from penstock.run.places import Place, place_at
 from penstock.schedules.choice import placement_of
-from penstock.schedules.registry import FAMILIES
+from penstock.schedules.registry import family_of
 
 BALANCES = ("time", "memory", "parameters")
 
@@ -47,7 +47,14 @@ class Wish:
 
 def split(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
     """Cut and place as wished; without a wish, as the layers stand."""
+    if wish.devices is not None and not len(wish.devices):
+        raise ArgumentError("devices is empty: give at least one, or leave it out")
     if wish.stages is None and wish.devices is None:
+        if wish.balance is not None or wish.example is not None:
+            raise ArgumentError(
+                "balance and example say how to cut, but the layers stay as they were placed: "
+                "give stages= or devices=, too"
+            )
         found = _as_placed(module)
     else:
         found = _as_wished(module, wish, schedule)
@@ -64,9 +71,7 @@ def _as_placed(module: nn.Sequential) -> Split:
 
 
 def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
-    per_rank = 1
-    if isinstance(schedule, str):
-        per_rank = FAMILIES[schedule].stages_per_rank if schedule in FAMILIES else 1
+    per_rank = family_of(schedule).stages_per_rank if isinstance(schedule, str) else 1
     if isinstance(schedule, Schedule):
         per_rank = -(-schedule.stages // schedule.ranks)
     stages = wish.stages
@@ -91,8 +96,8 @@ def _devices_at_hand(ranks: int) -> list[str]:
     if torch.cuda.is_available():
         if torch.cuda.device_count() < ranks:
             raise ArgumentError(
-                f"{ranks} ranks, but {torch.cuda.device_count()} GPUs: give devices=, such as "
-                f"penstock.virtual_devices('cuda:0', {ranks}) or ['cpu'] * {ranks}"
+                f"{ranks} ranks need {ranks} GPUs, and {torch.cuda.device_count()} are here: give "
+                f"devices=, such as penstock.virtual_devices('cuda:0', {ranks})"
             )
         return [f"cuda:{rank}" for rank in range(ranks)]
     return ["cpu"] * ranks
@@ -144,12 +149,12 @@ def _check_sharing(split: Split) -> None:
                 first, owner = owners.setdefault(id(parameter), (f"{name}.{inner}", rank))
                 if owner != rank:
                     problems.append(
-                        f"{name}.{inner} on {split.places[rank]!r} is {first} on "
-                        f"{split.places[owner]!r}"
+                        f"{name}.{inner} on rank {rank} ({split.places[rank]!r}) is {first} on "
+                        f"rank {owner} ({split.places[owner]!r})"
                     )
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ArgumentError(
-            f"a parameter is shared by stages on different devices:\n{listed}\n"
-            "Put the layers that share it on one device"
+            f"a parameter is shared by stages of different ranks:\n{listed}\n"
+            "Cut so that the layers that share it are on one rank"
         )

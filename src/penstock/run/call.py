@@ -35,12 +35,13 @@ class Call:
         placement: Sequence[int],
         keep: Callable[[int, int], Keep],
         crew: Crew | None,
+        tracked: bool,
     ) -> None:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
         seed, self._move_on = seed_of_call()
-        self.tapes = [Tape(s, self.context, seed, partial(keep, s.index)) for s in stages]
+        self.tapes = [Tape(s, self.context, seed, partial(keep, s.index), tracked) for s in stages]
         self.done = False
         self._mailboxes = Mailboxes(places, placement)
         self.workers = [

@@ -127,9 +127,13 @@ class Through(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Autograd tells whether the graph is to be kept."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for gradients that can be differentiated again, and those "
+                "of a pipe cannot: use the unsplit model for second derivatives"
+            )
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         of_inputs, of_parameters = ctx.passage.backward(gradients, retain)
         return None, *of_inputs, *of_parameters

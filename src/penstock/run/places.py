@@ -177,5 +177,9 @@ def place_at(device: Any) -> Place:
         return Cpu()
     if named.type != "cuda":
         raise ArgumentError(f"a stage runs on a CPU or a CUDA device, not on '{named}'")
+    if (named.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"there is no '{named}' here: PyTorch sees {torch.cuda.device_count()} CUDA devices"
+        )
     index = torch.cuda.current_device() if str(named) == "cuda" else named.index
     return Gpu(torch.device("cuda", index))

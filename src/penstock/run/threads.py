@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -15,17 +16,19 @@ Job = Callable[[], None]
 
 
 class Crew:
-    """Threads that do one job each, all at the same time."""
+    """Threads that do one job each, all at the same time; they end when nobody holds the crew."""
 
     def __init__(self, size: int) -> None:
         self._pid = os.getpid()
         self._orders: list[SimpleQueue[_Order | None]] = [SimpleQueue() for _ in range(size)]
-        self._threads = [
+        self._one_at_a_time = threading.Lock()
+        threads = [
             threading.Thread(target=_work, args=(orders,), name=f"penstock-{rank}", daemon=True)
             for rank, orders in enumerate(self._orders)
         ]
-        for thread in self._threads:
+        for thread in threads:
             thread.start()
+        weakref.finalize(self, _end, self._orders, threads, self._pid)
 
     @property
     def here(self) -> bool:
@@ -37,6 +40,10 @@ class Crew:
 
         The first error is raised here, as it was raised there.
         """
+        with self._one_at_a_time:  # all ranks must see calls in the same order
+            self._do(jobs, stop)
+
+    def _do(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
         done: SimpleQueue[BaseException | None] = SimpleQueue()
         for orders, job in zip(self._orders, jobs, strict=True):
             orders.put(_Order(job, done))
@@ -58,21 +65,24 @@ class Crew:
             finally:
                 del first, error
 
-    def end(self) -> None:
-        """Let the threads end, and wait for them unless this is one of them."""
-        for orders in self._orders:
-            orders.put(None)
-        if self.here:
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join(timeout=5)
-
 
 class _Order:
     """A job, and where to say that it is done."""
 
     def __init__(self, job: Job, done: SimpleQueue[BaseException | None]) -> None:
         self.job, self.done = job, done
+
+
+def _end(
+    orders: Sequence[SimpleQueue[_Order | None]], threads: Sequence[threading.Thread], pid: int
+) -> None:
+    """Let the threads end, and wait for them unless this is one of them, or another process."""
+    for queue in orders:
+        queue.put(None)
+    if pid == os.getpid():
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
 
 
 def _work(orders: SimpleQueue[_Order | None]) -> None:

@@ -49,7 +49,7 @@ def train(
     if last == 0:
         parcels = [{0: parcel} for parcel in from_outside([b + t for b, t in pairs])]
     else:
-        ends = [{last: p} if p.tensors else {} for p in from_outside(targets)]
+        ends = [{last: p} if t else {} for p, t in zip(from_outside(targets), targets, strict=True)]
         parcels = [{0: p, **end} for p, end in zip(from_outside(batches), ends, strict=True)]
     for microbatch, mine in enumerate(parcels):
         for stage, parcel in mine.items():

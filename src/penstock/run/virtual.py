@@ -54,7 +54,7 @@ def virtual_devices(
     if wanted < 1 or wanted * n > total:
         raise ArgumentError(
             f"{n} groups of {wanted} multiprocessors are more than the {total} of "
-            f"{torch.device('cuda', index)}"
+            f"{torch.device('cuda', index)}: ask for {total // n} at most in each"
         )
     return list(_cut(index, n, wanted))
 

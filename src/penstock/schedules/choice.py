@@ -11,7 +11,7 @@ from penstock.ir import Schedule, schedule_of
 from penstock.notation import loads
 from penstock.schedules.gpipe import clocked
 from penstock.schedules.parts import assemble, loop
-from penstock.schedules.registry import FAMILIES, make
+from penstock.schedules.registry import FAMILIES, family_of, make
 
 Asked = str | PathLike[str] | Schedule | None
 
@@ -29,7 +29,7 @@ class Choice:
     @property
     def name(self) -> str:
         """What it is called in print."""
-        return "custom" if isinstance(self.asked, Schedule) else self.asked or "gpipe"
+        return "your own" if isinstance(self.asked, Schedule) else self.asked or "gpipe"
 
     def __call__(self, chunks: int) -> Schedule:
         """For so many micro-batches."""
@@ -45,9 +45,15 @@ def read(asked: Asked) -> str | Schedule | None:
     """A name or a schedule; a file is read."""
     if asked is None or isinstance(asked, Schedule):
         return asked
-    if isinstance(asked, PathLike) or (asked not in FAMILIES and Path(asked).is_file()):
-        return schedule_of(loads(Path(asked).read_text()))
-    return asked
+    if asked == "fit":
+        raise ArgumentError(
+            "fit needs costs: make the schedule with penstock.schedules.fit, and give that"
+        )
+    if isinstance(asked, str) and (asked in FAMILIES or not Path(asked).suffix):
+        return asked
+    if not Path(asked).is_file():
+        raise ArgumentError(f"there is no file '{Path(asked)}' to read a schedule from")
+    return schedule_of(loads(Path(asked).read_text()))
 
 
 def placement_of(asked: str | Schedule | None, ranks: int, stages: int) -> tuple[int, ...]:
@@ -65,6 +71,12 @@ def placement_of(asked: str | Schedule | None, ranks: int, stages: int) -> tuple
         )
     if asked is None or asked == "gpipe":
         return loop(ranks, stages // ranks)
+    family = family_of(asked)
+    if not family.free and family.stages_per_rank * ranks != stages:
+        raise ArgumentError(
+            f"{asked} needs stages={family.stages_per_rank * ranks} on {ranks} devices, "
+            f"{family.stages_per_rank} for each, not {stages}"
+        )
     return make(asked, ranks, 1, stages // ranks).placement
 
 

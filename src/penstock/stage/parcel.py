@@ -67,3 +67,17 @@ def put_together(tensors: Sequence[Tensor], layout: Layout | None) -> tuple[Any,
     ]
     values: tuple[Any, ...] = pytree.tree_unflatten(leaves, layout.spec)
     return values
+
+
+def check_open(layout: Layout) -> None:
+    """No tensor is hidden in an object that cannot be taken apart: it would get no gradient."""
+    for leaf in layout.leaves:
+        hidden = [
+            name for name, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, Tensor)
+        ]
+        if hidden:
+            raise TypeError(
+                f"a {type(leaf).__name__} goes from one stage to another with a tensor in its "
+                f"'{hidden[0]}', where no gradient can pass: return tuples, lists or dicts, or "
+                "register the class with torch.utils._pytree.register_pytree_node"
+            )

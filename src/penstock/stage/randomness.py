@@ -7,8 +7,10 @@ its draws come from generators of its own, seeded for the cell.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,13 +44,19 @@ def seed_of_cell(seed: int, stage: int, microbatch: int) -> int:
 
 
 class OwnRandom(TorchDispatchMode):
-    """Draws below it come from generators seeded with `seed`; `drew` tells whether any did."""
+    """Draws below it come from generators seeded with `seed`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._fresh: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def drew(self) -> bool:
+        """Has anything been drawn? (Attention without dropout could have, and has not.)"""
+        found = self._generators.items()
+        return any(not torch.equal(g.get_state(), self._fresh[device]) for device, g in found)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,7 +74,6 @@ class OwnRandom(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)  # the layer's own generator, its own affair
         _refuse_inside_checkpoint()
-        self.drew = True
         mine = self._generator(_device_of(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
             return func(*args, **{**kwargs, "generator": mine})
@@ -83,6 +90,7 @@ class OwnRandom(TorchDispatchMode):
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._fresh[device] = self._generators[device].get_state()
         return self._generators[device]
 
 
@@ -103,10 +111,13 @@ def _shared_generator(device: torch.device) -> torch.Generator:
 
 
 def _refuse_inside_checkpoint() -> None:
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        raise RuntimeError(
-            "this layer draws random numbers inside torch.utils.checkpoint, which could not draw "
-            "the same ones again beside the other stages: leave that checkpoint out, and let the "
-            "pipe recompute instead (checkpoint='always')"
-        )
+    """Its repetition, in the backward, would be outside of this mode and draw other numbers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"] != "penstock.stage.tape":
+        if frame.f_globals["__name__"] == "torch.utils.checkpoint":
+            raise RuntimeError(
+                "this layer draws random numbers inside torch.utils.checkpoint, which could not "
+                "draw the same ones again beside the other stages: leave that checkpoint out, and "
+                "let the pipe recompute instead (checkpoint='always')"
+            )
+        frame = frame.f_back

@@ -178,12 +178,13 @@ def skippable(
     def decorate(cls: type[M]) -> type[M]:
         if not issubclass(cls, nn.Module):
             raise TypeError(f"@skippable is for classes of modules, not {cls!r}")
-        plain = cls.forward
+        plain = getattr(cls.forward, "_undriven", cls.forward)  # of a skippable class: its own
 
         @wraps(plain)
         def forward(self: M, *args: Any, **kwargs: Any) -> Any:
             return drive(self, plain(self, *args, **kwargs))
 
+        forward._undriven = plain  # type: ignore[attr-defined]
         for name, value in (("forward", forward), ("isolate", isolate), ("_skips", names)):
             setattr(cls, name, value)
         return cls

@@ -8,7 +8,7 @@ so that what lives is what the timeline says.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -20,9 +20,10 @@ from penstock.stage.buffers import Copied, changed, copied, rewound
 from penstock.stage.checkpointing import checkpointing, recomputing
 from penstock.stage.context import Context
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
-from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart
+from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart
 from penstock.stage.randomness import OwnRandom, seed_of_cell
-from penstock.stage.stage import Stage
+from penstock.stage.stage import OUTSIDE, Stage
+from penstock.stage.stand_ins import StandIns
 
 Values = dict[int, tuple[Any, ...]]  # by neighbour
 Apart = dict[int, tuple[list[Tensor], Layout | None]]  # the same, taken apart
@@ -47,11 +48,17 @@ class _Kept:
 class Tape:
     """What one call of the pipe has computed of a stage, and what that left for backwards.
 
-    Gradients of parameters go to `.grad`; after `collect` they are summed in `collected`.
+    Gradients of parameters go to `.grad`. If the caller's graph `tracks` the call, they are
+    summed in `collected`, from one `collect` to the next.
     """
 
     def __init__(
-        self, stage: Stage, context: Context, seed: int, keep: Callable[[int], Keep]
+        self,
+        stage: Stage,
+        context: Context,
+        seed: int,
+        keep: Callable[[int], Keep],
+        tracked: bool = False,
     ) -> None:
         self.stage = stage
         modules = stage.modules()
@@ -60,6 +67,7 @@ class Tape:
         self.recomputes = False  # has it recomputed a cell?
         self._context, self._seed, self._keep = context, seed, keep
         self._habits = stage.habits(modules)
+        self._stand_ins = StandIns(modules if tracked else ())
         self._buffered = [module for module in modules if module._buffers]
         self._graphs: dict[int, Graph] = {}
         self._kept: dict[int, _Kept] = {}
@@ -136,15 +144,18 @@ class Tape:
 
     def _run(self, microbatch: int, values: Values) -> Values:
         habits, context = self._habits, self._context
-        if habits.draws is False:
-            if context.plain:
-                return self.stage.compute(values)
-            with context.forwards():
-                return self.stage.compute(values)
-        random = OwnRandom(seed_of_cell(self._seed, self.stage.index, microbatch))
-        with context.forwards() if not context.plain else nullcontext(), random:
+        if habits.draws is False and context.plain and not self._stand_ins:
+            return self.stage.compute(values)
+        random: OwnRandom | None = None
+        with ExitStack() as stack:
+            stack.enter_context(self._stand_ins.used())
+            stack.enter_context(context.forwards())
+            if habits.draws is not False:
+                random = OwnRandom(seed_of_cell(self._seed, self.stage.index, microbatch))
+                stack.enter_context(random)
             outputs = self.stage.compute(values)
-        habits.draws = random.drew or bool(habits.draws)
+        if random is not None:
+            habits.draws = random.drew or bool(habits.draws)
         return outputs
 
     # ---- backward -------------------------------------------------------------------------
@@ -164,7 +175,8 @@ class Tape:
             self._graphs[microbatch] = graph
         if self.collected is None:
             return graph.accumulate(gradients, retain)
-        found, of_parameters = graph.collect(gradients, self.parameters, retain)
+        leaves = [self._stand_ins.of(parameter) for parameter in self.parameters]
+        found, of_parameters = graph.collect(gradients, leaves, retain)
         for at, gradient in enumerate(of_parameters):
             if gradient is not None:
                 self._add(at, gradient)
@@ -252,7 +264,11 @@ def _in_graph(tensor: Tensor) -> bool:
 
 
 def _apart(values: Values) -> Apart:
-    return {neighbour: taken_apart(value) for neighbour, value in values.items()}
+    apart = {neighbour: taken_apart(value) for neighbour, value in values.items()}
+    for neighbour, (_, layout) in apart.items():
+        if layout is not None and neighbour != OUTSIDE:
+            check_open(layout)
+    return apart
 
 
 def _parcels(outputs: Apart, needs: Callable[[Tensor], bool]) -> dict[int, Parcel]:

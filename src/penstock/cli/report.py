@@ -1,0 +1,76 @@
+"""How timelines are told: as text, as a JSON object, as a row of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock import draw
+from penstock.ir import Schedule, Send
+from penstock.timeline import Timeline
+from penstock.verify import ends
+
+
+def summary(name: str, timeline: Timeline) -> dict[str, Any]:
+    """What `--json` prints. `actions` counts computes, sends and receives."""
+    program = timeline.program
+    actions = [action for lane in program.lanes for action in lane]
+    return {
+        "schedule": name,
+        "ranks": timeline.ranks,
+        "chunks": program.schedule.chunks,
+        "stages": program.schedule.stages,
+        "makespan": timeline.makespan,
+        "busy": sum(timeline.busy),
+        "bubble": timeline.bubble,
+        "peak": list(timeline.peak),
+        "messages": sum(isinstance(action, Send) for action in actions),
+        "actions": len(actions),
+        "deadlock_free": not list(ends(program, program.graph)),
+    }
+
+
+def sizes(schedule: Schedule) -> str:
+    """In words."""
+    return f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.chunks} micro-batches"
+
+
+def drawing(timeline: Timeline, width: int | None = None) -> str:
+    """As text, for the terminal at hand."""
+    console = Console()
+    color = console.is_terminal and not console.no_color and console.color_system is not None
+    return draw.text(timeline, width=width or max(32, console.width), color=color)
+
+
+def print_timeline(name: str, timeline: Timeline, width: int | None) -> None:
+    """What `penstock show` prints."""
+    schedule = timeline.program.schedule
+    facts = summary(name, timeline)
+    safe = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
+    print(f"{name}: {sizes(schedule)}, {facts['messages']} messages, {safe}\n")
+    print(drawing(timeline, width))
+    if schedule.recomputed:
+        print("peak leaves out the inputs that stages keep for their recomputation")
+
+
+def print_table(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
+    """What `penstock compare` prints."""
+    caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
+    table = Table(title=title, caption=caption)
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages a rank", "makespan", "bubble", "peak", "messages"):
+        table.add_column(heading, justify="right")
+    for name, timeline in rows:
+        facts = summary(name, timeline)
+        table.add_row(
+            name,
+            f"{facts['stages'] // facts['ranks']}",
+            f"{facts['makespan']:g}",
+            f"{facts['bubble']:.1%}",
+            f"{max(facts['peak']):g}",
+            f"{facts['messages']}",
+        )
+    Console().print(table)

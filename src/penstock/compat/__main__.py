@@ -1,0 +1,18 @@
+"""`python -m penstock.compat script.py args...`: run a script, with the old imports alive."""
+
+from __future__ import annotations
+
+import argparse
+
+from penstock.compat.script import run
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.compat",
+        description="Run a script that imports torch.distributed.pipeline.sync, torchgpipe or "
+        "fairscale.nn.Pipe, as it is.",
+    )
+    parser.add_argument("script", help="the script's file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to it")
+    given = parser.parse_args()
+    run(given.script, given.arguments)

@@ -1,0 +1,5 @@
+"""BatchNorm that counts mini-batches."""
+
+from penstock.compat.batchnorm import DeferredBatchNorm
+
+__all__ = ["DeferredBatchNorm"]

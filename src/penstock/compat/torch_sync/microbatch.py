@@ -1,0 +1,5 @@
+"""What is not to be cut."""
+
+from penstock.batch import NoChunk
+
+__all__ = ["NoChunk"]

@@ -1,0 +1,93 @@
+"""A byte-level transformer, as a flat Sequential, so that it can be cut between any two layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model, and of the batches it learns from."""
+
+    width: int
+    blocks: int
+    heads: int
+    context: int
+    rows: int
+
+
+# A hundred steps take half a minute on two cores, or on a GPU. Micro-batches much smaller than
+# an eighth of these spend their time between operations, and gain little from a pipeline.
+ON_CPU = Size(width=192, blocks=2, heads=4, context=64, rows=64)
+ON_GPU = Size(width=512, blocks=8, heads=8, context=256, rows=64)
+
+
+class Embedding(nn.Module):
+    """What a byte is, and where it stands."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(BYTES, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Rows of bytes become rows of vectors."""
+        vectors: Tensor = self.byte(text) + self.position.weight[: text.shape[1]]
+        return vectors
+
+
+class Block(nn.Module):
+    """Attention to what came before, and a small network, each after a norm and beside a bypass."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.asked = nn.Linear(width, 3 * width, bias=False)
+        self.answered = nn.Linear(width, width, bias=False)
+        self.network = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        x = x + self._attention(self.before_attention(x))
+        added: Tensor = self.network(self.before_network(x))
+        return x + added
+
+    def _attention(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        apart = self.asked(x).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = apart.permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        answer: Tensor = self.answered(found.transpose(1, 2).reshape(rows, length, width))
+        return answer
+
+
+def byte_transformer(size: Size, seed: int = 0) -> nn.Sequential:
+    """Embedding, blocks, a norm, and the head that says which byte comes next.
+
+    >>> model = byte_transformer(Size(width=8, blocks=2, heads=2, context=16, rows=4))
+    >>> model(torch.zeros(4, 16, dtype=torch.long)).shape
+    torch.Size([4, 16, 256])
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            Embedding(size),
+            *(Block(size) for _ in range(size.blocks)),
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, BYTES),
+        )
+
+
+def next_byte_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy over all positions; log(256) = 5.5 is what guessing costs."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())

@@ -1,0 +1,132 @@
+"""The errors that all the old pipes raise, each with its type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.compat import fairscale, torch_sync, torchgpipe
+from penstock.compat.partitions import Partitioned
+
+pytestmark = pytest.mark.usefixtures("rpc_worker")
+
+
+def by_balance(make: Any) -> Callable[..., Partitioned]:
+    def made(module: nn.Module, **options: Any) -> Partitioned:
+        count = len(module) if isinstance(module, nn.Sequential) else 1
+        pipe: Partitioned = make(module, [1] * count, devices=["cpu"] * count, **options)
+        return pipe
+
+    return made
+
+
+@pytest.fixture(
+    params=[
+        torch_sync.Pipe,
+        by_balance(torchgpipe.GPipe),
+        by_balance(fairscale.nn.Pipe),
+    ],
+    ids=["torch_sync", "torchgpipe", "fairscale"],
+)
+def make(request: pytest.FixtureRequest) -> Callable[..., Partitioned]:
+    made: Callable[..., Partitioned] = request.param
+    return made
+
+
+Make = Callable[..., Partitioned]
+
+
+def test_not_a_sequential(make: Make) -> None:
+    with pytest.raises(TypeError, match=r"nn\.Sequential, not of Linear"):
+        make(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_chunks(make: Make, chunks: int) -> None:
+    with pytest.raises(ValueError, match="chunks"):
+        make(nn.Sequential(nn.Linear(1, 1)), chunks=chunks)
+
+
+def test_checkpoint(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint is one of .*'except_last'.* not 'sometimes'"):
+        make(nn.Sequential(nn.Linear(1, 1)), checkpoint="sometimes")
+
+
+def test_duplicate_children(make: Make) -> None:
+    layer = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="duplicate children"):
+        make(nn.Sequential(layer, layer))
+
+
+def test_no_tensor(make: Make) -> None:
+    pipe = make(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(TypeError, match="tensor"):
+        pipe("text")
+
+
+def test_inputs_elsewhere(make: Make) -> None:
+    pipe = make(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(ValueError, match="an input is on meta, but the first stage is on cpu"):
+        pipe(torch.ones(2, 1, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: pipe.cuda(),
+        lambda pipe: pipe.cuda(0),
+        lambda pipe: pipe.cpu(),
+        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to(device="cpu", dtype=torch.float64),
+        lambda pipe: pipe.to(torch.ones(1)),
+        lambda pipe: pipe.to_empty(device="cpu"),
+    ],
+)
+def test_moving(make: Make, move: Callable[[Partitioned], object]) -> None:
+    pipe = make(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(TypeError, match="moving it is denied"):
+        move(pipe)
+
+
+def test_an_error_in_a_layer_is_its_own(make: Make) -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if bool((x < 0).any()):
+                raise ZeroDivisionError("negative")
+            return x
+
+    pipe = make(nn.Sequential(nn.Identity(), Picky()), chunks=2)
+    with pytest.raises(ZeroDivisionError, match="negative"):
+        pipe(-torch.ones(4, 1))
+    answer = pipe(torch.ones(4, 1))
+    answer = answer if isinstance(answer, Tensor) else answer.local_value()
+    assert torch.equal(answer, torch.ones(4, 1))
+
+
+def test_different_numbers_of_chunks() -> None:
+    class Sum(nn.Module):
+        def forward(self, a: Any, b: Any = None) -> Tensor:
+            total: Tensor = a[0] + a[1] if b is None else a + b
+            return total
+
+    inputs = torch.ones(4, 1), torch.ones(2, 1)
+    with pytest.raises(RuntimeError, match="different numbers of micro-batches"):
+        torch_sync.Pipe(nn.Sequential(Sum()), chunks=4)(*inputs)
+    with pytest.raises(RuntimeError, match="different numbers of micro-batches"):
+        torchgpipe.GPipe(nn.Sequential(Sum()), [1], devices=["cpu"], chunks=4)(inputs)
+
+
+def test_no_chunk_of_a_number() -> None:
+    with pytest.raises(TypeError, match="NoChunk is for tensors, not int"):
+        torch_sync.NoChunk(3)  # type: ignore[arg-type]
+
+
+def test_one_child_on_two_devices() -> None:
+    layer = nn.Linear(1, 1)
+    layer.bias = nn.Parameter(torch.ones(1, device="meta"))
+    with pytest.raises(ValueError, match="several devices, cpu, meta"):
+        torch_sync.Pipe(nn.Sequential(layer))

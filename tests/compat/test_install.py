@@ -1,0 +1,104 @@
+"""Old names in fresh processes: what `install` registers, and scripts as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from pkgutil import walk_packages
+
+import pytest
+
+from penstock.compat import fairscale, torch_sync, torchgpipe
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MIRRORS = {
+    "torch.distributed.pipeline.sync": torch_sync,
+    "torchgpipe": torchgpipe,
+    "fairscale": fairscale,
+}
+
+
+def python(*arguments: str, path: Path | None = None) -> str:
+    """What a new process prints. It computes with one thread, as others run beside it."""
+    extra = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **extra},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+SCRIPT_RUNS = [
+    (["torch_tutorial.py"], "trained: "),
+    (["torch_skips.py"], "skipped"),
+    (["torchgpipe_unet.py", "3"], "segmented by 3 partitions"),
+    (["fairscale_train.py", "--chunks", "3"], "trained with 3 chunks, except_last"),
+    (["spawned.py", "--flag", "two words"], "spawned"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), SCRIPT_RUNS, ids=[c[0] for c, _ in SCRIPT_RUNS])
+def test_a_script_runs_unchanged(command: list[str], said: str) -> None:
+    script, *arguments = command
+    output = python("-m", "penstock.compat", str(SCRIPTS / script), *arguments)
+    assert output.startswith(said)
+
+
+def test_every_module_of_a_mirror_has_its_old_name() -> None:
+    """Else the import system would load a second copy of it, under the old name."""
+    names = [
+        (old + found.name.removeprefix(mirror.__name__), found.name)
+        for old, mirror in MIRRORS.items()
+        for found in walk_packages(mirror.__path__, f"{mirror.__name__}.")
+    ]
+    assert ("torch.distributed.pipeline.sync.pipe", "penstock.compat.torch_sync.pipe") in names
+    assert ("fairscale.nn.pipe.balance", "penstock.compat.fairscale.nn.pipe.balance") in names
+    python(
+        "-c",
+        "import importlib, penstock.compat\n"
+        "penstock.compat.install()\n"
+        "penstock.compat.install()\n"
+        f"for old, new in {names}:\n"
+        "    assert importlib.import_module(old) is importlib.import_module(new), old\n"
+        # and two that were modules in the old days
+        "import torch.distributed.pipeline, torchgpipe\n"
+        "assert torch.distributed.pipeline.sync.Pipe\n"
+        "from torchgpipe.skip.skippable import Skippable, skippable\n"
+        "from torchgpipe.skip.namespace import Namespace\n"
+        "assert torchgpipe.skip.skippable is skippable\n",
+    )
+
+
+def test_an_installed_library_is_left_alone_unless_forced(tmp_path: Path) -> None:
+    package = tmp_path / "torchgpipe"
+    package.mkdir()
+    (package / "__init__.py").write_text("real = True\n")
+    (package / "worker.py").write_text("")
+    python(
+        "-c",
+        "import sys, penstock.compat\n"
+        "penstock.compat.install()\n"
+        "import fairscale, torchgpipe.worker\n"
+        "assert torchgpipe.real\n"
+        "assert fairscale.__name__ == 'penstock.compat.fairscale'\n"
+        "penstock.compat.install(force=True)\n"
+        "from torchgpipe import GPipe\n"
+        "assert GPipe.__module__ == 'penstock.compat.torchgpipe.gpipe'\n"
+        "assert 'torchgpipe.worker' not in sys.modules\n",
+        path=tmp_path,
+    )
+
+
+def test_compat_itself_needs_no_torch() -> None:
+    assert python("-c", "import sys, penstock.compat; print('torch' in sys.modules)") == "False"
+
+
+def test_usage() -> None:
+    assert "script" in python("-m", "penstock.compat", "--help")
