@@ -1,4 +1,4 @@
-# make demo   show and save the gallery of schedules
+# make demo   train a small model over a pipeline, compare, check, and save pictures; a minute
 # make test   everything that must hold: format, lint, types, import contracts, tests
 # make docs   build the documentation into site/
 # make bench  measure; prints tables
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint docs bench format clean
 
 demo: $(READY)
-	$(BIN)/penstock demo --out out/gallery
+	$(BIN)/penstock demo --out out/demo
 
 test: lint $(READY)
 	$(BIN)/pytest -n auto

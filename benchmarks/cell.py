@@ -5,8 +5,9 @@
 
 A cell is a stage and a micro-batch, forward and backward: here Linear(8, 8) on 8 rows, 4 stages,
 8 micro-batches, one intra-op thread. What is left above the plain loop is machinery. The peers
-give all CPU stages to one worker thread; so does `1 rank`. `4 ranks` has a thread a stage, more
-than there are cores. Every way takes its turn in every round, so that all meet the same noise.
+give all CPU stages to one worker; so does `1 rank`, which is the caller's own thread. `4 ranks` has
+a thread a stage, more than there are cores. Every way takes its turn in every round, so that all
+meet the same noise.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MODES = ("never", "except_last", "always")
 OURS = {
     "penstock, 1 rank": (1, "threads"),
     "penstock, 4 ranks": (4, "threads"),
-    "penstock, inline": (1, "inline"),
+    "penstock, 4 ranks inline": (4, "inline"),
 }
 
 

@@ -126,7 +126,7 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         ("show 1f1b -p 2 -m 2 --messages", "--messages says what to save: give --save FILE"),
         ("show 1f1b -p 2 -m 2 --memory nan", "--memory takes a number of micro-batches above 0"),
         ("compare -p 2 -m 2 --memory -1", "--memory takes a number of micro-batches above 0"),
-        ("demo --ranks 0", "ranks=0: each of these must be at least 1"),
+        ("gallery --ranks 0", "ranks=0: each of these must be at least 1"),
     ],
 )
 def test_no_option_is_ignored_and_nothing_is_written(

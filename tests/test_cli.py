@@ -373,11 +373,11 @@ def test_verify_of_an_empty_file(run: Run, tmp_path: Path) -> None:
     assert "it has no lanes" in refused(run("verify empty.txt"))
 
 
-# ---- demo ---------------------------------------------------------------------------------
+# ---- gallery ------------------------------------------------------------------------------
 
 
-def test_demo_shows_every_schedule_and_saves_its_picture(run: Run, tmp_path: Path) -> None:
-    answer = run("demo --out pictures --ranks 2 --chunks 2")
+def test_gallery_shows_every_schedule_and_saves_its_picture(run: Run, tmp_path: Path) -> None:
+    answer = run("gallery --out pictures --ranks 2 --chunks 2")
     assert answer.code == 0
     for name in (*schedules.FAMILIES, "fit"):
         assert f"\n{name}: " in answer.out

@@ -190,7 +190,8 @@ class Pipe(nn.Module):
                 return Keep.NOTHING
             return Keep.INPUTS if (stage, microbatch) in recomputed else Keep.GRAPH
 
-        crew = self._crew_at_hand() if self.runtime == "threads" else None
+        alone = len(self._split.places) == 1  # then there is nothing to run beside
+        crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
         return Call(stages, self._split.places, self._split.placement, keep, crew, tracked)
 
     def _check_layers(self) -> None:

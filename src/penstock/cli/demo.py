@@ -35,7 +35,7 @@ from penstock.demo.session import (
     written,
 )
 from penstock.demo.text import batches, on, stdlib_text
-from penstock.draw.palette import number, unit
+from penstock.draw.palette import number
 from penstock.errors import MissingExtra
 from penstock.run.training import StepResult
 from penstock.timeline import Timeline
@@ -201,7 +201,7 @@ def _compare(schedule: str, naive: Measured, pipelined: Measured) -> None:
 
 
 def _makespan(timeline: Timeline) -> str:
-    return unit(timeline.makespan).said(timeline.makespan)
+    return f"{timeline.makespan * 1e3:.1f} ms"
 
 
 def _bubble(timeline: Timeline) -> str:

@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import gc
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from penstock import Pipe, cli
+from penstock.cli import demo
+from penstock.demo import devices as found
+from penstock.demo.devices import Layout, devices_at_hand, devices_named
+from penstock.demo.model import Size, byte_transformer, next_byte_loss
+from penstock.demo.session import compare_gradients, measure, train, written
+from penstock.demo.text import batches, stdlib_text
+from penstock.errors import ArgumentError, MissingExtra
+
+pytest.importorskip("matplotlib")
+
+TINY = Size(width=8, blocks=2, heads=2, context=8, rows=4)
+CPUS = devices_named("cpu,cpu")
+PICTURES = {f"{name}.{kind}" for name in ("naive", "pipeline") for kind in ("svg", "png", "json")}
+
+Run = Callable[[str], int]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`penstock demo` at a tiny size, in a directory of its own: its exit status."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(demo, "ON_CPU", TINY)
+
+    def call(words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["penstock", "demo", *words.split()])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0)
+
+    return call
+
+
+@pytest.fixture
+def laid_out() -> tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]]:
+    """A tiny model, its layout on two CPU ranks, and a batch."""
+    model = byte_transformer(TINY)
+    batch = next(batches(stdlib_text(), TINY.rows, TINY.context, seed=0))
+    return model, Layout(CPUS, (1.0,) * len(model)), batch
+
+
+# ---- the command --------------------------------------------------------------------------
+
+
+def test_it_trains_compares_checks_and_says_what_it_saved(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps 3 --chunks 2 --devices cpu,cpu --out pictures") == 0
+    answer = capsys.readouterr()
+    assert answer.err == ""
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == PICTURES
+    for name in ("naive", "pipeline"):
+        assert "<svg" in (tmp_path / "pictures" / f"{name}.svg").read_text()
+        assert f"pictures/{name}.svg, .png" in answer.out
+        assert f"pictures/{name}.json" in answer.out
+    assert "naive model parallelism, measured" in (tmp_path / "pictures/naive.svg").read_text()
+    assert "under 1f1b, measured" in (tmp_path / "pictures/pipeline.svg").read_text()
+    assert re.search(r"^the pipeline is \d+\.\d\d times as fast on 2 devices$", answer.out, re.M)
+    assert "gradients in float64: the same as the unsplit model's" in answer.out
+
+
+def test_without_a_terminal_it_prints_a_line_now_and_then(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps 40 --chunks 2 --devices cpu,cpu") == 0
+    lines = re.findall(r"^step +(\d+)/40  (.*)$", capsys.readouterr().out, re.M)
+    assert 8 <= len(lines) <= 12
+    assert (lines[0][0], lines[-1][0]) == ("1", "40")
+    for _, words in lines:
+        assert re.fullmatch(r"loss \d\.\d\d +[\d.]+k? tokens/s  bubble +\d+%", words), words
+
+
+def test_in_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(demo, "Console", lambda: terminal)
+    demo.show_progress((demo.Reading(step, 2.5, 12345.0, 0.125) for step in (1, 2)), steps=2)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "━" in shown
+    assert "2/2 loss 2.50  12.35k tokens/s  bubble 12%" in shown
+
+
+def test_gradients_that_differ_end_it_with_1(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Pipe.step
+
+    def slightly_wrong(pipe: Pipe, *inputs: Any, **options: Any) -> Any:
+        result = step(pipe, *inputs, **options)
+        first = next(pipe.parameters()).grad
+        assert first is not None
+        first.view(-1)[0] += 1e-8
+        return result
+
+    monkeypatch.setattr(Pipe, "step", slightly_wrong)
+    assert run("--steps 1 --chunks 2 --devices cpu,cpu") == 1
+    answer = capsys.readouterr().out
+    assert "gradients in float64: NOT the same as the unsplit model's" in answer
+    assert "largest difference 1.0e-08 (at most 1e-10)" in answer
+
+
+def test_no_thread_is_left_and_none_is_taken_away(run: Run) -> None:
+    before, threads = torch.get_num_threads(), threading.active_count()
+    torch.set_num_threads(3)
+    try:
+        assert run("--steps 1 --chunks 2 --devices cpu,cpu") == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    gc.collect()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_other_schedules_and_sizes(
+    run: Run, schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--steps 1 --chunks 3 --devices cpu,cpu,cpu --schedule {schedule} --seed 7"
+    assert run(words) == 0
+    answer = capsys.readouterr().out
+    assert f"runs under {schedule} (measured)" in answer
+    assert "3 micro-batches of 1 x 8 bytes a step" in answer
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--devices cpu", "a pipeline has at least two devices: --devices cpu,cpu, not 'cpu'"),
+        ("--devices cpu,gpu7", "--devices takes names such as cpu,cpu; 'cpu,gpu7': "),
+        ("--chunks 0", "chunks=0: each of these must be at least 1"),
+        ("--schedule 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
+        ("--schedule forward-only", "has no backwards"),
+    ],
+)
+def test_what_was_asked_wrongly_is_told_before_anything_runs(
+    run: Run, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--devices" not in words:
+        words += " --devices cpu,cpu"
+    assert run(words) == 2
+    answer = capsys.readouterr()
+    assert message in answer.err
+    assert answer.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_training(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("")
+    assert run("--steps 1 --chunks 2 --devices cpu,cpu --out taken") == 2
+    answer = capsys.readouterr()
+    assert answer.out == ""
+    assert "File exists: 'taken'" in answer.err
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert run("--steps 1") == 2
+    assert capsys.readouterr() == (
+        "",
+        "penstock: the demo needs matplotlib: pip install 'penstock[draw]'\n",
+    )
+
+
+def test_interrupted_it_ends_at_once_and_quietly(tmp_path: Path) -> None:
+    words = ["demo", "--steps", "100000", "--devices", "cpu,cpu"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "penstock", *words],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# ---- its parts ----------------------------------------------------------------------------
+
+
+def test_the_text_is_found_and_is_python() -> None:
+    text = bytes(stdlib_text().tolist())
+    assert b"def dataclass(" in text
+    assert b"def get_path(" in text
+
+
+def test_without_sources_it_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"no Python sources in {tmp_path}"):
+        stdlib_text(tmp_path)
+
+
+def test_batches_are_pieces_of_the_text_and_the_seed_decides_which() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    inputs, target = next(batches(text, rows=5, context=16, seed=1))
+    assert inputs.shape == target.shape == (5, 16)
+    assert torch.equal(target, inputs + 1)
+    again, other = (next(batches(text, rows=5, context=16, seed=seed))[0] for seed in (1, 2))
+    assert torch.equal(inputs, again)
+    assert not torch.equal(inputs, other)
+
+
+def test_the_last_piece_of_the_text_is_in_reach() -> None:
+    text = torch.arange(10, dtype=torch.uint8)
+    starts = {int(x[0, 0]) for x, _ in zip_first(batches(text, rows=1, context=8, seed=0), 40)}
+    assert starts == {0, 1}
+
+
+def zip_first(endless: Iterator[Any], count: int) -> Iterator[Any]:
+    return (next(endless) for _ in range(count))
+
+
+def test_the_model_is_causal() -> None:
+    model = byte_transformer(TINY)
+    text = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(0))
+    other = text.clone()
+    other[0, 5] = (other[0, 5] + 1) % 256
+    same = (model(text) == model(other)).all(dim=2)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+def test_the_model_takes_no_random_numbers_from_the_caller() -> None:
+    before = torch.get_rng_state()
+    byte_transformer(TINY, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_training_lowers_the_loss(
+    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+) -> None:
+    model, layout, batch = laid_out
+    pipe = layout.pipe(model, "1f1b", 2)
+    losses = [float(r.loss) for r in train(pipe, iter([batch] * 40), 40, CPUS)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_gradients_are_those_of_the_unsplit_model(
+    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+) -> None:
+    model, layout, batch = laid_out
+    sameness = compare_gradients(model, layout, "1f1b", 4, batch)
+    assert sameness.holds
+    assert sameness.largest > 1e-3
+    assert sameness.tensors == len(list(model.parameters()))
+
+
+def test_no_gradient_or_no_number_is_a_difference(
+    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layout, batch = laid_out
+    step = Pipe.step
+
+    def spoilt(value: Tensor | None) -> None:
+        def spoil(pipe: Pipe, *inputs: Any, **options: Any) -> Any:
+            result = step(pipe, *inputs, **options)
+            *_, last = pipe.parameters()
+            last.grad = value
+            return result
+
+        monkeypatch.setattr(Pipe, "step", spoil)
+
+    spoilt(None)
+    assert not compare_gradients(model, layout, "1f1b", 2, batch).holds
+    spoilt(torch.full((256,), float("nan"), dtype=torch.float64))
+    assert not compare_gradients(model, layout, "1f1b", 2, batch).holds
+
+
+def test_measuring_leaves_weights_and_gradients_alone(
+    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+) -> None:
+    model, layout, batch = laid_out
+    before = [parameter.clone() for parameter in model.parameters()]
+    pipe = layout.pipe(model, "1f1b", 2)
+    (measured,) = measure([pipe], batch, times=3)
+    assert measured.timeline.makespan > 0
+    assert measured.forecast.program == measured.timeline.program
+    assert measured.counted_in(4).timeline.peak == tuple(4 * p for p in measured.timeline.peak)
+    for parameter, value in zip(pipe.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert torch.equal(parameter, value)
+
+
+def test_writing_goes_on_past_the_context(
+    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+) -> None:
+    model, layout, _ = laid_out
+    pipe = layout.pipe(model, "1f1b", 2)
+    prose = written(pipe, b"def ", 12, TINY.context, seed=0)
+    assert prose.startswith(b"def ")
+    assert len(prose) == 16
+    assert prose == written(pipe, b"def ", 12, TINY.context, seed=0)
+
+
+def test_every_pipe_over_a_layout_is_cut_by_the_same_times() -> None:
+    layout = Layout(CPUS, (1.0, 1.0, 1.0, 3.0))
+    assert list(layout.cuts("1f1b")) == list(layout.cuts("naive")) == [3, 1]
+    assert list(layout.cuts("interleaved")) == [1, 1, 1, 1]
+
+
+def test_the_layers_are_measured() -> None:
+    model = byte_transformer(replace(TINY, width=64))
+    example = torch.zeros(2, 8, dtype=torch.long)
+    seconds = Layout.measured(CPUS, model, example).seconds
+    assert len(seconds) == len(model)
+    assert seconds[1] > seconds[0]  # a block takes longer than looking up bytes
+
+
+# ---- devices ------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_there_are_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [repr(place) for place in devices_at_hand().places] == ["cpu", "cpu"]
+
+
+def test_every_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(found, "place_at", lambda name: name)
+    places: tuple[Any, ...] = devices_at_hand().places
+    assert places == ("cuda:0", "cuda:1", "cuda:2")
+
+
+def test_one_gpu_is_cut_or_it_is_said_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(found, "virtual_devices", lambda name, n: [f"{name}/{i}" for i in range(n)])
+    places: tuple[Any, ...] = devices_at_hand().places
+    assert places == ("cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3")
+
+    def missing(name: str, n: int) -> list[Any]:
+        raise MissingExtra("cuda-bindings", "cuda", "to cut a GPU")
+
+    monkeypatch.setattr(found, "virtual_devices", missing)
+    devices = devices_at_hand()
+    assert [repr(place) for place in devices.places] == ["cpu", "cpu"]
+    assert "pip install 'penstock[cuda]'" in devices.why
+
+
+def test_the_loss_of_guessing_is_that_of_256_choices() -> None:
+    output, target = torch.zeros(2, 3, 256), torch.zeros(2, 3, dtype=torch.long)
+    assert float(next_byte_loss(output, target)) == pytest.approx(5.545, abs=1e-3)
