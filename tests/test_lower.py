@@ -8,10 +8,17 @@ import pytest
 from penstock import draw, schedules
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Program, Recv, Schedule, Send, StageGraph
-from penstock.lower import lower, recompute, recompute_mode
+from penstock.lower import (
+    forwards_first,
+    lower,
+    recompute,
+    recompute_mode,
+    without_recompute,
+)
 from penstock.notation import dumps, loads
 from penstock.play import Deadlock, Sends, play
 from penstock.timeline import simulate
+from penstock.verify import verify
 
 
 def schedule(text: str) -> Schedule:
@@ -215,3 +222,17 @@ def test_an_unknown_mode() -> None:
     with pytest.raises(ArgumentError) as error:
         recompute_mode("sometimes", chunks=3)
     assert str(error.value) == ("checkpoint is one of always, except_last, never, not 'sometimes'")
+
+
+# ---- for the two doors of a pipe ----------------------------------------------------------
+
+
+def test_forwards_first_keeps_both_orders() -> None:
+    made = forwards_first(recompute(schedules.one_f_one_b(2, 3), recompute_mode("always", 3)))
+    assert " ".join(map(str, made.lanes[1])) == "1F0 1F1 1F2 1R0 1B0 1R1 1B1 1R2 1B2"
+    assert verify(made) == ()
+
+
+def test_without_recompute_undoes_recompute() -> None:
+    plain = schedules.interleaved(2, 4)
+    assert without_recompute(recompute(plain, recompute_mode("always", 4))) == plain

@@ -11,7 +11,7 @@ from penstock.ir import Compute, Op, Program, Schedule, StageGraph
 from penstock.lower import lower
 from penstock.notation import loads
 from penstock.play import Deadlock, Span
-from penstock.timeline import Timeline, simulate
+from penstock.timeline import Timeline, observed, simulate
 
 
 def simulated(text: str, cost: Cost | None = None) -> Timeline:
@@ -186,3 +186,20 @@ def test_a_program_that_cannot_end_cannot_be_simulated() -> None:
     assert isinstance(program, Program)
     with pytest.raises(Deadlock):
         simulate(program)
+
+
+def test_observed_costs_are_means_by_stage() -> None:
+    program = lower(schedules.gpipe(2, 2))
+    cost = Cost(F=(1.0, 3.0), I=(2.0, 1.0), W=(2.0, 1.0), activation=(1.0, 1.0))
+    timeline = simulate(program, cost)
+    assert observed(program, timeline.spans) == cost
+    slower = [
+        span._replace(end=span.end + 2.0) if str(span.action) == "0F0" else span
+        for span in timeline.spans
+    ]
+    assert observed(program, slower).F == (2.0, 3.0)
+
+
+def test_observed_costs_of_what_did_not_run_are_zero() -> None:
+    program = lower(schedules.gpipe(1, 1))
+    assert observed(program, []).F == (0.0,)

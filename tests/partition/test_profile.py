@@ -105,7 +105,7 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls[0]()
-        watched: Tensor = _Watched.apply(x, self.calls[1])
+        watched: Tensor = _Watched.apply(x, self.calls[1])  # type: ignore[no-untyped-call]
         return watched
 
 
@@ -317,7 +317,7 @@ def test_what_a_layer_kept_is_let_go_before_the_next_runs() -> None:
         def forward(self, x: Tensor) -> Tensor:
             token = Token()
             tokens.append(ref(token))
-            kept: Tensor = _Watched.apply(x, token)
+            kept: Tensor = _Watched.apply(x, token)  # type: ignore[no-untyped-call]
             return kept
 
     look = Watched(lambda: alive.append(tokens[-1]() is not None), nothing)
@@ -443,7 +443,7 @@ def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers(measure: Measure)
 
 
 def sleep() -> None:
-    torch.cuda._sleep(100_000_000) # cycles: 30 ms at least
+    torch.cuda._sleep(100_000_000)  # cycles: 30 ms at least
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

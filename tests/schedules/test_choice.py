@@ -1,0 +1,97 @@
+"""The schedule that a pipe was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock import ArgumentError, dumps, schedules, verify
+from penstock.ir import Schedule
+from penstock.schedules.choice import choose, placement_of, read
+
+
+def picture(schedule: Schedule) -> str:
+    return "\n".join(" ".join(map(str, lane)) for lane in schedule.lanes)
+
+
+def test_clocked_is_gpipe_where_every_rank_has_a_stage() -> None:
+    for ranks in range(1, 5):
+        for chunks in range(1, 6):
+            clocked = schedules.clocked(tuple(range(ranks)), chunks)
+            assert clocked == schedules.gpipe(ranks, chunks)
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 0), (0, 1, 0), (0, 1, 1, 0), (0, 1, 2, 1), (1, 0)])
+def test_clocked_is_sound_over_any_placement(placement: tuple[int, ...]) -> None:
+    for chunks in (1, 2, 5):
+        assert verify(schedules.clocked(placement, chunks)) == ()
+
+
+def test_stages_of_one_rank_take_turns_by_the_clock() -> None:
+    assert picture(schedules.clocked((0, 0), 2)) == "0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0"
+    lane = schedules.clocked((0, 0), 3).lanes[0]
+    assert " ".join(map(str, lane[:6])) == "0F0 0F1 1F0 0F2 1F1 1F2"
+
+
+def test_a_name_is_made_for_any_number_of_micro_batches() -> None:
+    choice = choose("1f1b", (0, 1), 4)
+    assert choice.name == "1f1b"
+    assert choice(4) == schedules.one_f_one_b(2, 4)
+    assert choice(3) == schedules.one_f_one_b(2, 3)
+
+
+def test_a_schedule_of_ones_own_loses_its_last_micro_batches() -> None:
+    mine = schedules.eager_one_f_one_b(3, 5)
+    choice = choose(mine, mine.placement, 5)
+    fewer = choice(2)
+    assert fewer.chunks == 2
+    assert verify(fewer) == ()
+    assert choice.name == "your own"
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    mine = schedules.interleaved(2, 4)
+    file = tmp_path / "mine.txt"
+    file.write_text(dumps(mine))
+    assert read(file) == mine
+    assert read(str(file)) == mine
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [("mine.txt", "there is no file 'mine.txt'"), ("fit", "fit needs costs")],
+)
+def test_what_cannot_be_read(asked: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        read(asked)
+
+
+def test_placements() -> None:
+    assert placement_of(None, 2, 4) == (0, 1, 0, 1)
+    assert placement_of("interleaved", 2, 6) == (0, 1, 0, 1, 0, 1)
+    assert placement_of("zb-v", 2, 4) == (0, 1, 1, 0)
+    mine = schedules.clocked((1, 0, 1), 2)
+    assert placement_of(mine, 2, 3) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "stages", "message"),
+    [
+        (None, 2, 3, "3 stages do not divide among 2 devices"),
+        ("1f1b", 2, 4, "1f1b needs stages=2 on 2 devices, 1 for each, not 4"),
+        (schedules.gpipe(2, 2), 3, 3, "the schedule is for 2 stages on 2 ranks"),
+    ],
+)
+def test_placements_that_cannot_be(
+    asked: str | Schedule | None, ranks: int, stages: int, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        placement_of(asked, ranks, stages)
+
+
+def test_a_schedule_has_its_own_placement_and_chunks() -> None:
+    with pytest.raises(ArgumentError, match="the layers stand on ranks 0 1 1, stage by stage"):
+        choose(schedules.gpipe(3, 2), (0, 1, 1), 2)
+    with pytest.raises(ArgumentError, match="for 2 micro-batches, not 3: set chunks=2"):
+        choose(schedules.gpipe(2, 2), (0, 1), 3)
