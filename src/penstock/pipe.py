@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +52,8 @@ class Pipe(nn.Module):
     torch.Size([6, 2])
     """
 
+    loss_fn: LossFn | None
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -74,27 +75,26 @@ class Pipe(nn.Module):
         _check_options(chunks, checkpoint, runtime, reduction)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
-        self.loss_fn, self.reduction, self.runtime = loss_fn, reduction, runtime
+        self.reduction, self.runtime = reduction, runtime
+        self.__dict__["loss_fn"] = loss_fn  # not a child, if it is a module
         if deferred_batch_norm:
-            module = copy(module)
-            module._modules = dict(module._modules)  # the user's own stays as it is
-            DeferredBatchNorm.convert_deferred_batch_norm(module)
+            converted = DeferredBatchNorm.convert_deferred_batch_norm(module)
+            assert isinstance(converted, nn.Sequential)
+            module = converted
         asked = read(schedule)
         self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
         self._choice = choose(asked, self._split.placement, chunks)
         made = self._choice(chunks)
         _check_runs(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
-        # The children are the Sequential's own, under their own names.
+        self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+        self._made = _Made()
+        self.training = module.training
+        # The children are the Sequential's own, under their own names, whatever those are: from
+        # here on no attribute is set.
         self._modules.update(module._modules)
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
-        self.training = module.training
-        self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
-        self._crew: Crew | None = None
-        self._whole: dict[Any, tuple[Program, Phase]] = {}
-        self._halves: dict[Any, tuple[Program, Phase, Phase]] = {}
-        self._last: Measured | None = None
 
     # ---- the two doors --------------------------------------------------------------------
 
@@ -131,14 +131,14 @@ class Pipe(nn.Module):
         weights = self._weights(shares(inputs, self.chunks), loss_fn)
         result = train(call, program, phase, batches, targets, weights)
         if torch.is_grad_enabled():
-            self._last = result.measured
+            self._made.last = result.measured
         return result
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         program, _ = self._one_phase(self.chunks)
-        if cost is None and self._last is not None:
-            cost = self._last.timeline.cost
+        if cost is None and self._made.last is not None:
+            cost = self._made.last.timeline.cost
         return simulate(program, cost)
 
     # ---- how they are run -----------------------------------------------------------------
@@ -164,19 +164,20 @@ class Pipe(nn.Module):
 
     def _one_phase(self, chunks: int) -> tuple[Program, Phase]:
         key = chunks, self.training
-        if key not in self._whole:
+        if key not in self._made.whole:
             program = lower(self._schedule(*key), self._split.partition.graph)
-            self._whole[key] = program, whole(program)
-        return self._whole[key]
+            self._made.whole[key] = program, whole(program)
+        return self._made.whole[key]
 
     def _two_phases(self, chunks: int) -> tuple[Program, Phase, Phase]:
         key = chunks, self.training and torch.is_grad_enabled()
-        if key not in self._halves:
+        if key not in self._made.halves:
             schedule = forwards_first(self._schedule(*key))
             program = lower(schedule, self._split.partition.graph)
             phase = whole(program)
-            self._halves[key] = program, phase.only(is_forward), phase.only(is_backward)
-        return self._halves[key]
+            halves = phase.only(is_forward), phase.only(is_backward)
+            self._made.halves[key] = program, *halves
+        return self._made.halves[key]
 
     def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
         recomputed = program.schedule.recomputed
@@ -205,14 +206,11 @@ class Pipe(nn.Module):
 
     def _crew_at_hand(self) -> Crew:
         """The threads: made at the first call, and ended with the pipe."""
-        if self._crew is None or not self._crew.here:
-            self._crew = Crew(len(self._split.places))
-        return self._crew
+        if self._made.crew is None or not self._made.crew.here:
+            self._made.crew = Crew(len(self._split.places))
+        return self._made.crew
 
     # ---- a module like any other ----------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_crew": None, "_whole": {}, "_halves": {}, "_last": None}
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -267,6 +265,19 @@ class Pipe(nn.Module):
                 raise _denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+@dataclass
+class _Made:
+    """What a pipe makes when it is first needed. A copy of the pipe makes its own."""
+
+    crew: Crew | None = None
+    whole: dict[tuple[int, bool], tuple[Program, Phase]] = field(default_factory=dict)
+    halves: dict[tuple[int, bool], tuple[Program, Phase, Phase]] = field(default_factory=dict)
+    last: Measured | None = None
+
+    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
+        return _Made, ()
 
 
 def _denied() -> TypeError:

@@ -36,7 +36,9 @@ class Partitioned(nn.Module):
         super().__init__()
         chunks, checkpoint = int(chunks), str(checkpoint)
         if deferred_batch_norm:
-            DeferredBatchNorm.convert_deferred_batch_norm(chained, chunks)
+            converted = DeferredBatchNorm.convert_deferred_batch_norm(chained, chunks)
+            assert isinstance(converted, nn.Sequential)
+            chained = converted
         ranks = list(dict.fromkeys(devices))
         pipe = Pipe(
             chained,

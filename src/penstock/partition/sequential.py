@@ -58,11 +58,16 @@ class Partition:
     routes: tuple[tuple[SkipKey, int, int], ...]  # skips that cross stages
 
 
+def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers."""
+    return [*layer.parameters(), *layer.buffers()]
+
+
 def device_of(layer: nn.Module) -> torch.device | None:
     """Where the layer's parameters and buffers are; None if it has none."""
     if isinstance(layer, WithDevice):
         return layer.device
-    found = {t.device for t in (*layer.parameters(), *layer.buffers())}
+    found = {tensor.device for tensor in tensors_of(layer)}
     if len(found) > 1:
         where = ", ".join(sorted(map(str, found)))
         raise ArgumentError(

@@ -13,7 +13,13 @@ from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.partition.profile import layer_bytes, layer_times
-from penstock.partition.sequential import Partition, PipeSequential, cut, placed_by_user
+from penstock.partition.sequential import (
+    Partition,
+    PipeSequential,
+    cut,
+    placed_by_user,
+    tensors_of,
+)
 from penstock.run.places import Place, place_at
 from penstock.schedules.choice import placement_of
 from penstock.schedules.registry import family_of
@@ -87,7 +93,8 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
     for stage, rank in zip(partition.stages, placement, strict=True):
         for layer in stage.layers:
-            layer.to(places[rank].device)
+            if any(t.device != places[rank].device for t in tensors_of(layer)):
+                layer.to(places[rank].device)
     return Split(partition, places, placement)
 
 

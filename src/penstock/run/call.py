@@ -18,8 +18,8 @@ from penstock.run.places import Gpu, Moment, Place, Streams
 from penstock.run.threads import Crew
 from penstock.run.transport import Mailboxes, Stopped
 from penstock.run.worker import Desk, Mark, Step, Worker
-from penstock.stage.context import Context
-from penstock.stage.randomness import seed_of_call, shared_states
+from penstock.stage.context import Context, no_autocast
+from penstock.stage.randomness import move_on, next_seed, shared_states
 from penstock.stage.stage import Stage
 from penstock.stage.tape import Keep, Tape
 from penstock.timeline import Timeline, observed
@@ -40,9 +40,9 @@ class Call:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
-        seed, self._move_on = seed_of_call()
+        seed = next_seed()
         self.tapes = [Tape(s, self.context, seed, partial(keep, s.index), tracked) for s in stages]
-        self.done = False
+        self.done = self._moved_on = False
         self._mailboxes = Mailboxes(places, placement)
         self.workers = [
             Worker(
@@ -67,7 +67,7 @@ class Call:
         states = shared_states(place.device for place in self._places)
         try:
             if self._crew is None:
-                with torch.set_grad_enabled(self.context.grad):
+                with no_autocast(), torch.set_grad_enabled(self.context.grad):
                     run_inline(self.workers, phase)
             else:
                 jobs = [
@@ -118,8 +118,9 @@ class Call:
                     "calls repeat them rightly",
                     stacklevel=4,
                 )
-        if any(tape.drew for tape in self.tapes):
-            self._move_on()
+        if any(tape.drew for tape in self.tapes) and not self._moved_on:
+            self._moved_on = True
+            move_on()
 
     def measured(self, program: Program) -> Measured:
         """When each rank did what."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.run.call import Call
 from penstock.run.phase import Phase
-from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart
+from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart, versions
 
 
 def from_outside(batches: Sequence[tuple[Any, ...]]) -> list[Parcel]:
@@ -57,8 +57,7 @@ class Passage:
         parcels = [self.call.desk.outputs.pop((self._last, i)) for i in range(self._chunks)]
         self._layouts = [parcel.layout for parcel in parcels]
         self._sizes = [len(parcel.tensors) for parcel in parcels]
-        if not self.call.context.inference:
-            self._versions = [tensor._version for tensor in self.inputs]
+        self._versions = versions(self.inputs)
         tensors = [t for parcel in parcels for t in parcel.tensors if t is not None]
         return tensors, [need for parcel in parcels for need in parcel.needs]
 
@@ -83,9 +82,10 @@ class Passage:
         if self.call.done:
             raise RuntimeError(
                 "trying to backward through a pipe a second time: what the first backward needed "
-                "has been freed; use loss.backward(retain_graph=True) for all but the last"
+                "has been freed, also if it failed; use loss.backward(retain_graph=True) for all "
+                "but the last"
             )
-        if self._versions != [tensor._version for tensor in self.inputs]:
+        if self._versions != versions(self.inputs):
             raise RuntimeError(
                 "an input of the pipe has been changed in place after its forward, and the "
                 "backward needs it as it was: clone it before you change it"
@@ -95,7 +95,11 @@ class Passage:
             desk.gradients[self._last, microbatch] = Parcel(tuple(piece))
         for tape in self.call.tapes:
             tape.collect()
-        self.call.run(self._backward, retain)
+        try:
+            self.call.run(self._backward, retain)
+        except BaseException:
+            self.call.clear()
+            raise
         of_inputs = [
             gradient
             for microbatch in range(self._chunks)

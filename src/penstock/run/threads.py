@@ -28,6 +28,7 @@ class Crew:
         ]
         for thread in threads:
             thread.start()
+        self._idents = {thread.ident for thread in threads}
         weakref.finalize(self, _end, self._orders, threads, self._pid)
 
     @property
@@ -40,6 +41,11 @@ class Crew:
 
         The first error is raised here, as it was raised there.
         """
+        if threading.get_ident() in self._idents:
+            raise RuntimeError(
+                "a pipe was called by one of its own workers, in a layer or a hook, and would wait "
+                "for itself: call it after the step, or make another Pipe for this"
+            )
         with self._one_at_a_time:  # all ranks must see calls in the same order
             self._do(jobs, stop)
 

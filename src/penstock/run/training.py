@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +45,16 @@ def train(
 ) -> StepResult:
     """Run the phase over micro-batches; the loss is the weighted sum of theirs."""
     last = len(call.tapes) - 1
-    pairs = zip(batches, targets, strict=True)
+    given = {0: batches, last: targets}
     if last == 0:
-        parcels = [{0: parcel} for parcel in from_outside([b + t for b, t in pairs])]
-    else:
-        ends = [{last: p} if t else {} for p, t in zip(from_outside(targets), targets, strict=True)]
-        parcels = [{0: p, **end} for p, end in zip(from_outside(batches), ends, strict=True)]
-    for microbatch, mine in enumerate(parcels):
-        for stage, parcel in mine.items():
-            call.desk.inputs[stage, microbatch] = parcel
+        given = {0: [batch + target for batch, target in zip(batches, targets, strict=True)]}
+    for stage, values in given.items():
+        for microbatch, parcel in enumerate(from_outside(values)):
+            if values[microbatch]:
+                call.desk.inputs[stage, microbatch] = parcel
     call.desk.answer = lambda i, made: _gradients(made, weights[i])
     call.run(phase)
-    _pass_on(batches, call)
+    _pass_on(given, call)
     outputs = [call.desk.outputs[last, i] for i in range(len(batches))]
     values = [put_together(p.tensors, p.layout) for p in outputs]  # type: ignore[arg-type]
     losses = [value[0] * weight for value, weight in zip(values, weights, strict=True)]
@@ -75,21 +73,16 @@ def _gradients(made: Parcel, weight: float) -> Parcel:
     return Parcel((torch.full_like(loss, weight), *(None for _ in others)))
 
 
-def _pass_on(batches: Sequence[tuple[Any, ...]], call: Call) -> None:
-    """If the batch itself was computed by something that learns: let it learn, once."""
+def _pass_on(given: Mapping[int, Sequence[tuple[Any, ...]]], call: Call) -> None:
+    """If what was given was computed by something that learns: let it learn, once."""
     found = [
         (tensor, gradient)
-        for microbatch, batch in enumerate(batches)
+        for (stage, microbatch), parcel in sorted(call.desk.input_gradients.items())
         for tensor, gradient in zip(
-            taken_apart(batch)[0], _input_gradients(call, microbatch), strict=False
+            taken_apart(given[stage][microbatch])[0], parcel.tensors, strict=True
         )
         if gradient is not None
     ]
     if found:
         tensors, gradients = zip(*found, strict=True)
         torch.autograd.backward(tensors, gradients)
-
-
-def _input_gradients(call: Call, microbatch: int) -> tuple[Tensor | None, ...]:
-    parcel = call.desk.input_gradients.get((0, microbatch))
-    return parcel.tensors if parcel else ()

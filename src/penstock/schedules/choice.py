@@ -7,13 +7,13 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import ArgumentError
-from penstock.ir import Schedule, schedule_of
+from penstock.ir import Program, Schedule, schedule_of
 from penstock.notation import loads
 from penstock.schedules.gpipe import clocked
 from penstock.schedules.parts import assemble, loop
 from penstock.schedules.registry import FAMILIES, family_of, make
 
-Asked = str | PathLike[str] | Schedule | None
+Asked = str | PathLike[str] | Schedule | Program | None
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,11 @@ class Choice:
 
 
 def read(asked: Asked) -> str | Schedule | None:
-    """A name or a schedule; a file is read."""
-    if asked is None or isinstance(asked, Schedule):
-        return asked
+    """A name or a schedule; a file is read, and a program's messages are left out."""
+    if asked is None:
+        return None
+    if isinstance(asked, Schedule | Program):
+        return schedule_of(asked)
     if asked == "fit":
         raise ArgumentError(
             "fit needs costs: make the schedule with penstock.schedules.fit, and give that"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -91,17 +92,24 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """The module, with every BatchNorm in it replaced; parameters and buffers are kept."""
+        """The module, with every BatchNorm in it replaced; parameters and buffers are shared.
+
+        What has one in it is copied, not deeply, so that the given module stays as it is.
+        """
         if isinstance(module, cls):
             module.begin(chunks)
             return module
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             return cls._from(module, chunks)
-        for name, child in module.named_children():
-            replaced = cls.convert_deferred_batch_norm(child, chunks)
-            if replaced is not child:
-                setattr(module, name, replaced)
-        return module
+        children = {
+            name: child and cls.convert_deferred_batch_norm(child, chunks)
+            for name, child in module._modules.items()
+        }
+        if all(child is module._modules[name] for name, child in children.items()):
+            return module
+        new = copy(module)
+        new._modules = children
+        return new
 
     @classmethod
     def _from(cls, module: _BatchNorm, chunks: int) -> DeferredBatchNorm:

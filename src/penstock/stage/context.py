@@ -36,7 +36,7 @@ class Context:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=None if default == torch.device("cpu") else default,
-            saved_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
+            saved_hooks=_hooks_on_saved_tensors(),
         )
 
     @cached_property
@@ -55,3 +55,26 @@ class Context:
             if self.saved_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
             yield
+
+
+def _hooks_on_saved_tensors() -> tuple[Any, Any] | None:
+    """Those in use here. PyTorch's checkpoint has some that repeat the whole call: not for us."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return _as_it_is, _as_it_is
+    found: tuple[Any, Any] | None = hooks
+    return found
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Within, as in a thread that has just begun: a backward may be asked for under autocast."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

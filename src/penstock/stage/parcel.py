@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,11 @@ class Parcel:
         """The same, with each tensor moved."""
         tensors = tuple(None if t is None else move(t) for t in self.tensors)
         return Parcel(tensors, self.layout, self.needs)
+
+
+def versions(tensors: Iterable[Tensor | None]) -> list[int]:
+    """How often each has been changed in place; those made in inference mode do not count."""
+    return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def taken_apart(values: tuple[Any, ...]) -> tuple[list[Tensor], Layout | None]:

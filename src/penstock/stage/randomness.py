@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -26,16 +26,20 @@ def shared_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     return [_shared_generator(torch.device(device)).get_state() for device in different]
 
 
-def seed_of_call() -> tuple[int, Callable[[], None]]:
-    """A seed from the caller's generator, and how to move that generator on if it was used."""
-    copy = torch.Generator()
-    copy.set_state(torch.default_generator.get_state())
-    seed = int(torch.randint(2**62, (), generator=copy))
+def next_seed() -> int:
+    """What the caller's generator would give next, without moving it on."""
+    peek = torch.Generator()
+    peek.set_state(torch.default_generator.get_state())
+    return _seed_from(peek)
 
-    def move_on() -> None:
-        torch.default_generator.set_state(copy.get_state())
 
-    return seed, move_on
+def move_on() -> None:
+    """Past that seed."""
+    _seed_from(torch.default_generator)
+
+
+def _seed_from(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
 def seed_of_cell(seed: int, stage: int, microbatch: int) -> int:

@@ -20,6 +20,7 @@ class Habits:
 
     draws: bool | None = None  # random numbers
     mutates: bool | None = None  # its inputs, in place
+    closed: bool = False  # learns by nothing but its parameters: seen
 
 
 @dataclass(eq=False)
@@ -47,9 +48,15 @@ class Stage:
 
     def habits(self, modules: Iterable[nn.Module]) -> Habits:
         """Of its modules as they are set now: in training or not, and with which probability."""
-        manner = tuple([(m.training, m.__dict__.get("p")) for m in modules])
+        manner = tuple([(m.training, _probability(m)) for m in modules])
         return self._habits.setdefault((type(self.compute), manner), Habits())
 
     def forget(self) -> None:
         """Watch it anew."""
         self._habits.clear()
+
+
+def _probability(module: nn.Module) -> float | None:
+    """Of dropping something, if it has one."""
+    p = module.__dict__.get("p")
+    return p if isinstance(p, int | float) else None

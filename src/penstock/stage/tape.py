@@ -11,17 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.buffers import Copied, changed, copied, rewound
 from penstock.stage.checkpointing import checkpointing, recomputing
 from penstock.stage.context import Context
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
-from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart
+from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
+from penstock.stage.rewind import Copied, changed, copied, rewound, training_as
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stand_ins import StandIns
 
@@ -42,6 +42,7 @@ class _Kept:
     """What a cell needs to be computed again."""
 
     arrived: dict[int, Parcel]
+    versions: list[int]  # of what arrived, after the forward
     buffers: list[Copied]
 
 
@@ -69,6 +70,9 @@ class Tape:
         self._habits = stage.habits(modules)
         self._stand_ins = StandIns(modules if tracked else ())
         self._buffered = [module for module in modules if module._buffers]
+        self._modules, self._training = modules, [module.training for module in modules]
+        self._of_parameters = versions(self._all_parameters())
+        self._tracked = tracked
         self._graphs: dict[int, Graph] = {}
         self._kept: dict[int, _Kept] = {}
         self._sums: set[int] = set()  # which of the collected are sums of our own
@@ -83,8 +87,8 @@ class Tape:
     def forward(self, microbatch: int, arrived: dict[int, Parcel]) -> dict[int, Parcel]:
         """Compute the cell from what its sources sent; gives what its destinations get."""
         keep = self._keep(microbatch)
-        read_only = [p for p in arrived.values() if p.shared and not self._context.inference]
-        versions = _versions(read_only)
+        read_only = [parcel for parcel in arrived.values() if parcel.shared]
+        before = _versions(read_only)
         if keep is Keep.GRAPH:
             self._graphs[microbatch], outputs = self._build(microbatch, arrived)
             parcels = _parcels(outputs, _in_graph)
@@ -97,26 +101,38 @@ class Tape:
             outputs = _apart(self._run(microbatch, _plain_values(arrived)))
             parcels = _parcels(outputs, lambda tensor: False)
         if read_only:
-            _check_unchanged(read_only, versions)
+            _check_unchanged(read_only, before)
         return parcels
 
     def recompute(self, microbatch: int) -> None:
         """Build the graph that the forward did not."""
         self.recomputes = True
         kept = self._kept[microbatch]
+        same_inputs = _versions(kept.arrived.values()) == kept.versions
+        if not same_inputs or versions(self._all_parameters()) != self._of_parameters:
+            what = "a parameter" if same_inputs else "an input"
+            raise RuntimeError(
+                f"{what} of these layers has been changed in place after their forward, and the "
+                "recomputation needs it as it was: clone what you change, and change parameters "
+                "after the backward"
+            )
         arrived = _cloned(kept.arrived) if self._habits.mutates else kept.arrived
-        with recomputing(), rewound(self._buffered, kept.buffers):
+        as_before = training_as(self._modules, self._training)
+        with recomputing(), as_before, rewound(self._buffered, kept.buffers):
             self._graphs[microbatch], _ = self._build(microbatch, arrived)
+
+    def _all_parameters(self) -> list[Tensor | None]:
+        return [p for module in self._modules for p in module._parameters.values()]
 
     def _watched(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[_Kept, Apart]:
         """Compute the cell, and keep what it needs to be computed again as it was before."""
         habits = self._habits
         kept = arrived if habits.mutates is False else _cloned(arrived)
         buffers = copied(self._buffered)
-        versions = _versions(arrived.values())
+        before = _versions(arrived.values())
         with checkpointing():
             outputs = self._run(microbatch, _plain_values(arrived))
-        mutated = versions != _versions(arrived.values())
+        mutated = before != _versions(arrived.values())
         if mutated and habits.mutates is False:
             raise RuntimeError(
                 "the layers changed their input in place, which they had not done before, so it "
@@ -124,7 +140,8 @@ class Tape:
                 "checkpoint='never'"
             )
         habits.mutates = mutated or bool(habits.mutates)
-        return _Kept(kept if mutated else arrived, changed(buffers)), _apart(outputs)
+        kept = kept if mutated else arrived
+        return _Kept(kept, _versions(kept.values()), changed(buffers)), _apart(outputs)
 
     def _build(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[Graph, Apart]:
         habits = self._habits
@@ -133,14 +150,19 @@ class Tape:
             beginning = Beginning.leaves(outer)  # type: ignore[arg-type]
         else:
             beginning = Beginning.entry(outer)  # type: ignore[arg-type]
-        versions = _versions(arrived.values()) if habits.mutates is None else []
+        before = _versions(arrived.values()) if habits.mutates is None else []
         outputs = _apart(self._run(microbatch, _values_inside(arrived, beginning.inside)))
         beginning.inside = ()
         if habits.mutates is None:
-            habits.mutates = versions != _versions(arrived.values())
+            habits.mutates = before != _versions(arrived.values())
         roots = {dst: tuple(map(edge, tensors)) for dst, (tensors, _) in outputs.items()}
         entered = {source: parcel.needs for source, parcel in arrived.items()}
-        return Graph(roots, entered, beginning), outputs
+        graph = Graph(roots, entered, beginning)
+        if self._tracked and not habits.closed:
+            known = {*map(self._stand_ins.of, self.parameters)}
+            graph.check_closed(known)
+            habits.closed = True
+        return graph, outputs
 
     def _run(self, microbatch: int, values: Values) -> Values:
         habits, context = self._habits, self._context
@@ -238,15 +260,17 @@ def _cloned(arrived: Mapping[int, Parcel]) -> dict[int, Parcel]:
 
 
 def _versions(parcels: Iterable[Parcel]) -> list[int]:
-    return [t._version for parcel in parcels for t in parcel.tensors if t is not None]
+    return versions(t for parcel in parcels for t in parcel.tensors)
 
 
-def _check_unchanged(read_only: Sequence[Parcel], versions: Sequence[int]) -> None:
+def _check_unchanged(read_only: Sequence[Parcel], before: Sequence[int]) -> None:
     """Nobody may change a tensor in place that others read too."""
-    before = iter(versions)
+    each = iter(before)
     for parcel in read_only:
         for at, tensor in enumerate(parcel.tensors):
-            if tensor is not None and tensor._version != next(before) and at in parcel.shared:
+            if tensor is None or tensor.is_inference():
+                continue
+            if tensor._version != next(each) and at in parcel.shared:
                 raise RuntimeError(
                     f"a layer changed a tensor of shape {tuple(tensor.shape)} in place that "
                     "others read too (it was stashed as a skip, given to every micro-batch, or "
@@ -278,7 +302,19 @@ def _parcels(outputs: Apart, needs: Callable[[Tensor], bool]) -> dict[int, Parce
     }
     if len(parcels) > 1:
         _mark_shared(parcels.values())
+    for dst, (tensors, _) in outputs.items():
+        for at, tensor in enumerate(tensors):
+            if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+                _protect(parcels[dst], at)
     return parcels
+
+
+def _protect(parcel: Parcel, at: int) -> None:
+    """A parameter that is passed on: what comes after gets its value, and may not change it."""
+    tensors = list(parcel.tensors)
+    tensors[at] = cast(Tensor, tensors[at]).clone()
+    parcel.tensors = tuple(tensors)
+    parcel.shared |= {at}
 
 
 def _mark_shared(parcels: Collection[Parcel]) -> None:

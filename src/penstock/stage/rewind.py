@@ -1,4 +1,4 @@
-"""Buffers during recomputation: it reads what the forward read, and what it writes is dropped."""
+"""A recomputation finds its modules as its forward did, and what it writes is dropped."""
 
 from __future__ import annotations
 
@@ -55,3 +55,22 @@ def rewound(owners: Sequence[nn.Module], copies: Sequence[Copied]) -> Iterator[N
     finally:
         for owner, name, buffer in now:
             owner._buffers[name] = buffer
+
+
+@contextmanager
+def training_as(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    """Within, the modules are in training or not as the flags say; after, as they were."""
+    now = [module.training for module in modules]
+    if now == list(flags):
+        yield
+        return
+    _set_training(modules, flags)
+    try:
+        yield
+    finally:
+        _set_training(modules, now)
+
+
+def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
