@@ -3,8 +3,8 @@
     python benchmarks/cpu_speed.py
 
 Compute-heavy blocks, one intra-op thread a rank. In every round each way takes its turn, so that
-all meet the same noise. Ideal: the schedule's speed-up over one rank, on paper, with the costs of
-F and B as measured on one thread. `of the ideal` is the median over rounds of that round's ratio.
+all meet the same noise. Ideal: the schedule's speed-up over one rank on paper, two equal stages and
+a B of twice an F. `of the ideal` is the median of the rounds' speed-ups over that.
 """
 
 from __future__ import annotations

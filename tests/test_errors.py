@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from penstock import errors
-from penstock.errors import ArgumentError, FormatError, MissingExtra, PenstockError, Unsound
+from penstock.errors import (
+    ArgumentError,
+    FormatError,
+    KindError,
+    MissingExtra,
+    PenstockError,
+    RunError,
+    Unsound,
+)
 from penstock.play import Deadlock
 
 
@@ -12,6 +20,8 @@ from penstock.play import Deadlock
     [
         (ArgumentError, ValueError),
         (FormatError, ValueError),
+        (KindError, TypeError),
+        (RunError, RuntimeError),
         (Unsound, ValueError),
         (Deadlock, RuntimeError),
         (MissingExtra, ImportError),

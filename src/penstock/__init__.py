@@ -15,7 +15,15 @@ import typing as _typing
 
 from penstock import draw, schedules
 from penstock.cost import Cost
-from penstock.errors import ArgumentError, FormatError, MissingExtra, PenstockError, Unsound
+from penstock.errors import (
+    ArgumentError,
+    FormatError,
+    KindError,
+    MissingExtra,
+    PenstockError,
+    RunError,
+    Unsound,
+)
 from penstock.ir import (
     Action,
     Compute,
@@ -51,6 +59,7 @@ __all__ = [
     "Cost",
     "Deadlock",
     "FormatError",
+    "KindError",
     "Message",
     "MissingExtra",
     "Namespace",
@@ -61,6 +70,7 @@ __all__ = [
     "PipeSequential",
     "Program",
     "Recv",
+    "RunError",
     "Schedule",
     "Send",
     "Sends",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, KindError, RunError
 
 
 class NoChunk:
@@ -18,7 +18,7 @@ class NoChunk:
 
     def __init__(self, inp: Tensor) -> None:
         if not isinstance(inp, Tensor):
-            raise TypeError(f"NoChunk is for tensors, not {type(inp).__name__}: others stay whole")
+            raise KindError(f"NoChunk is for tensors, not {type(inp).__name__}: others stay whole")
         self._tensor = inp
 
     @property
@@ -32,13 +32,26 @@ def check_inputs(inputs: Sequence[Any], device: torch.device) -> None:
     tensors = [t for t in map(_bare, pytree.tree_leaves(list(inputs))) if isinstance(t, Tensor)]
     if not tensors:
         kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
-        raise TypeError(f"a pipe needs a tensor among its inputs, and got {kinds}")
+        raise KindError(f"a pipe needs a tensor among its inputs, and got {kinds}")
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong:
         raise ArgumentError(
             f"an input is on {', '.join(wrong)}, but the first stage is on {device}: "
             f"move it there, x.to('{device}')"
         )
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same on the device."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, NoChunk):
+            return NoChunk(move(leaf.tensor))
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=device.type == "cuda")
+        return leaf
+
+    return pytree.tree_map(move, value)
 
 
 def scatter(values: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
@@ -70,7 +83,7 @@ def _how_many(leaves: Sequence[Any], cut: Sequence[Sequence[Tensor]], chunks: in
     }
     if len(parts) > 1:
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise RuntimeError(
+        raise RunError(
             "the inputs give different numbers of micro-batches, or different parts of them: "
             f"their shapes are {', '.join(map(str, shapes))}, and each is cut on dim 0 into at "
             f"most {chunks}; wrap what every micro-batch needs whole in NoChunk"

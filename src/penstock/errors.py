@@ -2,6 +2,8 @@
 
 PenstockError
 ├── ArgumentError (ValueError)   what was asked for cannot be: says what would work
+├── KindError     (TypeError)    a value of the wrong kind: says which kind would work
+├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
 ├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
 ├── Unsound       (ValueError)   a schedule that must not run: lists every problem
 ├── Deadlock      (RuntimeError) in play.py: some ranks wait for ever, and for whom
@@ -19,6 +21,14 @@ class PenstockError(Exception):
 
 class ArgumentError(PenstockError, ValueError):
     """What was asked for cannot be. The message says what would work."""
+
+
+class KindError(PenstockError, TypeError):
+    """A value of the wrong kind."""
+
+
+class RunError(PenstockError, RuntimeError):
+    """A pipe cannot go on."""
 
 
 class _Listed(PenstockError, ValueError):

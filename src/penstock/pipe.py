@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from penstock.batch import check_inputs, gather, scatter, shares
+from penstock.batch import check_inputs, gather, moved, scatter, shares
 from penstock.cost import Cost
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, KindError, RunError
 from penstock.ir import Op, Program, Schedule
 from penstock.lower import (
     CHECKPOINT_MODES,
@@ -31,6 +30,7 @@ from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
 from penstock.run.training import StepResult, train
 from penstock.schedules.choice import Asked, choose, read
+from penstock.schedules.registry import make
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.loss import LossFn, Scored
 from penstock.stage.skip import verify_skippables
@@ -45,6 +45,16 @@ REDUCTIONS = ("mean", "sum")
 
 class Pipe(nn.Module):
     """A Sequential whose stages work on several devices at once, micro-batch by micro-batch.
+
+    chunks               micro-batches that a batch is cut into
+    checkpoint           which of them are recomputed: always, except_last, never
+    deferred_batch_norm  running statistics advance once a batch
+    stages, devices      how many stages, or the layers of each; a device for each rank. Without
+                         both, neighbours on one device are a stage
+    balance, example     cut by time, memory or parameters, as measured on the example
+    schedule             a name, a Schedule or a file; gpipe if left out
+    loss_fn, reduction   of `step`: loss_fn(output, target), mean by rows or sum
+    runtime              threads, or inline for a debugger
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
@@ -73,6 +83,7 @@ class Pipe(nn.Module):
         super().__init__()
         check_children(module)
         _check_options(chunks, checkpoint, runtime, reduction)
+        _check_wishes(stages, devices)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.reduction, self.runtime = reduction, runtime
@@ -82,6 +93,8 @@ class Pipe(nn.Module):
             assert isinstance(converted, nn.Sequential)
             module = converted
         asked = read(schedule)
+        if isinstance(asked, str):
+            _check_runs(make(asked, ranks=2, chunks=2), asked)
         self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
         self._choice = choose(asked, self._split.placement, chunks)
         made = self._choice(chunks)
@@ -128,7 +141,7 @@ class Pipe(nn.Module):
         *stages, last = self._split.partition.stages
         scored = Scored(last.compute, loss_fn, bool(extra), outputs)
         call = self._call(program, [*stages, replace(last, compute=scored)])
-        weights = self._weights(shares(inputs, self.chunks), loss_fn)
+        weights = self._weights(shares((*inputs, *extra), self.chunks), loss_fn)
         result = train(call, program, phase, batches, targets, weights)
         if torch.is_grad_enabled():
             self._made.last = result.measured
@@ -149,28 +162,29 @@ class Pipe(nn.Module):
 
     def _at_last_stage(self, target: Any) -> Any:
         device = self._split.place_of(len(self._split.placement) - 1).device
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), target)
+        return moved(target, device)
 
     def _weights(self, shares: list[float], loss_fn: LossFn | None) -> list[float]:
-        reduction = self.reduction or getattr(loss_fn, "reduction", "mean")
+        named = getattr(loss_fn, "keywords", {}).get("reduction", "mean")  # of a partial
+        reduction = self.reduction or getattr(loss_fn, "reduction", named)
         return [1.0 if reduction == "sum" else share for share in shares]
 
-    def _schedule(self, chunks: int, trains: bool) -> Schedule:
+    def _schedule(self, chunks: int, trains: bool, checkpoint: str) -> Schedule:
         """For so many micro-batches; recomputation is for training."""
         schedule = self._choice(chunks)
         if trains:
-            return recompute(schedule, recompute_mode(self.checkpoint, chunks))
+            return recompute(schedule, recompute_mode(checkpoint, chunks))
         return without_recompute(schedule)
 
     def _one_phase(self, chunks: int) -> tuple[Program, Phase]:
-        key = chunks, self.training
+        key = chunks, self.training, self.checkpoint
         if key not in self._made.whole:
             program = lower(self._schedule(*key), self._split.partition.graph)
             self._made.whole[key] = program, whole(program)
         return self._made.whole[key]
 
     def _two_phases(self, chunks: int) -> tuple[Program, Phase, Phase]:
-        key = chunks, self.training and torch.is_grad_enabled()
+        key = chunks, self.training and torch.is_grad_enabled(), self.checkpoint
         if key not in self._made.halves:
             schedule = forwards_first(self._schedule(*key))
             program = lower(schedule, self._split.partition.graph)
@@ -199,7 +213,7 @@ class Pipe(nn.Module):
         for stage in self._split.partition.stages:
             for name, layer in zip(stage.names, stage.layers, strict=True):
                 if self._modules.get(name) is not layer:
-                    raise RuntimeError(
+                    raise RunError(
                         f"layer '{name}' was replaced after the pipe was made, and would not run: "
                         "make the Pipe after the change, or change what is inside the layer"
                     )
@@ -272,16 +286,16 @@ class _Made:
     """What a pipe makes when it is first needed. A copy of the pipe makes its own."""
 
     crew: Crew | None = None
-    whole: dict[tuple[int, bool], tuple[Program, Phase]] = field(default_factory=dict)
-    halves: dict[tuple[int, bool], tuple[Program, Phase, Phase]] = field(default_factory=dict)
+    whole: dict[tuple[int, bool, str], tuple[Program, Phase]] = field(default_factory=dict)
+    halves: dict[tuple[int, bool, str], tuple[Program, Phase, Phase]] = field(default_factory=dict)
     last: Measured | None = None
 
     def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
         return _Made, ()
 
 
-def _denied() -> TypeError:
-    return TypeError(
+def _denied() -> KindError:
+    return KindError(
         "the stages of a pipe stay on the devices they were given, so moving it is denied: "
         "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
     )
@@ -299,6 +313,18 @@ def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | 
         if value not in known:
             listed = ", ".join(repr(one) for one in known)
             raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
+
+
+def _check_wishes(stages: Any, devices: Any) -> None:
+    if isinstance(stages, bool | float | str):
+        raise ArgumentError(
+            f"stages is a number of stages or a list with the layers of each, not {stages!r}"
+        )
+    if isinstance(devices, str | torch.device):
+        raise ArgumentError(
+            f"devices is a list with one for each rank, such as ['{devices}', '{devices}'], not "
+            f"'{devices}'"
+        )
 
 
 def _check_runs(schedule: Schedule, name: str) -> None:

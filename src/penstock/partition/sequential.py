@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, KindError
 from penstock.ir import StageGraph
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE, Stage
@@ -101,9 +101,20 @@ def placed_by_user(
 def check_children(module: nn.Module) -> None:
     """It is a Sequential with children, none of them twice."""
     if not isinstance(module, nn.Sequential):
-        raise TypeError(
+        raise KindError(
             f"a pipe is made of an nn.Sequential, not of {type(module).__name__}: write the model "
             "as nn.Sequential(layer, layer, ...)"
+        )
+    if type(module).forward not in (nn.Sequential.forward, PipeSequential.forward):
+        raise KindError(
+            f"{type(module).__name__} has a forward of its own, which a pipe would not run: give "
+            "the layers as a plain nn.Sequential, and put the rest into a layer"
+        )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in hooks):
+        raise ArgumentError(
+            "the Sequential itself has hooks, which a pipe would not run: register them on its "
+            "layers, or on the pipe"
         )
     if not len(module):
         raise ArgumentError("the Sequential is empty: a pipe needs at least one layer")

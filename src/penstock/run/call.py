@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -89,7 +89,7 @@ class Call:
         found: list[GradientEdge] = []
         for worker in self.workers:
             if isinstance(worker.place, Gpu):
-                torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+                _meant_so()
                 with worker.place.entered():
                     for tape in worker.tapes.values():
                         found += map(get_gradient_edge, tape.parameters)
@@ -131,6 +131,12 @@ class Call:
         self.done = True
         for tape in self.tapes:
             tape.clear()
+
+
+@cache
+def _meant_so() -> None:
+    """PyTorch warns that these streams are not the caller's; it need not."""
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
 def _origins(places: Sequence[Place]) -> list[Moment]:

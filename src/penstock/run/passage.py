@@ -7,12 +7,13 @@ outputs, so that `autograd.grad`, hooks and wrappers see ordinary gradients, onc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.errors import RunError
 from penstock.run.call import Call
 from penstock.run.phase import Phase
 from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart, versions
@@ -33,6 +34,13 @@ def from_outside(batches: Sequence[tuple[Any, ...]]) -> list[Parcel]:
     ]
 
 
+def pass_changes_on(given: Iterable[Tensor], carried: Iterable[Tensor | None]) -> None:
+    """What layers have changed in place counts as changed for the caller's autograd, too."""
+    for tensor, inside in zip(given, carried, strict=True):
+        if inside is not None and not inside.is_inference() and inside._version:
+            torch.autograd.graph.increment_version(tensor)
+
+
 class Passage:
     """One forward through the pipe, and the backwards that may follow it."""
 
@@ -45,15 +53,16 @@ class Passage:
         self.inputs = [tensor for batch in batches for tensor in taken_apart(batch)[0]]
         for microbatch, parcel in enumerate(from_outside(batches)):
             call.desk.inputs[0, microbatch] = parcel
-        self._counts = [len(p.tensors) for p in call.desk.inputs.values()]
         self._layouts: list[Layout | None] = []
         self._sizes: list[int] = []
         self._versions: list[int] = []
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """The tensors of all outputs, and which of them may want gradients."""
+        carried = [t for parcel in self.call.desk.inputs.values() for t in parcel.tensors]
         self.call.run(self._forward)
         self.call.desk.inputs.clear()
+        pass_changes_on(self.inputs, carried)
         parcels = [self.call.desk.outputs.pop((self._last, i)) for i in range(self._chunks)]
         self._layouts = [parcel.layout for parcel in parcels]
         self._sizes = [len(parcel.tensors) for parcel in parcels]
@@ -80,13 +89,13 @@ class Passage:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
         if self.call.done:
-            raise RuntimeError(
+            raise RunError(
                 "trying to backward through a pipe a second time: what the first backward needed "
                 "has been freed, also if it failed; use loss.backward(retain_graph=True) for all "
                 "but the last"
             )
         if self._versions != versions(self.inputs):
-            raise RuntimeError(
+            raise RunError(
                 "an input of the pipe has been changed in place after its forward, and the "
                 "backward needs it as it was: clone it before you change it"
             )
@@ -134,7 +143,7 @@ class Through(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Autograd tells whether the graph is to be kept."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise RunError(
                 "create_graph=True asks for gradients that can be differentiated again, and those "
                 "of a pipe cannot: use the unsplit model for second derivatives"
             )

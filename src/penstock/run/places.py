@@ -152,10 +152,7 @@ def carry(parcel: Parcel, sender: Place, receiver: Place) -> Delivery:
         used_on(sender.copy, parcel.tensors)
         with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy):
             moved = parcel.moved(lambda t: copy(t, receiver.device))
-            done = sender.copy.record_event()
-        if isinstance(receiver, Cpu):
-            done.synchronize()
-        return Delivery(moved, done)
+            return Delivery(moved, sender.copy.record_event())
     if isinstance(receiver, Gpu):  # from pageable memory: the host waits for the copy
         with torch.cuda.device(receiver.device), torch.cuda.stream(receiver.copy):
             moved = parcel.moved(lambda t: copy(t, receiver.device))

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
+from penstock.errors import RunError
 from penstock.run.transport import Stopped
 
 Job = Callable[[], None]
@@ -42,41 +43,60 @@ class Crew:
         The first error is raised here, as it was raised there.
         """
         if threading.get_ident() in self._idents:
-            raise RuntimeError(
+            raise RunError(
                 "a pipe was called by one of its own workers, in a layer or a hook, and would wait "
                 "for itself: call it after the step, or make another Pipe for this"
+            )
+        if not self.here:
+            raise RunError(
+                "this pipe was called in another process, whose threads a fork does not have: call "
+                "it, forward and backward, in one process"
             )
         with self._one_at_a_time:  # all ranks must see calls in the same order
             self._do(jobs, stop)
 
     def _do(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
-        done: SimpleQueue[BaseException | None] = SimpleQueue()
-        for orders, job in zip(self._orders, jobs, strict=True):
-            orders.put(_Order(job, done))
-        first: BaseException | None = None
-        left = len(jobs)
-        while left:
-            try:
-                error = done.get()
-                left -= 1
-            except BaseException as interrupt:  # Ctrl-C reaches the thread that waits
-                error = interrupt
-            if error is not None:
-                if first is None or isinstance(first, Stopped):
-                    first = error
+        failures: list[BaseException] = []
+        orders = [_Order(job, stop, failures) for job in jobs]
+        while not all(order.done.is_set() for order in orders):
+            try:  # Ctrl-C may come at any line, and every order is given and awaited all the same
+                for queue, order in zip(self._orders, orders, strict=True):
+                    if not order.given:
+                        queue.put(order)
+                        order.given = True
+                for order in orders:
+                    order.done.wait()
+            except BaseException as interrupt:
+                failures.append(interrupt)
                 stop()
-        if first is not None:
+        if failures:
             try:
-                raise first
+                raise next((e for e in failures if not isinstance(e, Stopped)), failures[0])
             finally:
-                del first, error
+                del failures, orders, order
 
 
 class _Order:
-    """A job, and where to say that it is done."""
+    """A job, and what became of it."""
 
-    def __init__(self, job: Job, done: SimpleQueue[BaseException | None]) -> None:
-        self.job, self.done = job, done
+    def __init__(self, job: Job, stop: Callable[[], None], failures: list[BaseException]) -> None:
+        self.given = self._begun = False
+        self.done = threading.Event()
+        self._job, self._stop, self._failures = job, stop, failures
+
+    def carry_out(self) -> None:
+        """Once, though it may be given twice; when it fails, the others are stopped."""
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            self._job()
+        except BaseException as error:
+            self._failures.append(error)
+            self._stop()
+        finally:
+            del self._job, self._stop, self._failures
+            self.done.set()
 
 
 def _end(
@@ -100,10 +120,5 @@ def _work(orders: SimpleQueue[_Order | None]) -> None:
         order = orders.get()
         if order is None:
             return
-        try:
-            order.job()
-        except BaseException as error:
-            order.done.put(error)
-        else:
-            order.done.put(None)
+        order.carry_out()
         del order

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.batch import gather
 from penstock.ir import Program
 from penstock.run.call import Call, Measured
-from penstock.run.passage import from_outside
+from penstock.run.passage import from_outside, pass_changes_on
 from penstock.run.phase import Phase
 from penstock.stage.parcel import Parcel, put_together, taken_apart
 from penstock.timeline import Timeline
@@ -54,6 +54,8 @@ def train(
                 call.desk.inputs[stage, microbatch] = parcel
     call.desk.answer = lambda i, made: _gradients(made, weights[i])
     call.run(phase)
+    for (stage, microbatch), parcel in call.desk.inputs.items():
+        pass_changes_on(taken_apart(given[stage][microbatch])[0], parcel.tensors)
     _pass_on(given, call)
     outputs = [call.desk.outputs[last, i] for i in range(len(batches))]
     values = [put_together(p.tensors, p.layout) for p in outputs]  # type: ignore[arg-type]

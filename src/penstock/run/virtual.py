@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ArgumentError, MissingExtra
+from penstock.errors import ArgumentError, MissingExtra, RunError
 from penstock.run.places import Gpu
 
 _GRAIN = 8  # groups are made of so many multiprocessors, from Hopper on
@@ -21,12 +21,12 @@ class VirtualGpu(Gpu):
     """A group of multiprocessors of one GPU, with streams that run on them alone."""
 
     def __init__(
-        self, device: torch.device, index: int, groups: int, sms: int, context: Any
+        self, given: tuple[str, int, int, int], device: torch.device, sms: int, context: Any
     ) -> None:
-        self._given = str(device), groups, sms, index
+        self._given = given
         self.sms = sms
         self._context = context  # lives as long as its streams
-        super().__init__(device, f"{device}/{index}", lambda: _stream(context, device))
+        super().__init__(device, f"{device}/{given[-1]}", lambda: _stream(context, device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _one_of, self._given
@@ -83,7 +83,8 @@ def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
             described = _checked(driver.cuDevResourceGenerateDesc([parts[at]], 1))
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
             context = _checked(driver.cuGreenCtxCreate(described, handle, flags))
-            found.append(VirtualGpu(device, at, groups, int(parts[at].sm.smCount), context))
+            given = str(device), groups, sms, at
+            found.append(VirtualGpu(given, device, int(parts[at].sm.smCount), context))
     return tuple(found)
 
 
@@ -106,5 +107,5 @@ def _checked(answer: tuple[Any, ...]) -> Any:
     """What a call of the driver gave, without its status."""
     status, *found = answer
     if int(status):
-        raise RuntimeError(f"the CUDA driver refuses to cut the GPU: {status!r}")
+        raise RunError(f"the CUDA driver refuses to cut the GPU: {status!r}")
     return found[0] if len(found) == 1 else tuple(found)

@@ -61,6 +61,13 @@ class DeferredBatchNorm(_BatchNorm):
         dims = [dim for dim in range(input.dim()) if dim != 1]
         values = input.detach().to(self.running_mean.dtype)
         rows = values.numel() // values.size(1)
+        self._tracked += 1
+        if rows:
+            self._take(values, dims, rows)
+        if self._tracked == self.chunks and self._rows:
+            self._commit()
+
+    def _take(self, values: Tensor, dims: list[int], rows: int) -> None:
         mean = values.mean(dims)
         spread = values.var(dims, unbiased=False) * rows
         if self._mean is None or self._spread is None:
@@ -71,9 +78,6 @@ class DeferredBatchNorm(_BatchNorm):
             self._spread = self._spread + spread + gap * gap * (self._rows * rows / both)
             self._mean = self._mean + gap * (rows / both)
             self._rows = both
-        self._tracked += 1
-        if self._tracked == self.chunks:
-            self._commit()
 
     def _commit(self) -> None:
         assert self.running_mean is not None

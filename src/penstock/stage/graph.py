@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.errors import RunError
 from penstock.stage.stage import OUTSIDE
 
 Gradients = tuple[Tensor | None, ...]
@@ -114,7 +115,7 @@ class Graph:
             node = todo.pop()
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in known:
-                raise RuntimeError(
+                raise RunError(
                     f"a layer learns by a tensor of shape {tuple(leaf.shape)} that is no parameter "
                     "of the pipe's, so that it would get no gradient through pipe(x): register it "
                     "in its layer as an nn.Parameter, or as a part of a module that is registered"

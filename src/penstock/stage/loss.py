@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.errors import RunError
 from penstock.stage.stage import OUTSIDE, Compute
 
 LossFn = Callable[..., Any]
@@ -38,6 +39,6 @@ class Scored:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             source = "loss_fn gave" if self._loss_fn else "the model, without a loss_fn, gave"
-            raise RuntimeError(f"a loss is one number, but {source} {found}: reduce it to a scalar")
+            raise RunError(f"a loss is one number, but {source} {found}: reduce it to a scalar")
         loss = loss.reshape(())
         return {**departing, OUTSIDE: (loss, output) if self._outputs else (loss,)}

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.errors import KindError
+
 
 class Layout(NamedTuple):
     """A value with its tensors taken out: `holes[i]` tells which tensor goes where leaf i was."""
@@ -34,7 +36,7 @@ class Parcel:
     def moved(self, move: Callable[[Tensor], Tensor]) -> Parcel:
         """The same, with each tensor moved."""
         tensors = tuple(None if t is None else move(t) for t in self.tensors)
-        return Parcel(tensors, self.layout, self.needs)
+        return Parcel(tensors, self.layout, self.needs, self.shared)
 
 
 def versions(tensors: Iterable[Tensor | None]) -> list[int]:
@@ -81,7 +83,7 @@ def check_open(layout: Layout) -> None:
             name for name, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, Tensor)
         ]
         if hidden:
-            raise TypeError(
+            raise KindError(
                 f"a {type(leaf).__name__} goes from one stage to another with a tensor in its "
                 f"'{hidden[0]}', where no gradient can pass: return tuples, lists or dicts, or "
                 "register the class with torch.utils._pytree.register_pytree_node"

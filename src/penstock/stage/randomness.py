@@ -17,6 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from penstock.errors import RunError
+from penstock.stage.checkpointing import is_checkpointing
+
 _one_at_a_time = threading.Lock()
 
 
@@ -76,7 +79,13 @@ class OwnRandom(TorchDispatchMode):
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None:
-            return func(*args, **kwargs)  # the layer's own generator, its own affair
+            if is_checkpointing():
+                raise RunError(
+                    "this layer draws from a generator of its own, which is not rewound for the "
+                    "recomputation: draw without a generator (the pipe then gives the layer one), "
+                    "or set checkpoint='never'"
+                )
+            return func(*args, **kwargs)  # its own affair
         _refuse_inside_checkpoint()
         mine = self._generator(_device_of(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -119,7 +128,7 @@ def _refuse_inside_checkpoint() -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals["__name__"] != "penstock.stage.tape":
         if frame.f_globals["__name__"] == "torch.utils.checkpoint":
-            raise RuntimeError(
+            raise RunError(
                 "this layer draws random numbers inside torch.utils.checkpoint, which could not "
                 "draw the same ones again beside the other stages: leave that checkpoint out, and "
                 "let the pipe recompute instead (checkpoint='always')"

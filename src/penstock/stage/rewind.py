@@ -20,12 +20,18 @@ class Copied(NamedTuple):
     before: Tensor
 
 
+def _only_tracks(owner: nn.Module) -> bool:
+    """Is it a norm as PyTorch or we wrote it, which never reads its statistics in training?"""
+    library = type(owner).__module__.partition(".")[0]
+    return isinstance(owner, _NormBase) and library in ("torch", "penstock")
+
+
 def copied(owners: Sequence[nn.Module]) -> list[Copied]:
     """What the buffers hold now. Running statistics are left out: training never reads them."""
     return [
         Copied(owner, name, buffer, buffer._version, buffer.clone())
         for owner in owners
-        if not isinstance(owner, _NormBase)
+        if not _only_tracks(owner)
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
@@ -46,7 +52,7 @@ def rewound(owners: Sequence[nn.Module], copies: Sequence[Copied]) -> Iterator[N
     """Within, the buffers that a forward changed are as it found them; after, as they were."""
     now = [(owner, name, buffer) for owner in owners for name, buffer in owner._buffers.items()]
     for owner, name, buffer in now:
-        if buffer is not None and isinstance(owner, _NormBase):
+        if buffer is not None and _only_tracks(owner):
             owner._buffers[name] = buffer.clone()
     for copy in copies:
         copy.owner._buffers[copy.name] = copy.before.clone()

@@ -17,6 +17,8 @@ from uuid import uuid4
 
 from torch import nn
 
+from penstock.errors import KindError, RunError
+
 # ---- names --------------------------------------------------------------------------------
 
 
@@ -169,7 +171,7 @@ def skippable(
     given = {"stash": stash, "pop": pop, "shared": shared}
     for argument, value in given.items():
         if isinstance(value, str):
-            raise TypeError(f"{argument} is a list of names, not '{value}': write ['{value}']")
+            raise KindError(f"{argument} is a list of names, not '{value}': write ['{value}']")
     names = Declared(frozenset(stash), frozenset(pop), frozenset(shared))
     if not names.shared <= names.stash:
         stray = _listed(sorted(names.shared - names.stash))
@@ -177,7 +179,7 @@ def skippable(
 
     def decorate(cls: type[M]) -> type[M]:
         if not issubclass(cls, nn.Module):
-            raise TypeError(f"@skippable is for classes of modules, not {cls!r}")
+            raise KindError(f"@skippable is for classes of modules, not {cls!r}")
         plain = getattr(cls.forward, "_undriven", cls.forward)  # of a skippable class: its own
 
         @wraps(plain)
@@ -208,7 +210,7 @@ def drive(layer: nn.Module, body: Any) -> Any:
             output = stop.value
     for verb, missing in (("stashed", names.stash - stashed), ("popped", names.pop - popped)):
         if missing:
-            raise RuntimeError(
+            raise RunError(
                 f"{type(layer).__name__} declares {_listed(sorted(missing))}, but its forward "
                 f"has not {verb} it"
             )
@@ -221,21 +223,21 @@ def _answer(
     who = type(layer).__name__
     if isinstance(request, stash):
         if request.name not in names.stash:
-            raise RuntimeError(f"{who} has not declared '{request.name}' as a name it stashes")
+            raise RunError(f"{who} has not declared '{request.name}' as a name it stashes")
         stashed.add(request.name)
         key = SkipKey(_space(layer, request.name), request.name)
         _here.skips.stash(key, request.value, request.name in names.shared)
         return None
     if isinstance(request, pop):
         if request.name not in names.pop:
-            raise RuntimeError(f"{who} has not declared '{request.name}' as a name it pops")
+            raise RunError(f"{who} has not declared '{request.name}' as a name it pops")
         popped.add(request.name)
         key = SkipKey(_space(layer, request.name), request.name)
         try:
             return _here.skips.pop(key)
         except KeyError:
-            raise RuntimeError(f"{who} pops {key}, but no layer before it has stashed it") from None
-    raise TypeError(f"{who} yields {request!r}: yield stash(name, tensor) or pop(name)")
+            raise RunError(f"{who} pops {key}, but no layer before it has stashed it") from None
+    raise KindError(f"{who} yields {request!r}: yield stash(name, tensor) or pop(name)")
 
 
 # ---- do the names match? ------------------------------------------------------------------
@@ -267,7 +269,7 @@ def verify_skippables(module: nn.Module) -> None:
     problems += [f"no layer pops {key}, which is stashed" for key in stashed if key not in popped]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise TypeError(f"what is stashed and what is popped do not match:\n{listed}")
+        raise KindError(f"what is stashed and what is popped do not match:\n{listed}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -47,8 +47,8 @@ class Stage:
         return list(found)
 
     def habits(self, modules: Iterable[nn.Module]) -> Habits:
-        """Of its modules as they are set now: in training or not, and with which probability."""
-        manner = tuple([(m.training, _probability(m)) for m in modules])
+        """Of its modules as they are set now: in training or not, and with which chances."""
+        manner = tuple([(m.training, _chances(m)) for m in modules])
         return self._habits.setdefault((type(self.compute), manner), Habits())
 
     def forget(self) -> None:
@@ -56,7 +56,10 @@ class Stage:
         self._habits.clear()
 
 
-def _probability(module: nn.Module) -> float | None:
-    """Of dropping something, if it has one."""
-    p = module.__dict__.get("p")
-    return p if isinstance(p, int | float) else None
+_CHANCES = ("p", "drop_prob", "drop_rate", "dropout")
+
+
+def _chances(module: nn.Module) -> tuple[float, ...]:
+    """How likely it drops something, by the names that such attributes have."""
+    found = (module.__dict__.get(name) for name in _CHANCES)
+    return tuple(value for value in found if isinstance(value, int | float))

@@ -7,21 +7,24 @@ so that what lives is what the timeline says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.stage.checkpointing import checkpointing, recomputing
 from penstock.stage.context import Context
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as
+from penstock.stage.sharing import check_unchanged, mark_shared, memory, protect
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stand_ins import StandIns
 
@@ -71,7 +74,7 @@ class Tape:
         self._stand_ins = StandIns(modules if tracked else ())
         self._buffered = [module for module in modules if module._buffers]
         self._modules, self._training = modules, [module.training for module in modules]
-        self._of_parameters = versions(self._all_parameters())
+        self._of_parameters: list[tuple[int, int]] = []  # while something is kept
         self._tracked = tracked
         self._graphs: dict[int, Graph] = {}
         self._kept: dict[int, _Kept] = {}
@@ -95,23 +98,31 @@ class Tape:
         elif keep is Keep.INPUTS:
             with torch.no_grad():
                 self._kept[microbatch], outputs = self._watched(microbatch, arrived)
-            learns = bool(self.parameters) or any(any(p.needs) for p in arrived.values())
-            parcels = _parcels(outputs, lambda tensor: learns and _differentiable(tensor))
+            parcels = _parcels(outputs, _differentiable)
         else:
             outputs = _apart(self._run(microbatch, _plain_values(arrived)))
             parcels = _parcels(outputs, lambda tensor: False)
         if read_only:
-            _check_unchanged(read_only, before)
+            check_unchanged(read_only, before)
+        protect(parcels, self._memory, memory(t for p in read_only for t in p.tensors))
+        self._note_parameters()
         return parcels
+
+    @cached_property
+    def _memory(self) -> set[int]:
+        """Where the stage's own parameters and buffers are."""
+        return memory(
+            t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())
+        )
 
     def recompute(self, microbatch: int) -> None:
         """Build the graph that the forward did not."""
         self.recomputes = True
         kept = self._kept[microbatch]
         same_inputs = _versions(kept.arrived.values()) == kept.versions
-        if not same_inputs or versions(self._all_parameters()) != self._of_parameters:
+        if not same_inputs or self._state_of_parameters() != self._of_parameters:
             what = "a parameter" if same_inputs else "an input"
-            raise RuntimeError(
+            raise RunError(
                 f"{what} of these layers has been changed in place after their forward, and the "
                 "recomputation needs it as it was: clone what you change, and change parameters "
                 "after the backward"
@@ -120,9 +131,16 @@ class Tape:
         as_before = training_as(self._modules, self._training)
         with recomputing(), as_before, rewound(self._buffered, kept.buffers):
             self._graphs[microbatch], _ = self._build(microbatch, arrived)
+        self._note_parameters()
 
-    def _all_parameters(self) -> list[Tensor | None]:
-        return [p for module in self._modules for p in module._parameters.values()]
+    def _note_parameters(self) -> None:
+        """What the layers themselves do to their parameters (a norm kept small, say) is right."""
+        if self._kept:
+            self._of_parameters = self._state_of_parameters()
+
+    def _state_of_parameters(self) -> list[tuple[int, int]]:
+        found = [p for module in self._modules for p in module._parameters.values()]
+        return [(p.data_ptr(), p._version) for p in found if p is not None]
 
     def _watched(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[_Kept, Apart]:
         """Compute the cell, and keep what it needs to be computed again as it was before."""
@@ -134,7 +152,7 @@ class Tape:
             outputs = self._run(microbatch, _plain_values(arrived))
         mutated = before != _versions(arrived.values())
         if mutated and habits.mutates is False:
-            raise RuntimeError(
+            raise RunError(
                 "the layers changed their input in place, which they had not done before, so it "
                 "is lost for the recomputation: work in place always or never, or set "
                 "checkpoint='never'"
@@ -263,22 +281,6 @@ def _versions(parcels: Iterable[Parcel]) -> list[int]:
     return versions(t for parcel in parcels for t in parcel.tensors)
 
 
-def _check_unchanged(read_only: Sequence[Parcel], before: Sequence[int]) -> None:
-    """Nobody may change a tensor in place that others read too."""
-    each = iter(before)
-    for parcel in read_only:
-        for at, tensor in enumerate(parcel.tensors):
-            if tensor is None or tensor.is_inference():
-                continue
-            if tensor._version != next(each) and at in parcel.shared:
-                raise RuntimeError(
-                    f"a layer changed a tensor of shape {tuple(tensor.shape)} in place that "
-                    "others read too (it was stashed as a skip, given to every micro-batch, or "
-                    "belongs to the caller and needs a gradient): clone it first, or set "
-                    "inplace=False"
-                )
-
-
 def _differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -300,31 +302,6 @@ def _parcels(outputs: Apart, needs: Callable[[Tensor], bool]) -> dict[int, Parce
         dst: Parcel(tuple(map(_detached, tensors)), layout, tuple(map(needs, tensors)))
         for dst, (tensors, layout) in outputs.items()
     }
-    if len(parcels) > 1:
-        _mark_shared(parcels.values())
-    for dst, (tensors, _) in outputs.items():
-        for at, tensor in enumerate(tensors):
-            if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
-                _protect(parcels[dst], at)
+    if sum(len(parcel.tensors) for parcel in parcels.values()) > 1:
+        mark_shared(parcels.values())
     return parcels
-
-
-def _protect(parcel: Parcel, at: int) -> None:
-    """A parameter that is passed on: what comes after gets its value, and may not change it."""
-    tensors = list(parcel.tensors)
-    tensors[at] = cast(Tensor, tensors[at]).clone()
-    parcel.tensors = tuple(tensors)
-    parcel.shared |= {at}
-
-
-def _mark_shared(parcels: Collection[Parcel]) -> None:
-    """Tell each parcel which of its tensors have their memory in another one, too."""
-    homes: dict[int, list[tuple[Parcel, int]]] = {}
-    for parcel in parcels:
-        for at, tensor in enumerate(parcel.tensors):
-            if tensor is not None and tensor.numel():
-                homes.setdefault(tensor.untyped_storage().data_ptr(), []).append((parcel, at))
-    for places in homes.values():
-        if len(places) > 1:
-            for parcel, at in places:
-                parcel.shared |= {at}

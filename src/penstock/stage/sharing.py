@@ -1,0 +1,68 @@
+"""Tensors that several read, and which nobody may change in place.
+
+In one process a message is the sender's own memory. A layer that works in place on what it gets is
+right only if nobody else reads that: not another stage, not another micro-batch, not the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.stage.parcel import Parcel
+
+
+def memory(tensors: Iterable[Tensor | None]) -> set[int]:
+    """Where they are."""
+    return {t.untyped_storage().data_ptr() for t in tensors if t is not None and t.numel()}
+
+
+def mark_shared(parcels: Collection[Parcel]) -> None:
+    """Tell each parcel which of its tensors have their memory in common with another tensor."""
+    homes: dict[int, list[tuple[Parcel, int]]] = {}
+    for parcel in parcels:
+        for at, tensor in enumerate(parcel.tensors):
+            if tensor is not None and tensor.numel():
+                homes.setdefault(tensor.untyped_storage().data_ptr(), []).append((parcel, at))
+    for places in homes.values():
+        if len(places) > 1:
+            for parcel, at in places:
+                parcel.shared |= {at}
+
+
+def protect(
+    parcels: Mapping[int, Parcel], own: Collection[int], read_only: Collection[int]
+) -> None:
+    """Mark what is the stage's `own`, or in memory that is `read_only`.
+
+    Parameters and buffers that are passed on go as copies.
+    """
+    for parcel in parcels.values():
+        for at, tensor in enumerate(parcel.tensors):
+            if tensor is None or not tensor.numel():
+                continue
+            home = tensor.untyped_storage().data_ptr()
+            if home in own:
+                tensors = list(parcel.tensors)
+                tensors[at] = tensor.clone()
+                parcel.tensors = tuple(tensors)
+            if home in own or home in read_only:
+                parcel.shared |= {at}
+
+
+def check_unchanged(read_only: Sequence[Parcel], before: Sequence[int]) -> None:
+    """Nobody may change a tensor in place that others read too."""
+    each = iter(before)
+    for parcel in read_only:
+        for at, tensor in enumerate(parcel.tensors):
+            if tensor is None or tensor.is_inference():
+                continue
+            if tensor._version != next(each) and at in parcel.shared:
+                raise RunError(
+                    f"a layer changed a tensor of shape {tuple(tensor.shape)} in place that "
+                    "others read too (it was stashed as a skip, given to every micro-batch, or "
+                    "belongs to the caller and needs a gradient): clone it first, or set "
+                    "inplace=False"
+                )
