@@ -14,7 +14,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_iter
 
 from penstock.errors import RunError
@@ -30,7 +34,12 @@ def shared_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
 
 
 def next_seed() -> int:
-    """What the caller's generator would give next, without moving it on."""
+    """What the caller's generator would give next, without moving it on.
+
+    A pipe in a layer of another is seeded by the other's cell, so that it is recomputed alike.
+    """
+    if _in_a_cell():
+        return int(torch.randint(2**62, (), device="cpu"))
     peek = torch.Generator()
     peek.set_state(torch.default_generator.get_state())
     return _seed_from(peek)
@@ -38,7 +47,12 @@ def next_seed() -> int:
 
 def move_on() -> None:
     """Past that seed."""
-    _seed_from(torch.default_generator)
+    if not _in_a_cell():
+        _seed_from(torch.default_generator)
+
+
+def _in_a_cell() -> bool:
+    return isinstance(_get_current_dispatch_mode(), OwnRandom)
 
 
 def _seed_from(generator: torch.Generator) -> int:
@@ -78,6 +92,9 @@ class OwnRandom(TorchDispatchMode):
         return self._draw(func, args, kwargs or {})
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _in_a_cell():  # of a pipe around this one: what is drawn here is not its affair
+            with _pop_mode_temporarily():
+                return self._draw(func, args, kwargs)
         if kwargs.get("generator") is not None:
             if is_checkpointing():
                 raise RunError(

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from tests.support import Do, Pop, Stash, closely, each_checkpoint, each_runtime
+
+Forward = Generator[Any, Any, Tensor]
+
+
+@skippable(stash=["a", "b"])
+class StashTwo(nn.Module):
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x + 1)
+        yield stash("b", x + 2)
+        return x
+
+
+@skippable(pop=["a", "b"])
+class PopTwo(nn.Module):
+    def forward(self, x: Tensor) -> Forward:
+        b: Tensor = yield pop("b")
+        a: Tensor = yield pop("a")
+        return x + 10 * a + 100 * b
+
+
+@skippable(stash=["far"], shared=["far"])
+class StashForAll(nn.Module):
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("far", 2 * x)
+        return x
+
+
+# ---- outside a pipe -----------------------------------------------------------------------
+
+
+def test_a_stash_is_popped_far_below() -> None:
+    model = nn.Sequential(Stash(), nn.Sequential(Do(lambda x: x + 1), Pop()))
+    assert model(torch.ones(1)).tolist() == [4]
+    assert model(torch.zeros(1)).tolist() == [1]
+
+
+def test_names_are_popped_in_any_order() -> None:
+    model = nn.Sequential(StashTwo(), PopTwo())
+    assert model(torch.zeros(1)).tolist() == [210]
+
+
+def test_a_shared_one_is_popped_several_times() -> None:
+    model = nn.Sequential(StashForAll(), Pop(), Pop(), Pop())
+    verify_skippables(model)
+    assert model(torch.ones(1)).tolist() == [7]
+
+
+def test_a_popped_one_is_gone() -> None:
+    model = nn.Sequential(Stash(), Pop(), Pop())
+    with pytest.raises(RuntimeError, match="Pop pops 'far', but no layer before it has stashed"):
+        model(torch.ones(1))
+
+
+def test_a_forward_without_a_yield_is_fine_if_nothing_is_declared() -> None:
+    @skippable()
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    assert Plain()(torch.zeros(1)).tolist() == [1]
+
+
+def test_gradients_flow_through_skips() -> None:
+    x = torch.ones(2, requires_grad=True)
+    nn.Sequential(Stash(), Do(lambda x: 3 * x), Pop())(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5, 5]
+
+
+def test_a_skippable_keeps_its_class() -> None:
+    layer = StashTwo()
+    assert type(layer).__name__ == "StashTwo"
+    assert isinstance(pickle.loads(pickle.dumps(layer)), StashTwo)
+    assert isinstance(copy.deepcopy(layer), nn.Module)
+
+
+# ---- namespaces ---------------------------------------------------------------------------
+
+
+def isolated(layer: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    found = layer.isolate(*args, **kwargs)  # type: ignore[operator]
+    assert isinstance(found, nn.Module)
+    return found
+
+
+def test_isolate_keeps_equal_names_apart() -> None:
+    one, two = Namespace(), Namespace()
+    tripled = Do(lambda x: 3 * x)
+    layers = [isolated(Stash(), one), tripled, isolated(Stash(), two)]
+    model = nn.Sequential(*layers, isolated(Pop(), one), isolated(Pop(), two))
+    verify_skippables(model)
+    assert model(torch.ones(1)).tolist() == [3 + 2 + 6]
+
+
+def test_isolate_only_some() -> None:
+    space = Namespace()
+    layer = StashTwo()
+    assert isolated(layer, space, only=["a"]) is layer
+    with pytest.raises(TypeError, match=r"'1' \(PopTwo\) pops 'a', but no layer before it"):
+        verify_skippables(nn.Sequential(layer, PopTwo()))
+    verify_skippables(nn.Sequential(layer, isolated(PopTwo(), space, only=["a"])))
+
+
+def test_isolate_what_is_not_declared() -> None:
+    with pytest.raises(ValueError, match="Stash declares no 'near' to isolate"):
+        isolated(Stash(), Namespace(), only=["near"])
+
+
+def test_namespaces_are_values() -> None:
+    space = Namespace()
+    assert space == copy.deepcopy(space) == pickle.loads(pickle.dumps(space))
+    assert space != Namespace()
+    assert len({space, Namespace(), copy.copy(space)}) == 2
+
+
+# ---- what is declared and what is done ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("declared", "does", "message"),
+    [
+        ({}, lambda: stash("a", None), "Odd has not declared 'a' as a name it stashes"),
+        ({}, lambda: pop("a"), "Odd has not declared 'a' as a name it pops"),
+        ({"pop": ["a"]}, lambda: stash("a", None), "has not declared 'a' as a name it stashes"),
+        ({"stash": ["a"]}, lambda: pop("a"), "has not declared 'a' as a name it pops"),
+        ({"stash": ["a", "b"]}, lambda: stash("b", None), "Odd declares 'a', but .* not stashed"),
+        ({"pop": ["nowhere"]}, lambda: pop("nowhere"), "Odd pops 'nowhere', but no layer before"),
+    ],
+)
+def test_names_at_run_time(declared: dict[str, list[str]], does: Any, message: str) -> None:
+    @skippable(**declared)
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            yield does()
+            return x
+
+    with pytest.raises(RuntimeError, match=message):
+        Odd()(torch.ones(1))
+
+
+def test_a_name_that_was_not_popped() -> None:
+    @skippable(pop=["far"])
+    class Lazy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(RuntimeError, match="Lazy declares 'far', but its forward has not popped"):
+        nn.Sequential(Stash(), Lazy())(torch.ones(1))
+
+
+@pytest.mark.parametrize("yielded", [None, torch.ones(1), ("a", 1), "a"])
+def test_yielding_anything_else(yielded: Any) -> None:
+    @skippable()
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            yield yielded
+            return x
+
+    with pytest.raises(TypeError, match=r"yield stash\(name, tensor\) or pop\(name\)"):
+        Odd()(torch.ones(1))
+
+
+@pytest.mark.parametrize("argument", ["stash", "pop", "shared"])
+def test_names_are_given_as_a_list(argument: str) -> None:
+    message = rf"{argument} is a list of names, not 'ab': write \['ab'\]"
+    with pytest.raises(TypeError, match=message):
+        skippable(**{argument: "ab"})
+
+
+def test_shared_names_are_stashed_names() -> None:
+    with pytest.raises(ValueError, match="shared names are stashed names: 'b' is not among stash"):
+        skippable(stash=["a"], shared=["b"])
+
+
+def test_skippable_is_for_modules() -> None:
+    with pytest.raises(TypeError, match="@skippable is for classes of modules"):
+        skippable()(int)  # type: ignore[type-var]
+
+
+# ---- do the names match? ------------------------------------------------------------------
+
+
+def test_every_mismatch_is_listed_at_once() -> None:
+    @skippable(stash=["both"], pop=["both"])
+    class Both(nn.Module): ...
+
+    model = nn.Sequential(Pop(), Stash(), Stash(), Both(), nn.Sequential(StashTwo()))
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(model)
+    assert str(caught.value).splitlines() == [
+        "what is stashed and what is popped do not match:",
+        "  '0' (Pop) pops 'far', but no layer before it stashes it",
+        "  '2' (Stash) stashes 'far' again: isolate it by a namespace",
+        "  '3' (Both) declares 'both' both as stashed and as popped",
+        "  no layer pops 'a', which is stashed",
+        "  no layer pops 'b', which is stashed",
+    ]
+
+
+def test_a_name_popped_twice() -> None:
+    with pytest.raises(
+        TypeError, match=r"'2' \(Pop\) pops 'far', which was popped before: isolate"
+    ):
+        verify_skippables(nn.Sequential(Stash(), Pop(), Pop()))
+
+
+def test_a_pipe_verifies_its_skips() -> None:
+    with pytest.raises(TypeError, match="no layer pops 'far', which is stashed"):
+        Pipe(nn.Sequential(Stash(), nn.ReLU()))
+
+
+# ---- in a pipe ----------------------------------------------------------------------------
+
+
+@each_runtime
+@each_checkpoint
+@pytest.mark.parametrize("stages", [[7], [1, 6], [2, 2, 3], [1] * 7])
+def test_a_shared_skip_goes_to_several_stages(
+    stages: list[int], checkpoint: str, runtime: str
+) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        linears = [nn.Linear(3, 3) for _ in range(3)]
+        layers = [linears[0], StashForAll(), linears[1], Pop(), Pop(), linears[2], Pop()]
+        return nn.Sequential(*layers).double()
+
+    plain, pipe = model(), Pipe(model(), 3, checkpoint, stages=stages, runtime=runtime)
+    x = torch.randn(7, 3, dtype=torch.float64)
+    for module in (plain, pipe):
+        module(x).square().sum().backward()
+    assert closely(pipe(x), plain(x))
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert closely(p.grad, q.grad)
+
+
+@each_runtime
+def test_names_at_run_time_in_a_pipe(runtime: str) -> None:
+    @skippable(stash=["far"])
+    class Forgets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    pipe = Pipe(nn.Sequential(Forgets(), Pop()), 2, stages=2, runtime=runtime)
+    with pytest.raises(RuntimeError, match="Forgets declares 'far', but its forward") as caught:
+        pipe(torch.ones(4))
+    assert caught.value.__notes__ == [
+        "in stage 0 (layer 0: Forgets), micro-batch 0, action 0F0 on rank 0 (cpu)"
+    ]
+
+
+def test_a_skip_goes_straight_to_its_stage() -> None:
+    """The stages between do not see it: they have no message of it, and no copy."""
+    pipe = Pipe(nn.Sequential(Stash(), nn.ReLU(), nn.ReLU(), Pop()), 1, stages=4)
+    edges = pipe.forecast().program.graph.edges
+    assert edges == ((0, 1), (0, 3), (1, 2), (2, 3))

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.stage.stage import OUTSIDE, Stage
+
+
+def stage(*layers: nn.Module) -> Stage:
+    def compute(arrived: Any) -> dict[int, tuple[Any, ...]]:
+        return {OUTSIDE: arrived[OUTSIDE]}
+
+    return Stage(1, tuple(map(str, range(len(layers)))), layers, compute)
+
+
+def test_a_stage_says_what_it_is() -> None:
+    assert str(stage(nn.ReLU())) == "stage 1 (layer 0: ReLU)"
+    assert str(stage(nn.ReLU(), nn.Tanh())) == "stage 1 (layers 0 to 1: ReLU, Tanh)"
+
+
+def test_modules_are_named_once() -> None:
+    tied = nn.ReLU()
+    inner = nn.Sequential(tied, nn.Tanh())
+    assert stage(inner, tied).modules() == [inner, tied, inner[1]]
+
+
+def test_habits_belong_to_how_the_layers_are_set() -> None:
+    dropout = nn.Dropout(0.5)
+    one = stage(nn.Linear(1, 1), dropout)
+
+    def habits() -> Any:
+        return one.habits(one.modules())
+
+    first = habits()
+    first.draws = True
+    assert habits() is first
+    dropout.p = 0.0
+    assert habits().draws is None
+    dropout.p = 0.5
+    assert habits() is first
+    dropout.eval()
+    assert habits().draws is None
+    one.forget()
+    dropout.train()
+    assert habits().draws is None
+
+
+def test_a_layer_with_parameters_called_p_has_habits() -> None:
+    layer = nn.Linear(1, 1)
+    layer.p = nn.Parameter(torch.ones(1))
+    one = stage(layer)
+    assert one.habits(one.modules()) is one.habits(one.modules())

@@ -1,0 +1,421 @@
+"""`Pipe` itself: what it is made of, what it refuses, and how it behaves as a module."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock
+from penstock import (
+    ArgumentError,
+    NoChunk,
+    Pipe,
+    PipeSequential,
+    Unsound,
+    WithDevice,
+    is_checkpointing,
+    schedules,
+)
+from penstock.stage.batchnorm import DeferredBatchNorm
+from tests.support import (
+    Do,
+    Pop,
+    Stash,
+    Watch,
+    batch,
+    closely,
+    differences,
+    each_checkpoint,
+    each_door,
+    each_runtime,
+    network,
+    plain,
+    trained,
+    whole,
+)
+
+# ---- what a pipe refuses ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList(), "layers"])
+def test_it_is_made_of_a_sequential(module: Any) -> None:
+    with pytest.raises(TypeError, match=r"made of an nn\.Sequential, not of"):
+        Pipe(module)
+
+
+@pytest.mark.parametrize("chunks", [0, -3, 1.5, "2", None, True])
+def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=f"chunks is a whole number from 1 up, not {chunks!r}"):
+        Pipe(plain(), chunks)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("checkpoint", "sometimes", "checkpoint is one of 'always', 'except_last', 'never', not"),
+        ("checkpoint", None, "checkpoint is one of"),
+        ("runtime", "processes", "runtime is one of 'threads', 'inline', not 'processes'"),
+        ("reduction", "none", "reduction is one of None, 'mean', 'sum', not 'none'"),
+        ("schedule", "2f2b", "there is no schedule '2f2b'"),
+        ("schedule", "zb-h1", "whole backwards .*but zb-h1 splits them into I and W"),
+        ("schedule", "forward-only", "forward-only has no backwards"),
+        ("schedule", "fit", "fit needs costs"),
+    ],
+)
+def test_options_that_are_not_there(option: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pipe(plain(), 2, **{"stages": 4, option: value})
+
+
+def test_duplicate_children() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="duplicate children are not supported"):
+        Pipe(nn.Sequential(layer, nn.ReLU(), layer))
+
+
+def test_a_child_on_two_devices() -> None:
+    mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
+        Pipe(nn.Sequential(mixed))
+
+
+def test_a_parameter_shared_by_ranks() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    layers[1].weight = layers[0].weight
+    with pytest.raises(ValueError, match="a parameter is shared by stages of different ranks"):
+        Pipe(nn.Sequential(*layers), stages=2)
+
+
+def test_a_schedule_that_must_not_run() -> None:
+    stuck = penstock.loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0")
+    with pytest.raises(Unsound, match="0B0 waits for 1B0"):
+        Pipe(plain(), 2, stages=2, schedule=stuck)
+
+
+def test_a_schedule_for_other_sizes() -> None:
+    with pytest.raises(ArgumentError, match="the schedule is for 4 micro-batches, not 2: set"):
+        Pipe(plain(), 2, stages=4, schedule=schedules.one_f_one_b(4, 4))
+    with pytest.raises(ArgumentError, match="the schedule is for 3 stages on 3 ranks, but there"):
+        Pipe(plain(), 2, stages=4, schedule=schedules.one_f_one_b(3, 2))
+
+
+def test_a_file_that_is_no_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("buy milk")
+    with pytest.raises(penstock.FormatError, match="'buy' is no action"):
+        Pipe(plain(), 2, stages=4, schedule=file)
+    with pytest.raises(ArgumentError, match=r"there is no file '.*nothing.txt' to read a schedule"):
+        Pipe(plain(), 2, stages=4, schedule=tmp_path / "nothing.txt")
+
+
+@each_door
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ((), TypeError, "a pipe needs a tensor among its inputs, and got nothing"),
+        ((1, [2]), TypeError, "a pipe needs a tensor among its inputs, and got int, list"),
+        ((torch.zeros(2, 6, device="meta"),), ValueError, "on meta, but the first stage is on cpu"),
+        ((torch.zeros(4, 6), torch.zeros(3)), RuntimeError, "micro-batches"),
+        ((torch.tensor(1.0),), ValueError, "without dimensions cannot be cut"),
+    ],
+)
+def test_inputs_that_cannot_be_cut(
+    inputs: tuple[Any, ...], error: type[Exception], message: str, door: str
+) -> None:
+    pipe = Pipe(plain(), 4, stages=4, loss_fn=torch.sum)
+    with pytest.raises(error, match=message):
+        pipe.step(*inputs) if door == "step" else pipe(*inputs)
+
+
+# ---- a module like any other --------------------------------------------------------------
+
+
+def test_length_index_slice_and_iteration_give_the_layers() -> None:
+    model = plain()
+    pipe = Pipe(model, 2, stages=2)
+    assert len(pipe) == 4
+    assert list(pipe) == list(model) == list(pipe.children())
+    assert pipe[1] is model[1]
+    assert pipe[-1] is model[3]
+    assert isinstance(pipe[1:3], nn.Sequential)
+    assert list(pipe[1:3]) == [model[1], model[2]]
+    with pytest.raises(IndexError):
+        pipe[4]
+
+
+def test_names_parameters_and_state_are_the_models() -> None:
+    model = nn.Sequential(OrderedDict(first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6)))
+    model.register_buffer("table", torch.ones(2))
+    model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+    pipe = Pipe(model, 2, stages=2)
+    assert [name for name, _ in pipe.named_children()] == ["first", "norm"]
+    assert dict(pipe.named_parameters()) == dict(model.named_parameters())
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert pipe.first is model.first
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_state_goes_to_the_unsplit_model_and_back(deferred: bool) -> None:
+    x, target = batch(7)
+    pipe = Pipe(network(), 2, deferred_batch_norm=deferred, stages=4, loss_fn=functional.mse_loss)
+    trained(pipe, x, target, "step")
+    file = io.BytesIO()
+    torch.save(pipe.state_dict(), file)
+    file.seek(0)
+    model = network()
+    model.load_state_dict(torch.load(file))
+    other = Pipe(network(), 3, deferred_batch_norm=not deferred, stages=2)
+    other.load_state_dict(model.state_dict())
+    outputs = [module.eval()(x) for module in (pipe, model, other)]
+    assert closely(outputs[0], outputs[1])
+    assert closely(outputs[1], outputs[2])
+
+
+def test_assigned_state_is_used() -> None:
+    pipe = Pipe(plain(), 2, stages=4)
+    x, _ = batch(4)
+    zeros = {name: torch.zeros_like(value) for name, value in pipe.state_dict().items()}
+    pipe.load_state_dict(zeros, assign=True)
+    pipe(x).sum().backward()
+    assert not pipe(x).any()
+    assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_train_and_eval_reach_the_layers() -> None:
+    pipe = Pipe(network().eval(), 2, stages=4)
+    assert not pipe.training
+    assert all(not layer.training for layer in pipe)
+    assert pipe.train() is pipe
+    assert all(layer.training for layer in pipe)
+    pipe.eval()
+    x, _ = batch(4)
+    assert torch.equal(pipe(x), pipe(x))
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (lambda pipe: pipe.half(), torch.float16),
+        (lambda pipe: pipe.bfloat16(), torch.bfloat16),
+        (lambda pipe: pipe.float(), torch.float32),
+        (lambda pipe: pipe.to(torch.float16), torch.float16),
+        (lambda pipe: pipe.to(dtype=torch.float32), torch.float32),
+        (lambda pipe: pipe.type(torch.float32), torch.float32),
+    ],
+)
+def test_casting_is_allowed(cast: Any, dtype: torch.dtype) -> None:
+    pipe = Pipe(plain(), 2, stages=4)
+    assert cast(pipe) is pipe
+    assert {p.dtype for p in pipe.parameters()} == {dtype}
+    y = pipe(torch.randn(4, 6).to(dtype))
+    assert y.dtype == dtype
+    y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to("cuda"),
+        lambda pipe: pipe.to(torch.device("meta")),
+        lambda pipe: pipe.to("cpu", torch.float16),
+        lambda pipe: pipe.to(device="cpu"),
+        lambda pipe: pipe.to(torch.zeros(1)),
+        lambda pipe: pipe.cuda(),
+        lambda pipe: pipe.cuda(0),
+        lambda pipe: pipe.cpu(),
+        lambda pipe: pipe.xpu(),
+        lambda pipe: pipe.to_empty(device="meta"),
+        lambda pipe: nn.Sequential(pipe).to("meta"),
+    ],
+)
+def test_moving_is_denied(move: Any) -> None:
+    pipe = Pipe(plain(), 2, stages=4)
+    with pytest.raises(TypeError, match=r"moving it is denied: make another Pipe.*casting"):
+        move(pipe)
+    assert {(p.device.type, p.dtype) for p in pipe.parameters()} == {("cpu", torch.float64)}
+
+
+def test_it_says_what_it_is() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Stash(), nn.ReLU(), Pop())
+    assert repr(Pipe(model, 3, "always", stages=[2, 1, 1], schedule="1f1b")).splitlines() == [
+        "Pipe(chunks=3, checkpoint='always', runtime='threads', schedule='1f1b',",
+        "  stage 0 (layers 0 to 1: Linear, Stash) on cpu, 42 parameters",
+        "  stage 1 (layer 2: ReLU) on cpu, 0 parameters",
+        "  stage 2 (layer 3: Pop) on cpu, 0 parameters",
+        "  skip 'far': stage 0 to 2)",
+    ]
+
+
+def test_initialisation_and_freezing_reach_the_layers() -> None:
+    pipe = Pipe(plain(), 2, stages=4)
+
+    def zero(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+
+    pipe.apply(zero)
+    assert not pipe[0].weight.any()
+    pipe.requires_grad_(False)
+    assert not pipe(batch(4)[0]).requires_grad
+
+
+def test_a_layer_that_was_replaced_is_not_left_out_silently() -> None:
+    pipe = Pipe(plain(), 2, stages=4)
+    pipe._modules["2"] = nn.Linear(8, 8).double()
+    with pytest.raises(RuntimeError, match="layer '2' was replaced after the pipe was made"):
+        pipe(batch(4)[0])
+
+
+def test_the_children_of_a_layer_may_be_replaced() -> None:
+    pipe = Pipe(nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Tanh()), 2, stages=2)
+    pipe[0][0] = nn.Linear(6, 2)
+    y = pipe(torch.randn(4, 6))
+    assert y.shape == (4, 2)
+    y.sum().backward()
+    assert pipe[0][0].weight.grad is not None
+
+
+@each_door
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_optimizers_do_what_they_do_to_the_model(make: Any, door: str) -> None:
+    model = plain()
+    pipe = Pipe(copy.deepcopy(model), 3, stages=4, loss_fn=functional.mse_loss)
+    ours, theirs = make(model.parameters(), lr=0.1), make(pipe.parameters(), lr=0.1)
+    x, target = batch(7)
+    for _ in range(5):
+        ours.zero_grad()
+        theirs.zero_grad()
+        whole(model, x, target, functional.mse_loss)
+        trained(pipe, x, target, door)
+        ours.step()
+        theirs.step()
+    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-8, atol=1e-8)
+
+
+# ---- inputs and outputs -------------------------------------------------------------------
+
+
+@each_runtime
+def test_any_number_of_inputs(runtime: str) -> None:
+    def mixed(x: Tensor, mask: Tensor, table: dict[str, Tensor], name: str) -> Tensor:
+        assert name == "name"
+        return x * mask + table["bias"]
+
+    pipe = Pipe(nn.Sequential(Do(mixed), nn.Tanh()), 3, stages=2, runtime=runtime)
+    x, mask, bias = torch.randn(5, 2), torch.randn(2), torch.randn(5, 1)
+    found = pipe(x, NoChunk(mask), {"bias": bias}, "name")
+    assert torch.allclose(found, (x * mask + bias).tanh())
+
+
+def test_tuples_are_several_arguments_in_a_pipe_sequential() -> None:
+    layers = [Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a * b, "kept"]), Do(tuple)]
+    x, y = torch.randn(5, 2), torch.randn(5, 2)
+    found, names = Pipe(PipeSequential(*layers), 2, stages=3)(x, y)
+    assert torch.allclose(found, x**2 - y**2, atol=1e-6)
+    assert names == ["kept", "kept", "kept"][: len(names)]
+    pair = Pipe(nn.Sequential(layers[0], Do(lambda both: both[0])), 2, stages=2)(x, y)
+    assert torch.allclose(pair, x + y)
+
+
+def test_outputs_of_any_shape() -> None:
+    def made(x: Tensor) -> Any:
+        return {"rows": x, "sum": x.sum(), "pair": (x[:, 0], None), "size": len(x)}
+
+    found = Pipe(nn.Sequential(nn.Identity(), Do(made)), 2, stages=2)(torch.ones(3, 2))
+    assert torch.equal(found["rows"], torch.ones(3, 2))
+    assert torch.stack(found["sum"]).tolist() == [4, 2]
+    assert found["pair"][0].shape == (3,)
+    assert found["pair"][1] == [None, None]
+    assert found["size"] == [2, 1]
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_any_batch_size(rows: int) -> None:
+    seen: list[int] = []
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 3), Watch(lambda x: seen.append(len(x)))), 4, stages=2)
+    assert pipe(torch.randn(rows, 6)).shape == (rows, 3)
+    assert seen == [len(piece) for piece in torch.empty(rows).chunk(4)]
+
+
+def test_batches_may_change_size() -> None:
+    model = plain()
+    pipe = Pipe(copy.deepcopy(model), 4, stages=4, loss_fn=functional.mse_loss)
+    for rows in (8, 3, 1, 8, 17):
+        for door in ("call", "step"):
+            x, target = batch(rows)
+            for module in (model, pipe):
+                module.zero_grad()
+            expected = whole(model, x, target, functional.mse_loss)
+            assert differences(trained(pipe, x, target, door), expected, closely) == []
+
+
+def test_with_device_places_a_layer_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), WithDevice(nn.Tanh(), "cpu"))
+    pipe = Pipe(model, 2)
+    x = torch.randn(4, 6)
+    assert torch.allclose(pipe(x), model(x))
+
+
+# ---- options ------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    pipe = Pipe(plain())
+    assert (pipe.chunks, pipe.checkpoint, pipe.runtime) == (1, "except_last", "threads")
+    schedule = pipe.forecast().program.schedule
+    assert (schedule.stages, schedule.ranks, schedule.chunks) == (1, 1, 1)
+
+
+@each_checkpoint
+def test_checkpoint_is_in_the_program(checkpoint: str) -> None:
+    recomputed = Pipe(plain(), 3, checkpoint, stages=4).forecast().program.schedule.recomputed
+    cells = {(stage, i) for stage in range(4) for i in range(3)}
+    expected = {
+        "always": cells,
+        "except_last": {cell for cell in cells if cell[1] < 2},
+        "never": set(),
+    }
+    assert recomputed == expected[checkpoint]
+
+
+def test_a_schedule_may_say_what_is_recomputed() -> None:
+    """Its own Rs stay, whatever the option says."""
+    by_hand = penstock.loads("0F0 0F1 0B1 0R0 0B0 \n 1F0 1F1 1B1 1B0")
+    pipe = Pipe(plain(), 2, "never", stages=2, schedule=by_hand)
+    assert pipe.forecast().program.schedule.recomputed == {(0, 0)}
+    told: list[bool] = []
+    pipe[0].register_forward_hook(lambda *given: told.append(is_checkpointing()))
+    pipe(batch(4)[0]).sum().backward()
+    assert told == [True, False, False]
+
+
+def test_deferred_batch_norm_is_converted_and_found_by_name() -> None:
+    pipe = Pipe(network(), 2, deferred_batch_norm=True, stages=4)
+    assert isinstance(pipe[4], DeferredBatchNorm)
+    assert type(Pipe(network(), 2, stages=4)[4]) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", None])
+def test_several_stages_on_one_rank(schedule: str | None) -> None:
+    model = plain()
+    pipe = Pipe(copy.deepcopy(model), 3, stages=4, devices=["cpu"], schedule=schedule)
+    x, _ = batch(7)
+    assert closely(pipe(x), model(x))
+
+
+def test_the_forecast_is_the_schedules() -> None:
+    pipe = Pipe(plain(), 8, "never", stages=4, schedule="1f1b")
+    forecast = pipe.forecast()
+    assert forecast.program.schedule == schedules.one_f_one_b(4, 8)
+    assert round(100 * forecast.bubble, 1) == 27.3
+    assert forecast.peak == (4, 3, 2, 1)
