@@ -110,6 +110,13 @@ def main() -> None:
         if peer in tables["never"]:
             ratios = [tables[mode]["penstock, 1 rank"] / tables[mode][peer] for mode in MODES]
             print(f"| 1 rank / {peer} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+            above = [
+                (times["penstock, 1 rank"] - times["plain loop"])
+                / (times[peer] - times["plain loop"])
+                for times in tables.values()
+            ]
+            name = f"the same above the plain loop, {peer}"
+            print(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in above) + " |")
     sys.stdout.flush()
     os._exit(0)  # the peers' threads do not end by themselves
 

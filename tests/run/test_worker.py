@@ -46,7 +46,7 @@ def tripled(index: int, before: int, after: int) -> Stage:
 
 def worker(transport: Recorded, stage: Stage, rank: int, desk: Desk) -> Worker:
     context = Context.here(frozenset({"cpu"}))
-    tape = Tape(stage, context, 0, lambda microbatch: Keep.GRAPH)
+    tape = Tape(stage, context, lambda microbatch: Keep.GRAPH)
     return Worker(rank, Cpu(), {stage.index: tape}, transport, desk)
 
 

@@ -216,6 +216,21 @@ def test_pytorchs_own_checkpoint_around_anything_else_works(checkpoint: str, run
         torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("inside", RUNTIMES)
+@each_runtime
+def test_a_pipe_that_draws_inside_a_pipe_that_recomputes(runtime: str, inside: str) -> None:
+    """Its seed is drawn like any other number of the stage that it is in."""
+
+    def found(checkpoint: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+        inner = Pipe(layers, 2, "never", stages=3, runtime=inside)
+        outer = nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)).double()
+        return learned(Pipe(outer, 3, checkpoint, stages=2, runtime=runtime))
+
+    assert all(map(bitwise, found("always"), found("never")))
+
+
 # ---- the mode itself ----------------------------------------------------------------------
 
 

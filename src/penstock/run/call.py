@@ -40,8 +40,11 @@ class Call:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
-        seed = next_seed()
-        self.tapes = [Tape(s, self.context, seed, partial(keep, s.index), tracked) for s in stages]
+        self.tapes = [Tape(s, self.context, partial(keep, s.index), tracked) for s in stages]
+        if any(tape.may_draw for tape in self.tapes):
+            seed = next_seed()
+            for tape in self.tapes:
+                tape.seed = seed
         self.done = self._moved_on = False
         self._mailboxes = Mailboxes(places, placement)
         self.workers = [

@@ -56,6 +56,9 @@ class Streams:
         return self._events[device]
 
 
+_NOTHING_TO_ENTER = nullcontext()
+
+
 class Cpu:
     """The host itself."""
 
@@ -66,7 +69,7 @@ class Cpu:
 
     def entered(self) -> AbstractContextManager[None]:
         """Every thread is there."""
-        return nullcontext()
+        return _NOTHING_TO_ENTER
 
     def now(self) -> float:
         """The host's clock."""

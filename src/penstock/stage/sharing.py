@@ -6,7 +6,7 @@ right only if nobody else reads that: not another stage, not another micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -33,23 +33,23 @@ def mark_shared(parcels: Collection[Parcel]) -> None:
 
 
 def protect(
-    parcels: Mapping[int, Parcel], own: Collection[int], read_only: Collection[int]
+    parcel: Parcel, places: Iterable[int], own: Collection[int], others: Collection[int]
 ) -> None:
-    """Mark what is the stage's `own`, or in memory that is `read_only`.
+    """Mark tensors at these places that are in the stage's `own` memory, or in that of `others`.
 
     Parameters and buffers that are passed on go as copies.
     """
-    for parcel in parcels.values():
-        for at, tensor in enumerate(parcel.tensors):
-            if tensor is None or not tensor.numel():
-                continue
-            home = tensor.untyped_storage().data_ptr()
-            if home in own:
-                tensors = list(parcel.tensors)
-                tensors[at] = tensor.clone()
-                parcel.tensors = tuple(tensors)
-            if home in own or home in read_only:
-                parcel.shared |= {at}
+    tensors = list(parcel.tensors)
+    for at in places:
+        tensor = tensors[at]
+        if tensor is None or not tensor.numel():
+            continue
+        home = tensor.untyped_storage().data_ptr()
+        if home in own:
+            tensors[at] = tensor.clone()
+        if home in own or home in others:
+            parcel.shared |= {at}
+    parcel.tensors = tuple(tensors)
 
 
 def check_unchanged(read_only: Sequence[Parcel], before: Sequence[int]) -> None:

@@ -60,7 +60,6 @@ class Tape:
         self,
         stage: Stage,
         context: Context,
-        seed: int,
         keep: Callable[[int], Keep],
         tracked: bool = False,
     ) -> None:
@@ -69,7 +68,8 @@ class Tape:
         self.parameters = learning(modules)
         self.collected: list[Tensor | None] | None = None
         self.recomputes = False  # has it recomputed a cell?
-        self._context, self._seed, self._keep = context, seed, keep
+        self.seed = 0  # of the call: for stages that draw
+        self._context, self._keep = context, keep
         self._habits = stage.habits(modules)
         self._stand_ins = StandIns(modules if tracked else ())
         self._buffered = [module for module in modules if module._buffers]
@@ -85,13 +85,18 @@ class Tape:
         """Does the stage draw random numbers, as far as seen?"""
         return bool(self._habits.draws)
 
+    @property
+    def may_draw(self) -> bool:
+        """Has it not been seen to draw none?"""
+        return self._habits.draws is not False
+
     # ---- forward --------------------------------------------------------------------------
 
     def forward(self, microbatch: int, arrived: dict[int, Parcel]) -> dict[int, Parcel]:
         """Compute the cell from what its sources sent; gives what its destinations get."""
         keep = self._keep(microbatch)
         read_only = [parcel for parcel in arrived.values() if parcel.shared]
-        before = _versions(read_only)
+        before = _versions(read_only) if read_only else []
         if keep is Keep.GRAPH:
             self._graphs[microbatch], outputs = self._build(microbatch, arrived)
             parcels = _parcels(outputs, _in_graph)
@@ -104,9 +109,19 @@ class Tape:
             parcels = _parcels(outputs, lambda tensor: False)
         if read_only:
             check_unchanged(read_only, before)
-        protect(parcels, self._memory, memory(t for p in read_only for t in p.tensors))
+        self._protect(parcels, outputs, read_only)
         self._note_parameters()
         return parcels
+
+    def _protect(
+        self, parcels: Mapping[int, Parcel], outputs: Apart, read_only: Sequence[Parcel]
+    ) -> None:
+        """Whoever comes next may not change what is the stage's own, or what others read too."""
+        for dst, (tensors, _) in outputs.items():
+            places = [at for at, t in enumerate(tensors) if t.is_leaf or t._is_view()]
+            if places:  # those that could be something that was there before
+                others = memory(t for parcel in read_only for t in parcel.tensors)
+                protect(parcels[dst], places, self._memory, others)
 
     @cached_property
     def _memory(self) -> set[int]:
@@ -191,7 +206,7 @@ class Tape:
             stack.enter_context(self._stand_ins.used())
             stack.enter_context(context.forwards())
             if habits.draws is not False:
-                random = OwnRandom(seed_of_cell(self._seed, self.stage.index, microbatch))
+                random = OwnRandom(seed_of_cell(self.seed, self.stage.index, microbatch))
                 stack.enter_context(random)
             outputs = self.stage.compute(values)
         if random is not None:
