@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, schedules
-from penstock.run.virtual import VirtualGpu
+from penstock.stage.virtual import VirtualGpu
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -373,7 +372,3 @@ def ends(function: Callable[[], Any], within: float = 20.0) -> bool:
     thread.start()
     thread.join(within)
     return not thread.is_alive()
-
-
-def copied(model: nn.Sequential) -> nn.Sequential:
-    return copy.deepcopy(model)

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from penstock import NoChunk, Op, Pipe, RunError, pop, skippable, stash
 from penstock.run import transport
-from penstock.run.places import Delivery, Place
 from penstock.stage.parcel import Parcel
+from penstock.stage.places import Delivery, Place
 
 MODES = ["never", "except_last", "always"]
 

@@ -46,9 +46,9 @@ if _typing.TYPE_CHECKING:
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
-    from penstock.run.virtual import virtual_devices
     from penstock.stage.checkpointing import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
+    from penstock.stage.virtual import virtual_devices
 
 __version__ = "0.1.0"
 
@@ -115,7 +115,7 @@ _ON_DEMAND = {
     "skippable": "stage.skip",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",
-    "virtual_devices": "run.virtual",
+    "virtual_devices": "stage.virtual",
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from penstock.batch import check_inputs, gather, moved, scatter, shares
 from penstock.cost import Cost
 from penstock.errors import ArgumentError, KindError, RunError
-from penstock.ir import Op, Program, Schedule
+from penstock.ir import Program, Schedule
 from penstock.lower import (
     CHECKPOINT_MODES,
     forwards_first,
@@ -29,7 +29,7 @@ from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
 from penstock.run.training import StepResult, train
-from penstock.schedules.choice import Asked, choose, read
+from penstock.schedules.choice import Asked, check_runs, choose, read
 from penstock.schedules.registry import make
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.loss import LossFn, Scored
@@ -94,11 +94,11 @@ class Pipe(nn.Module):
             module = converted
         asked = read(schedule)
         if isinstance(asked, str):
-            _check_runs(make(asked, ranks=2, chunks=2), asked)
+            check_runs(make(asked, ranks=2, chunks=2), asked)
         self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
         self._choice = choose(asked, self._split.placement, chunks)
         made = self._choice(chunks)
-        _check_runs(made, self._choice.name)
+        check_runs(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
         self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
         self._made = _Made()
@@ -324,18 +324,4 @@ def _check_wishes(stages: Any, devices: Any) -> None:
         raise ArgumentError(
             f"devices is a list with one for each rank, such as ['{devices}', '{devices}'], not "
             f"'{devices}'"
-        )
-
-
-def _check_runs(schedule: Schedule, name: str) -> None:
-    """Only whole backwards, and every one of them."""
-    ops = {action.op for lane in schedule.lanes for action in lane}
-    if ops & {Op.I, Op.W}:
-        raise ArgumentError(
-            "a pipe runs schedules of whole backwards (gpipe, 1f1b, eager-1f1b, interleaved, "
-            f"looped-bfs, naive, and your own), but {name} splits them into I and W"
-        )
-    if Op.B not in ops:
-        raise ArgumentError(
-            f"{name} has no backwards: a pipe trains, and runs forwards alone under no_grad"
         )

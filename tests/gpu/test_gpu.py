@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, pop, skippable, stash
-from penstock.run import places
+from penstock.stage import places
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

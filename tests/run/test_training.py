@@ -341,7 +341,7 @@ def test_the_timeline_is_that_of_the_program(schedule: str, checkpoint: str, run
 def test_spans_are_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by one whenever it is looked at."""
     clock = count()
-    monkeypatch.setattr("penstock.run.places.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("penstock.stage.places.time.perf_counter", lambda: float(next(clock)))
     seen: dict[str, float] = {}
 
     def look(action: str) -> None:

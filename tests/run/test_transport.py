@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from penstock.ir import Message
-from penstock.run.places import Cpu
 from penstock.run.transport import Mailboxes, Stopped
 from penstock.stage.parcel import Parcel
+from penstock.stage.places import Cpu
 
 
 def boxes(ranks: int = 2) -> Mailboxes:

@@ -10,11 +10,11 @@ from penstock.ir import Message, Op, StageGraph
 from penstock.lower import lower
 from penstock.notation import loads
 from penstock.run.phase import is_backward, is_forward, whole
-from penstock.run.places import Cpu
 from penstock.run.worker import Desk, Worker, steps_of
 from penstock.schedules import one_f_one_b
 from penstock.stage.context import Context
 from penstock.stage.parcel import Parcel
+from penstock.stage.places import Cpu
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.tape import Keep, Tape
 

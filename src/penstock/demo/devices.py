@@ -15,9 +15,9 @@ from penstock.demo.model import next_byte_loss
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.partition.profile import layer_times
 from penstock.pipe import Pipe
-from penstock.run.places import Place, place_at
-from penstock.run.virtual import virtual_devices
 from penstock.schedules import family_of
+from penstock.stage.places import Place, place_at
+from penstock.stage.virtual import virtual_devices
 
 VIRTUAL = 4  # devices that one GPU is cut into
 

@@ -20,9 +20,9 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
-from penstock.run.places import Place, place_at
 from penstock.schedules.choice import placement_of
 from penstock.schedules.registry import family_of
+from penstock.stage.places import Place, place_at
 
 BALANCES = ("time", "memory", "parameters")
 

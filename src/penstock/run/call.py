@@ -14,11 +14,11 @@ from penstock.ir import Program
 from penstock.play import Span
 from penstock.run.inline import run_inline
 from penstock.run.phase import Phase
-from penstock.run.places import Gpu, Moment, Place, Streams
 from penstock.run.threads import Crew
 from penstock.run.transport import Mailboxes, Stopped
 from penstock.run.worker import Desk, Mark, Step, Worker
 from penstock.stage.context import Context, no_autocast
+from penstock.stage.places import Gpu, Moment, Place, Streams
 from penstock.stage.randomness import move_on, next_seed, shared_states
 from penstock.stage.stage import Stage
 from penstock.stage.tape import Keep, Tape

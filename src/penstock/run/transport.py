@@ -7,8 +7,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from penstock.ir import Message
-from penstock.run.places import Delivery, Place, carry
 from penstock.stage.parcel import Parcel
+from penstock.stage.places import Delivery, Place, carry
 
 
 class Stopped(Exception):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from penstock.ir import Action, Compute, Message, Op, Program, Recv, Send, consumes, produces
-from penstock.run.places import Moment, Place
 from penstock.run.transport import Transport
 from penstock.stage.parcel import Parcel
+from penstock.stage.places import Moment, Place
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.tape import Tape
 

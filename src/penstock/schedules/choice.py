@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import ArgumentError
-from penstock.ir import Program, Schedule, schedule_of
+from penstock.ir import Op, Program, Schedule, schedule_of
 from penstock.notation import loads
 from penstock.schedules.gpipe import clocked
 from penstock.schedules.parts import assemble, loop
@@ -102,3 +102,27 @@ def choose(asked: str | Schedule | None, placement: tuple[int, ...], chunks: int
 
 def _listed(placement: tuple[int, ...]) -> str:
     return " ".join(map(str, placement))
+
+
+def _whole_backwards() -> list[str]:
+    """The named schedules that a pipe runs."""
+    trains = [name for name, family in FAMILIES.items() if family.trains]
+    return [name for name in trains if _ops(make(name, ranks=2, chunks=2)) == {Op.F, Op.B}]
+
+
+def _ops(schedule: Schedule) -> set[Op]:
+    return {action.op for lane in schedule.lanes for action in lane}
+
+
+def check_runs(schedule: Schedule, name: str) -> None:
+    """Only whole backwards, and every one of them."""
+    ops = _ops(schedule)
+    if ops & {Op.I, Op.W}:
+        raise ArgumentError(
+            f"a pipe runs schedules of whole backwards ({', '.join(_whole_backwards())}, and your "
+            f"own), but {name} splits them into I and W"
+        )
+    if Op.B not in ops:
+        raise ArgumentError(
+            f"{name} has no backwards: a pipe trains, and runs forwards alone under no_grad"
+        )

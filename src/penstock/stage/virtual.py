@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ArgumentError, MissingExtra, RunError
-from penstock.run.places import Gpu
+from penstock.stage.places import Gpu
 
 _GRAIN = 8  # groups are made of so many multiprocessors, from Hopper on
 
