@@ -246,7 +246,6 @@ class Shifted(nn.Module):
         return y
 
 
-@pytest.mark.xfail(strict=True, reason="the recomputation takes the new one")
 @each_runtime
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_buffer_that_changes_between_forward_and_backward(replaced: bool, runtime: str) -> None:

@@ -177,8 +177,15 @@ def test_a_parameter_whose_memory_was_exchanged_is_noticed() -> None:
     layer = linear()
     loss = Pipe(nn.Sequential(layer, linear()), 2, "always", stages=2)(rows()).sum()
     layer.weight.data = layer.weight.data * 3
-    with pytest.raises(RunError, match="a parameter of these layers has been changed"):
+    with pytest.raises(RunError, match="a parameter or buffer of these layers has been changed"):
         loss.backward()
+
+
+def test_a_layer_added_later_is_not_passed_over() -> None:
+    pipe = Pipe(nn.Sequential(linear(), linear()), 2, stages=2)
+    pipe.add_module("2", linear())
+    with pytest.raises(RunError, match="made of the layers 0, 1, and now has 0, 1, 2"):
+        pipe(rows())
 
 
 def test_the_reduction_of_a_partial_is_seen() -> None:

@@ -210,6 +210,12 @@ class Pipe(nn.Module):
         return Call(stages, self._split.places, self._split.placement, keep, crew, tracked)
 
     def _check_layers(self) -> None:
+        known = [name for stage in self._split.partition.stages for name in stage.names]
+        if list(self._modules) != known:
+            raise RunError(
+                f"the pipe was made of the layers {', '.join(known)}, and now has "
+                f"{', '.join(self._modules)}: make the Pipe after the change"
+            )
         for stage in self._split.partition.stages:
             for name, layer in zip(stage.names, stage.layers, strict=True):
                 if self._modules.get(name) is not layer:

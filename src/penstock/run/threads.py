@@ -65,7 +65,8 @@ class Crew:
                         queue.put(order)
                         order.given = True
                 for order in orders:
-                    order.done.wait()
+                    while not order.done.wait(timeout=1):  # a signal may come just before it
+                        pass
             except BaseException as interrupt:
                 failures.append(interrupt)
                 stop()

@@ -47,6 +47,13 @@ def changed(copies: Sequence[Copied]) -> list[Copied]:
     ]
 
 
+def untouched(copies: Sequence[Copied], those: Sequence[Copied]) -> list[Copied]:
+    """The copies but those, without what they held."""
+    names = {(copy.owner, copy.name) for copy in those}
+    left = [copy for copy in copies if (copy.owner, copy.name) not in names]
+    return [copy._replace(before=copy.buffer) for copy in left]
+
+
 @contextmanager
 def rewound(owners: Sequence[nn.Module], copies: Sequence[Copied]) -> Iterator[None]:
     """Within, the buffers that a forward changed are as it found them; after, as they were."""

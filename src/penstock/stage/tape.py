@@ -23,7 +23,7 @@ from penstock.stage.context import Context
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
-from penstock.stage.rewind import Copied, changed, copied, rewound, training_as
+from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
 from penstock.stage.sharing import check_unchanged, mark_shared, memory, protect
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stand_ins import StandIns
@@ -46,7 +46,8 @@ class _Kept:
 
     arrived: dict[int, Parcel]
     versions: list[int]  # of what arrived, after the forward
-    buffers: list[Copied]
+    buffers: list[Copied]  # that the forward changed, as they were before
+    others: list[Copied]  # that it did not: nobody may
 
 
 class Tape:
@@ -135,8 +136,11 @@ class Tape:
         self.recomputes = True
         kept = self._kept[microbatch]
         same_inputs = _versions(kept.arrived.values()) == kept.versions
-        if not same_inputs or self._state_of_parameters() != self._of_parameters:
-            what = "a parameter" if same_inputs else "an input"
+        same_buffers = not changed(kept.others)
+        if not (
+            same_inputs and same_buffers and self._state_of_parameters() == self._of_parameters
+        ):
+            what = "a parameter or buffer" if same_inputs else "an input"
             raise RunError(
                 f"{what} of these layers has been changed in place after their forward, and the "
                 "recomputation needs it as it was: clone what you change, and change parameters "
@@ -174,7 +178,9 @@ class Tape:
             )
         habits.mutates = mutated or bool(habits.mutates)
         kept = kept if mutated else arrived
-        return _Kept(kept, _versions(kept.values()), changed(buffers)), _apart(outputs)
+        written = changed(buffers)
+        others = untouched(buffers, written)
+        return _Kept(kept, _versions(kept.values()), written, others), _apart(outputs)
 
     def _build(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[Graph, Apart]:
         habits = self._habits
