@@ -264,9 +264,11 @@ class Do(nn.Module):
         return self.function(*values)
 
 
-class _Marked(torch.autograd.Function):
+class Marked(torch.autograd.Function):
+    """Calls `then` when its backward comes."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, then: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, then: Callable[[], object]) -> Tensor:
         ctx.then = then
         return x.clone()
 
@@ -282,7 +284,7 @@ class Fails(nn.Module):
     broken = True
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Marked.apply(x, self._fail)  # type: ignore[no-untyped-call]
+        y: Tensor = Marked.apply(x, self._fail)  # type: ignore[no-untyped-call]
         return y
 
     def _fail(self) -> None:
@@ -304,7 +306,7 @@ class Traced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         microbatch = int(x[0, 0])
         self.tell(f"{self.stage}{'R' if is_recomputing() else 'F'}{microbatch}")
-        marked: Tensor = _Marked.apply(  # type: ignore[no-untyped-call]
+        marked: Tensor = Marked.apply(  # type: ignore[no-untyped-call]
             x * self.weight, lambda: self.tell(f"{self.stage}B{microbatch}")
         )
         return marked

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError
 from penstock.partition.profile import layer_bytes, layer_times
 from penstock.stage.skip import Namespace, SkipKey, Skips, pop, skippable, stash, use_skips
+from tests.support import Marked
 
 Measure = Callable[..., list[float]]
 brief_times = partial(layer_times, timeout=0.0)  # one pass to warm up, one that counts
@@ -81,18 +82,6 @@ class Bottom(nn.Module):
         return x.detach() * far
 
 
-class _Watched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, then: Callable[[], object]) -> Tensor:
-        ctx.then = then
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.then()
-        return gradient, None
-
-
 class Watched(nn.Module):
     """Calls two functions, one in its forward and one in its backward; its copy, the same."""
 
@@ -105,7 +94,7 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls[0]()
-        watched: Tensor = _Watched.apply(x, self.calls[1])  # type: ignore[no-untyped-call]
+        watched: Tensor = Marked.apply(x, self.calls[1])  # type: ignore[no-untyped-call]
         return watched
 
 
@@ -317,7 +306,7 @@ def test_what_a_layer_kept_is_let_go_before_the_next_runs() -> None:
         def forward(self, x: Tensor) -> Tensor:
             token = Token()
             tokens.append(ref(token))
-            kept: Tensor = _Watched.apply(x, token)  # type: ignore[no-untyped-call]
+            kept: Tensor = Marked.apply(x, token)  # type: ignore[no-untyped-call]
             return kept
 
     look = Watched(lambda: alive.append(tokens[-1]() is not None), nothing)
