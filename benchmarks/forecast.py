@@ -63,14 +63,13 @@ def on_one_f_one_b(cost: Cost, placement: tuple[int, ...], chunks: int) -> float
     """The makespan of 1f1b, with a rank's stages put together."""
     ranks = max(placement) + 1
 
-    def of(column: tuple[float, ...]) -> list[float]:
-        return [
-            sum(c for c, r in zip(column, placement, strict=True) if r == k) for k in range(ranks)
-        ]
+    def by_rank(column: tuple[float, ...]) -> tuple[float, ...]:
+        pairs = list(zip(column, placement, strict=True))
+        return tuple(sum(c for c, r in pairs if r == rank) for rank in range(ranks))
 
-    even = Cost(of(cost.F), of(cost.I), of(cost.W), [1.0] * ranks, cost.send)
+    joined = Cost(by_rank(cost.F), by_rank(cost.I), by_rank(cost.W), (1.0,) * ranks, cost.send)
     schedule = penstock.schedules.one_f_one_b(ranks, chunks)
-    return penstock.simulate(penstock.lower(schedule), even).makespan
+    return penstock.simulate(penstock.lower(schedule), joined).makespan
 
 
 def shares(cost: Cost) -> str:
