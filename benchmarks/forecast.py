@@ -1,7 +1,7 @@
 """Is a step as long as its forecast, and does a zero-bubble schedule gain what it promises?
 
-    python benchmarks/forecast.py                    two CPU ranks, one intra-op thread each
-    python benchmarks/forecast.py --virtual 4        a GPU cut in four
+    python benchmarks/forecast.py [--ranks 2]              CPU ranks, one intra-op thread each
+    python benchmarks/forecast.py --ranks 4 --sms 32       a GPU cut in four
 
 Plain Linear layers, so that F, I and W take about the same; the batch wants a gradient, so that
 the first stage has all three. In every round each schedule takes two steps: the costs of the first
@@ -80,24 +80,24 @@ def shares(cost: Cost) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--virtual", type=int, default=0, help="groups of a GPU's multiprocessors")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sms", type=int, default=0, help="a rank is so many multiprocessors")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunks", type=int)
     parser.add_argument("--rows", type=int, help="of a micro-batch")
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int, default=2, help="of a stage, with two stages a rank")
     given = parser.parse_args()
-    on_gpu = given.virtual > 0
-    ranks = given.virtual or 2
+    on_gpu, ranks = given.sms > 0, given.ranks
     chunks = given.chunks or 2 * ranks
     rows, width = given.rows or (8192 if on_gpu else 512), given.width or (4096 if on_gpu else 512)
     places: list[Any] = ["cpu"] * ranks
     kind: dict[str, Any] = {}
     machine = f"{os.cpu_count()} cores"
     if on_gpu:
-        places = list[Place](penstock.virtual_devices("cuda:0", ranks))
+        places = list[Place](penstock.virtual_devices("cuda:0", ranks, given.sms))
         kind = {"device": "cuda:0", "dtype": torch.bfloat16}
-        machine = f"{torch.cuda.get_device_name()} cut in {ranks}"
+        machine = f"{torch.cuda.get_device_name()}, {given.sms} multiprocessors a rank"
     torch.set_num_threads(1)
     model = layers(2 * ranks * given.layers, width).to(**kind)
     x = torch.randn(chunks * rows, width, **kind).requires_grad_()

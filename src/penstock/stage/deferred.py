@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import RunError
-from penstock.stage.graph import accumulate
+from penstock.stage.graph import ROOT, accumulate
 
 Formula = Callable[[Tensor, Tensor], Tensor]  # of the output's gradient and the input
 
@@ -78,10 +78,13 @@ class Stopped:
 
 
 class Gate(torch.autograd.Function):
-    """Stops the backward before an operation, whose backward is W's."""
+    """Stops the backward before an operation, whose backward is W's.
+
+    It is not linked to the operation: a backward frees what it comes upon, even without gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, stopped: Stopped) -> Tensor:
+    def forward(ctx: Any, root: Tensor, output: Tensor, stopped: Stopped) -> Tensor:
         """The same memory."""
         ctx.stopped = stopped
         return output.detach()
@@ -90,10 +93,19 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The gradient goes no further."""
         ctx.stopped.gradient = gradients[0]
-        return None, None
+        return None, None, None
 
 
 Later = list[Pair | Stopped]
+
+
+class Ledger:
+    """Where a cell's stand-ins write down what they put off."""
+
+    __slots__ = ("later",)
+
+    def __init__(self) -> None:
+        self.later: Later = []
 
 
 def weight_gradients(later: Later) -> None:
@@ -114,13 +126,13 @@ class Weight(Tensor):
 
     _is_param = True  # to isinstance(_, nn.Parameter)
     original: Tensor
-    deferral: Deferral
+    ledger: Ledger  # and not its owner: in a cycle, nodes of the graph would live on
 
     @staticmethod
-    def of(original: Tensor, deferral: Deferral) -> Weight:
+    def of(original: Tensor, ledger: Ledger) -> Weight:
         """For operations that no function sees it is the same memory, part of the same graph."""
         made = original.as_subclass(Weight)
-        made.original, made.deferral = original, deferral
+        made.original, made.ledger = original, ledger
         return made
 
     @classmethod
@@ -154,20 +166,20 @@ class Deferral:
         self, modules: Iterable[nn.Module], learner: Callable[[nn.Parameter], nn.Parameter]
     ) -> None:
         made: dict[nn.Parameter, Weight] = {}
+        self._ledger = Ledger()
         self._homes: list[tuple[dict[str, Any], str, Weight]] = []
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None and _can_wait(learner(parameter)):
                     if parameter not in made:
-                        made[parameter] = Weight.of(learner(parameter), self)
+                        made[parameter] = Weight.of(learner(parameter), self._ledger)
                     self._homes.append((module._parameters, name, made[parameter]))
-        self.later: Later = []
 
     @contextmanager
     def used(self) -> Iterator[Later]:
         """Within, the modules compute with the stand-ins; gives what is put off."""
         later: Later = []
-        self.later = later
+        self._ledger.later = later
         before = []
         for home, name, weight in self._homes:
             before.append(home[name])
@@ -202,14 +214,14 @@ def _waiting(output: Tensor, weight: Weight, given: Tensor, formula: Formula) ->
     assert node is not None
     pair = Pair(weight.original, given, formula)
     node.register_prehook(pair.catch)
-    weight.deferral.later.append(pair)
+    weight.ledger.later.append(pair)
     return output
 
 
 def _stopped(weight: Weight, output: Tensor) -> Tensor:
     stopped = Stopped(output)
-    weight.deferral.later.append(stopped)
-    gated: Tensor = Gate.apply(output, stopped)  # type: ignore[no-untyped-call]
+    weight.ledger.later.append(stopped)
+    gated: Tensor = Gate.apply(ROOT, output.detach(), stopped)  # type: ignore[no-untyped-call]
     return gated
 
 
@@ -307,8 +319,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight = args[0]
     found = func(weight.original, *args[1:], **kwargs)
     if isinstance(found, Tensor):
-        return Weight.of(found, weight.deferral)
-    return tuple(Weight.of(one, weight.deferral) for one in found)
+        return Weight.of(found, weight.ledger)
+    return tuple(Weight.of(one, weight.ledger) for one in found)
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,7 +48,7 @@ class _Entry(torch.autograd.Function):
         return None, None, *(None for _ in gradients)
 
 
-_ROOT = torch.empty(0, requires_grad=True)
+ROOT = torch.empty(0, requires_grad=True)  # what makes an output part of a graph
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Beginning:
     def entry(tensors: Sequence[Tensor]) -> Beginning:
         """For any layers."""
         inbox: list[Tensor | None] = [None] * len(tensors)
-        inside = _Entry.apply(inbox, _ROOT, *tensors)  # type: ignore[no-untyped-call]
+        inside = _Entry.apply(inbox, ROOT, *tensors)  # type: ignore[no-untyped-call]
         return Beginning(inside, tuple(GradientEdge(t.grad_fn, t.output_nr) for t in inside), inbox)
 
     def caught(self) -> Sequence[Tensor | None]:
@@ -121,7 +121,7 @@ class Graph:
 
     def check_closed(self, parameters: Collection[Tensor]) -> None:
         """Every leaf is an input or a parameter: no other would get its gradient."""
-        known = {id(leaf) for leaf in (*self.beginning.inputs, *parameters, _ROOT)}
+        known = {id(leaf) for leaf in (*self.beginning.inputs, *parameters, ROOT)}
         todo = [root.node for roots in self.roots.values() for root in roots if root is not None]
         seen = set(todo)
         while todo:
