@@ -243,6 +243,10 @@ class Tape:
                 self._add(at, gradient)
         return found
 
+    def leaves(self, microbatch: int) -> list[Tensor]:
+        """What the next backward of the cell may add to: parameters, registered or not."""
+        return [*self.parameters, *self._graphs[microbatch].leaves()]
+
     def collect(self) -> None:
         """Let the next backwards sum gradients of parameters here, not in `.grad`."""
         self.collected = [None] * len(self.parameters)
