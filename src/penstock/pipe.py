@@ -56,7 +56,7 @@ class Pipe(nn.Module):
                          both, neighbours on one device are a stage
     balance, example     cut by time, memory or parameters, as measured on the example
     schedule             a name, a Schedule or a file; gpipe if left out
-    loss_fn, reduction   of `step`: loss_fn(output, target), mean by rows or sum
+    loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

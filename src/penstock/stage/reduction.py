@@ -60,7 +60,7 @@ class Reduction:
 
 def reduction_of(loss_fn: LossFn | None, asked: str | None) -> Reduction:
     """What was asked for, or what the loss itself does."""
-    loss_fn = _bare(loss_fn)
+    loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)  # of a module that was compiled
     keywords = loss_fn.keywords if isinstance(loss_fn, partial) else {}
     own = getattr(loss_fn, "reduction", keywords.get("reduction", "mean"))
     if keywords.get("size_average") is not None or keywords.get("reduce") is not None:
@@ -81,10 +81,3 @@ def _counting(loss_fn: Any, keywords: dict[str, Any]) -> Counting | None:
             ignored = loss_fn.ignore_index
             return Counting(_IGNORED if ignored is None else ignored, loss_fn.weight)
     return None
-
-
-def _bare(loss_fn: Any) -> Any:
-    """What was compiled, if it was."""
-    for name in ("_orig_mod", "_torchdynamo_orig_callable"):
-        loss_fn = getattr(loss_fn, name, loss_fn)
-    return loss_fn
