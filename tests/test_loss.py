@@ -188,11 +188,15 @@ def test_sparse_gradients() -> None:
     x = torch.arange(7)
     target = uneven(7)[1]
     model, pipe = made(sparse=True), Pipe(made(sparse=True), 3, stages=2, loss_fn=as_tuple)
-    for _ in range(2):
+    for kind in (True, True, False):
+        for module in (model, pipe):
+            module[0].sparse = kind
         pipe.step(x, target=target)
         masked(model(x), target).backward()
-    assert pipe[0].weight.grad.is_sparse
-    assert closely(pipe[0].weight.grad.to_dense(), model[0].weight.grad.to_dense())  # type: ignore[union-attr, operator]
+        found, wanted = pipe[0].weight.grad, model[0].weight.grad
+        assert isinstance(wanted, Tensor)
+        assert found.is_sparse == wanted.is_sparse == kind
+        assert closely(found.to_dense(), wanted.to_dense())
 
 
 @pytest.mark.parametrize("rows", [7, 1])
@@ -205,8 +209,10 @@ def test_without_gradients(rows: int) -> None:
 
 @each_runtime
 def test_a_step_that_fails_leaves_gradients_as_they_were(runtime: str) -> None:
+    """Also those of stages whose backwards have been done."""
     fails = Fails()
-    model = nn.Sequential(*plain(), fails)
+    first, *others = plain()
+    model = nn.Sequential(first, fails, *others)
     pipe = Pipe(model, 3, stages=5, loss_fn=as_tuple, runtime=runtime, schedule="1f1b")
     x, target = uneven(7)
     fails.broken = False
