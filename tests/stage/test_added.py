@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from penstock import Pipe, add_loss, added_losses
+from penstock import Pipe, add_loss, added_losses, is_recomputing
 from tests.support import (
     SCHEDULES,
     Do,
@@ -220,6 +220,28 @@ def test_sums() -> None:
     loss.backward()
     assert closely(pipe.step(x, target=target).loss, loss.detach())
     assert same_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["last stage", "first stage"])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_recomputation_adds_as_its_forward_did(repeated: bool, first: bool) -> None:
+    """A layer may not skip it there to count it once: its gradient would be missing."""
+
+    def add(x: Tensor) -> Tensor:
+        add_loss(x.mean())
+        if is_recomputing() == repeated:
+            add_loss(x.mean())
+        return x
+
+    layers: list[nn.Module] = [nn.Linear(6, 3).double(), Do(add)]
+    if first:
+        layers.append(nn.Tanh())
+    pipe = Pipe(
+        nn.Sequential(*layers), 3, "always", stages=[2, 1] if first else 2, loss_fn=torch.sum
+    )
+    message = f"these layers add {1 + repeated} losses in their recomputation, and did not in"
+    with pytest.raises(RuntimeError, match=message):
+        pipe.step(batch(7)[0])
 
 
 # ---- where there is no step -----------------------------------------------------------------

@@ -8,6 +8,7 @@ reported and differentiated with it.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import KindError, RunError
+from penstock.stage.checkpointing import is_checkpointing, is_recomputing
 from penstock.stage.stage import OUTSIDE, Compute, Stage
 
 Take = Callable[[Tensor], object]
@@ -101,16 +103,35 @@ class _Carried(NamedTuple):
     loss: Tensor
 
 
+class Collection:
+    """What the layers of a stage add in one step: as much in a recomputation as in a forward."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[int] = Counter()  # of forwards that were not yet recomputed
+
+    @contextmanager
+    def into(self, added: list[Tensor]) -> Iterator[None]:
+        """Within, layers add to the list."""
+        with taken_by(added.append):
+            yield
+        self._sizes[len(added)] += is_checkpointing() - is_recomputing()
+        if self._sizes[len(added)] < 0:
+            raise RunError(
+                f"these layers add {len(added)} losses in their recomputation, and did not in "
+                "their forward: call penstock.add_loss alike in both, it is counted once"
+            )
+
+
 class Adding:
     """A stage's computation; what its layers add goes on, with what came from stages before."""
 
     def __init__(self, compute: Compute) -> None:
-        self._compute = compute
+        self._compute, self._collection = compute, Collection()
 
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """As the stage's, with the added losses for the last of its destinations."""
         arrived, added = unpacked(arrived)
-        with taken_by(added.append):
+        with self._collection.into(added):
             departing = self._compute(arrived)
         if not added:
             return departing

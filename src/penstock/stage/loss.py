@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
-from penstock.stage.added import Adding, summed, taken_by, unpacked
+from penstock.stage.added import Adding, Collection, summed, unpacked
 from penstock.stage.reduction import Counting, LossFn
 from penstock.stage.stage import OUTSIDE, Compute, Stage
 
@@ -61,6 +61,7 @@ class Scored:
     ) -> None:
         self._compute, self._loss_fn, self._counting = compute, loss_fn, counting
         self._has_target, self._outputs = has_target, outputs
+        self._collection = Collection()
         self._source = "loss_fn gave" if loss_fn else "the model, without a loss_fn, gave"
 
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
@@ -71,7 +72,7 @@ class Scored:
             *batch, target = arrived[OUTSIDE]
             arrived = {**arrived, OUTSIDE: tuple(batch)}
             targets = (target,)
-        with taken_by(added.append):
+        with self._collection.into(added):
             departing = self._compute(arrived)
             (output,) = departing[OUTSIDE]
             found = self._loss_fn(output, *targets) if self._loss_fn else output
