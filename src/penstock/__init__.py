@@ -46,6 +46,7 @@ if _typing.TYPE_CHECKING:
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
+    from penstock.stage.added import add_loss, added_losses
     from penstock.stage.checkpointing import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
     from penstock.stage.virtual import virtual_devices
@@ -81,6 +82,8 @@ __all__ = [
     "Unsound",
     "Wait",
     "WithDevice",
+    "add_loss",
+    "added_losses",
     "draw",
     "dumps",
     "is_checkpointing",
@@ -109,6 +112,8 @@ _ON_DEMAND = {
     "PipeSequential": "partition.sequential",
     "StepResult": "run.training",
     "WithDevice": "partition.sequential",
+    "add_loss": "stage.added",
+    "added_losses": "stage.added",
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ArgumentError
+from penstock.stage.added import added_losses
 from penstock.stage.skip import SkipKey, Skips, use_skips
 
 Device = torch.device | str | None  # None: where the layers and the example are
@@ -139,7 +140,7 @@ class _Turn(Skips):
     def forward(self) -> None:
         """Run the layer."""
         try:
-            with use_skips(self):
+            with use_skips(self), added_losses():
                 self.output = self._left(self.layer(*self.inputs))
         except Exception as error:
             error.add_note(f"This was layer {self.name}, run on an example to measure it.")

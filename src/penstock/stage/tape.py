@@ -258,6 +258,10 @@ class Tape:
         """The gradients that the backward of the inputs has left."""
         weight_gradients(self._later.pop(microbatch))
 
+    def leaves(self, microbatch: int) -> list[Tensor]:
+        """What the next backward of the cell may add to: parameters, registered or not."""
+        return [*self.parameters, *self._graphs[microbatch].leaves()]
+
     def collect(self) -> None:
         """Let the next backwards sum gradients of parameters here, not in `.grad`."""
         self.collected = [None] * len(self.parameters)
