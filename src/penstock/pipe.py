@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.batch import check_inputs, gather, moved, scatter, shares
+from penstock.batch import gather
 from penstock.cost import Cost
 from penstock.errors import ArgumentError, KindError, RunError
 from penstock.ir import Program, Schedule
@@ -23,8 +23,10 @@ from penstock.lower import (
     without_recompute,
 )
 from penstock.partition.sequential import check_children
+from penstock.partition.side import names_in_chain
 from penstock.partition.split import Wish, split
 from penstock.run.call import Call, Measured
+from penstock.run.feed import feed
 from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
@@ -111,17 +113,25 @@ class Pipe(nn.Module):
 
     # ---- the two doors --------------------------------------------------------------------
 
-    def forward(self, *inputs: Any) -> Any:
-        """What the model computes of a batch; `loss.backward()` runs the backwards."""
-        batches = self._cut(inputs)
-        program, *phases = self._two_phases(len(batches))
+    def forward(self, *inputs: Any, **side: Any) -> Any:
+        """What the model computes of a batch; `loss.backward()` runs the backwards.
+
+        Inputs by name go to every layer whose forward names them.
+        """
+        fed = feed(self._split, self.chunks, inputs, side)
+        program, *phases = self._two_phases(fed.chunks)
         call = self._call(program, self._split.partition.stages, torch.is_grad_enabled())
-        passage = Passage(call, (phases[0], phases[1]), batches)
+        passage = Passage(call, (phases[0], phases[1]), fed.given)
         tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
-        return gather(passage.outputs(tensors))
+        return gather(passage.outputs(tensors), fed.rows)
 
     def step(
-        self, *inputs: Any, target: Any = None, outputs: bool = False, loss_fn: LossFn | None = None
+        self,
+        *inputs: Any,
+        target: Any = None,
+        outputs: bool = False,
+        loss_fn: LossFn | None = None,
+        **side: Any,
     ) -> StepResult:
         """Forward, loss and backward of a batch under the schedule; adds to `.grad`.
 
@@ -130,19 +140,17 @@ class Pipe(nn.Module):
         has them.
         """
         loss_fn = loss_fn or self.loss_fn
-        extra = () if target is None else (self._at_last_stage(target),)
-        mixed = self._cut(inputs, extra)
-        batches = [values[: len(inputs)] for values in mixed]
-        targets = [values[len(inputs) :] for values in mixed]
+        extra = () if target is None else (target,)
+        fed = feed(self._split, self.chunks, inputs, side, extra)
         if torch.is_grad_enabled():
-            program, phase = self._one_phase(len(batches))
+            program, phase = self._one_phase(fed.chunks)
         else:
-            program, phase, _ = self._two_phases(len(batches))
+            program, phase, _ = self._two_phases(fed.chunks)
         *stages, last = self._split.partition.stages
         scored = Scored(last.compute, loss_fn, bool(extra), outputs)
         call = self._call(program, [*stages, replace(last, compute=scored)])
-        weights = self._weights(shares((*inputs, *extra), self.chunks), loss_fn)
-        result = train(call, program, phase, batches, targets, weights)
+        weights = self._weights(fed.rows.shares(), loss_fn)
+        result = train(call, program, phase, fed, weights)
         if torch.is_grad_enabled():
             self._made.last = result.measured
         return result
@@ -155,14 +163,6 @@ class Pipe(nn.Module):
         return simulate(program, cost)
 
     # ---- how they are run -----------------------------------------------------------------
-
-    def _cut(self, inputs: tuple[Any, ...], extra: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        check_inputs(inputs, self._split.place_of(0).device)
-        return scatter((*inputs, *extra), self.chunks)
-
-    def _at_last_stage(self, target: Any) -> Any:
-        device = self._split.place_of(len(self._split.placement) - 1).device
-        return moved(target, device)
 
     def _weights(self, shares: list[float], loss_fn: LossFn | None) -> list[float]:
         named = getattr(loss_fn, "keywords", {}).get("reduction", "mean")  # of a partial
@@ -241,6 +241,10 @@ class Pipe(nn.Module):
     def __getitem__(self, at: int | slice) -> Any:
         layers = list(self)[at]
         return nn.Sequential(*layers) if isinstance(layers, list) else layers
+
+    def side_names(self, first: bool) -> frozenset[str]:
+        """The inputs by name that its layers take."""
+        return frozenset().union(*names_in_chain(self, first))
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"

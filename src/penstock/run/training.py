@@ -12,9 +12,10 @@ from torch import Tensor
 from penstock.batch import gather
 from penstock.ir import Program
 from penstock.run.call import Call, Measured
-from penstock.run.passage import from_outside, pass_changes_on
+from penstock.run.feed import Fed
+from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_of
 from penstock.run.phase import Phase
-from penstock.stage.parcel import Parcel, put_together, taken_apart
+from penstock.stage.parcel import Parcel, put_together
 from penstock.timeline import Timeline
 
 
@@ -39,32 +40,26 @@ def train(
     call: Call,
     program: Program,
     phase: Phase,
-    batches: Sequence[tuple[Any, ...]],
-    targets: Sequence[tuple[Any, ...]],
+    fed: Fed,
     weights: Sequence[float],
 ) -> StepResult:
     """Run the phase over micro-batches; the loss is the weighted sum of theirs."""
     last = len(call.tapes) - 1
-    given = {0: batches, last: targets}
-    if last == 0:
-        given = {0: [batch + target for batch, target in zip(batches, targets, strict=True)]}
-    for stage, values in given.items():
-        for microbatch, parcel in enumerate(from_outside(values)):
-            if values[microbatch]:
-                call.desk.inputs[stage, microbatch] = parcel
+    given = tensors_of(fed.given)
+    call.desk.inputs = from_outside(fed.given)
     call.desk.answer = lambda i, made: _gradients(made, weights[i])
     call.run(phase)
-    for (stage, microbatch), parcel in call.desk.inputs.items():
-        pass_changes_on(taken_apart(given[stage][microbatch])[0], parcel.tensors)
+    for cell, parcel in call.desk.inputs.items():
+        pass_changes_on(given[cell], parcel.tensors)
     _pass_on(given, call)
-    outputs = [call.desk.outputs[last, i] for i in range(len(batches))]
+    outputs = [call.desk.outputs[last, i] for i in range(fed.chunks)]
     values = [put_together(p.tensors, p.layout) for p in outputs]  # type: ignore[arg-type]
     losses = [value[0] * weight for value, weight in zip(values, weights, strict=True)]
     total = losses[0]
     for loss in losses[1:]:
         total = total + loss
     asked = [value[1] for value in values if len(value) > 1]
-    joined = gather(asked) if asked else None
+    joined = gather(asked, fed.rows) if asked else None
     return StepResult(total.detach(), joined, call.measured(program))
 
 
@@ -75,14 +70,12 @@ def _gradients(made: Parcel, weight: float) -> Parcel:
     return Parcel((torch.full_like(loss, weight), *(None for _ in others)))
 
 
-def _pass_on(given: Mapping[int, Sequence[tuple[Any, ...]]], call: Call) -> None:
+def _pass_on(given: Mapping[Cell, Sequence[Tensor]], call: Call) -> None:
     """If what was given was computed by something that learns: let it learn, once."""
     found = [
         (tensor, gradient)
-        for (stage, microbatch), parcel in sorted(call.desk.input_gradients.items())
-        for tensor, gradient in zip(
-            taken_apart(given[stage][microbatch])[0], parcel.tensors, strict=True
-        )
+        for cell, parcel in sorted(call.desk.input_gradients.items())
+        for tensor, gradient in zip(given[cell], parcel.tensors, strict=True)
         if gradient is not None
     ]
     if found:
