@@ -85,6 +85,10 @@ CASES: dict[str, list[Callable[..., Any]]] = {
         lambda v: (v[0] * 2, v[1]),
         lambda v: v[0] + v[1],
     ],
+    "sparse": [
+        lambda x: (x, torch.eye(4, dtype=x.dtype).to_sparse(), x.t().to_sparse()),
+        lambda v: torch.sparse.mm(v[1], v[0].t()).t() + v[2].to_dense().t(),
+    ],
     "the same twice": [lambda x: [x * 2] * 2, lambda v: v[0] * v[1]],
     "a view and its base": [
         lambda x: (x, x * 2),
