@@ -36,6 +36,13 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
+def uncoalesced() -> Tensor:
+    """Ones and a two, which is in two parts."""
+    ones = torch.ones(5, dtype=torch.float64)
+    at = torch.tensor([[0, 1, 2, 3, 3]])
+    return torch.sparse_coo_tensor(at, ones, (4,), check_invariants=True)
+
+
 def mixed(x: Tensor) -> dict[str, Any]:
     return {
         "double": x,
@@ -86,8 +93,8 @@ CASES: dict[str, list[Callable[..., Any]]] = {
         lambda v: v[0] + v[1],
     ],
     "sparse": [
-        lambda x: (x, torch.eye(4, dtype=x.dtype).to_sparse(), x.t().to_sparse()),
-        lambda v: torch.sparse.mm(v[1], v[0].t()).t() + v[2].to_dense().t(),
+        lambda x: (x, torch.eye(4, dtype=x.dtype).to_sparse(), x.t().to_sparse(), uncoalesced()),
+        lambda v: torch.sparse.mm(v[1], v[0].t()).t() + v[2].to_dense().t() * v[3].to_dense(),
     ],
     "the same twice": [lambda x: [x * 2] * 2, lambda v: v[0] * v[1]],
     "a view and its base": [

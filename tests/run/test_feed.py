@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from penstock import (
     skippable,
     stash,
 )
+from penstock.batch import Rows
 from penstock.ir import Message
+from penstock.run.feed import feed
 from penstock.run.transport import Mailbox
 from penstock.stage.parcel import Parcel
 from tests.support import (
@@ -296,6 +299,37 @@ def test_side_inputs_are_cut_like_the_others() -> None:
     ]
     assert "NoChunk(mask)" in str(caught.value)
     assert "Chunk(mask, dim=1)" in str(caught.value)
+
+
+@dataclass
+class Elsewhere:
+    """A place on a device that holds no numbers."""
+
+    device = torch.device("meta")
+
+
+def test_what_a_stage_is_given_is_moved_to_it() -> None:
+    """Once for each device, and an input that two stages of one device use is one for both."""
+    split = Pipe(network(), 2, stages=6)._split
+    here = split.places[0]
+    split = replace(split, places=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
+    x, mask = real(4, 4), real(4, 1)
+    fed = feed(split, 2, (x,), {"mask": mask, "positions": torch.arange(4)}, (x,))
+    sizes = {stage: len(values[0]) for stage, values in fed.given.items()}
+    assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}
+    side = {stage: fed.given[stage][1][-1].values for stage in (0, 1, 2, 4)}
+    assert {stage: list(values) for stage, values in side.items()} == {
+        0: ["mask"],
+        1: ["positions"],
+        2: ["mask"],
+        4: ["mask"],
+    }
+    assert torch.equal(side[0]["mask"], mask[2:])
+    assert side[1]["positions"].device == side[2]["mask"].device == Elsewhere.device
+    assert side[2]["mask"] is side[4]["mask"]
+    assert fed.given[5][1][0] is fed.given[0][1][0]  # the batch itself, as the target
+    assert fed.rows == Rows((2, 2))
+    assert fed.chunks == 2
 
 
 def test_the_batch_may_be_cut_on_another_dim() -> None:

@@ -67,7 +67,7 @@ class Partitioned(nn.Module):
     def _run(self, *inputs: Any) -> Any:
         self._pipe.training = self.training
         if len(inputs) > 1 or not isinstance(inputs[0], Tensor):
-            inputs = pytree.tree_map_only(Tensor, _by_rows, inputs)
+            inputs = by_rows(inputs)
         return self._pipe(*inputs)
 
     def __len__(self) -> int:
@@ -99,6 +99,11 @@ class Partitioned(nn.Module):
         return self.to(device=device)
 
 
-def _by_rows(tensor: Tensor) -> Chunk | Tensor:
-    """Cut on dim 0, whatever the others have there: the old pipes knew no other way."""
-    return Chunk(tensor, dim=0) if tensor.dim() else tensor
+def by_rows(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each tensor cut on dim 0, whatever the others have there: the old pipes knew no other way."""
+
+    def chunk(tensor: Tensor) -> Chunk | Tensor:
+        return Chunk(tensor, dim=0) if tensor.dim() else tensor
+
+    found: tuple[Any, ...] = pytree.tree_map_only(Tensor, chunk, values)
+    return found
