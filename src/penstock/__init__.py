@@ -19,6 +19,7 @@ from penstock.errors import (
     ArgumentError,
     FormatError,
     KindError,
+    Misfit,
     MissingExtra,
     PenstockError,
     RunError,
@@ -42,7 +43,7 @@ from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound, verify
 
 if _typing.TYPE_CHECKING:
-    from penstock.batch import NoChunk
+    from penstock.batch import Chunk, NoChunk
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
@@ -56,12 +57,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "ArgumentError",
+    "Chunk",
     "Compute",
     "Cost",
     "Deadlock",
     "FormatError",
     "KindError",
     "Message",
+    "Misfit",
     "MissingExtra",
     "Namespace",
     "NoChunk",
@@ -106,6 +109,7 @@ __all__ = [
 
 # The names that need torch, each with the module that has it: loaded when first asked for.
 _ON_DEMAND = {
+    "Chunk": "batch",
     "Namespace": "stage.skip",
     "NoChunk": "batch",
     "Pipe": "pipe",

@@ -384,6 +384,39 @@ def test_host_and_gpu_work_together() -> None:
     assert len(result.timeline.spans) > 0
 
 
+class Gated(nn.Module):
+    """Takes a gate by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * gate
+        return y
+
+
+@pytest.mark.parametrize("door", ["call", "step"])
+def test_inputs_by_name_are_moved_to_the_stages_that_use_them(door: str) -> None:
+    """From the host to stages on the host and on the GPU, and their gradients back."""
+    torch.manual_seed(0)
+    model = penstock.PipeSequential(Gated(), Gated(), Gated()).double()
+    x, gate = torch.randn(6, 8).double(), torch.rand(6, 1, dtype=torch.float64, requires_grad=True)
+    expected = model(x, gate=gate).sum()
+    expected.backward()
+    assert gate.grad is not None
+    wanted, gate.grad = gate.grad, None
+    devices = ["cpu", "cuda:0", "cpu"]
+    pipe = Pipe(copy.deepcopy(model), 3, stages=3, devices=devices, reduction="sum")
+    if door == "call":
+        loss = pipe(x, gate=gate).sum()
+        loss.backward()
+    else:
+        loss = pipe.step(x, gate=gate, loss_fn=torch.sum).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gate.grad, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_the_timeline_is_measured_on_the_device() -> None:
     x, y = batch()
     model = nn.Sequential(Sleep(), nn.Linear(32, 32), Sleep(), nn.Linear(32, 8))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.batch import gather
+from penstock.batch import Rows, gather
 from penstock.ir import Program
 from penstock.run.call import Call, Measured
-from penstock.run.passage import from_outside, pass_changes_on
+from penstock.run.feed import Fed
+from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_of
 from penstock.run.phase import Phase
 from penstock.run.weighing import Ledger
-from penstock.stage.parcel import taken_apart
 from penstock.timeline import Timeline
 
 
@@ -42,19 +42,12 @@ def train(
     call: Call,
     program: Program,
     phase: Phase,
-    batches: Sequence[tuple[Any, ...]],
-    targets: Sequence[tuple[Any, ...]],
+    fed: Fed,
     ledger: Ledger,
 ) -> StepResult:
     """Run the phase over micro-batches; the ledger says what their losses come to."""
-    last = len(call.tapes) - 1
-    given = {0: batches, last: targets}
-    if last == 0:
-        given = {0: [batch + target for batch, target in zip(batches, targets, strict=True)]}
-    for stage, values in given.items():
-        for microbatch, parcel in enumerate(from_outside(values)):
-            if values[microbatch]:
-                call.desk.inputs[stage, microbatch] = parcel
+    given = tensors_of(fed.given)
+    call.desk.inputs = from_outside(fed.given)
     call.desk.answer, call.desk.prepare = ledger.answer, ledger.prepare
     try:
         call.run(phase)
@@ -62,28 +55,28 @@ def train(
         ledger.give_up()
         raise
     factor = ledger.finish()
-    for (stage, microbatch), parcel in call.desk.inputs.items():
-        pass_changes_on(taken_apart(given[stage][microbatch])[0], parcel.tensors)
+    for cell, parcel in call.desk.inputs.items():
+        pass_changes_on(given[cell], parcel.tensors)
     _pass_on(given, call, factor)
     scores = ledger.scores
     asked = [score.beside.output[0] for score in scores if score.beside.output]
     return StepResult(
         ledger.combined([score.loss for score in scores]).detach(),
-        gather(asked) if asked else None,
-        _metrics(ledger),
+        gather(asked, fed.rows) if asked else None,
+        _metrics(ledger, fed.rows),
         call.measured(program),
     )
 
 
-def _metrics(ledger: Ledger) -> dict[str, Any]:
+def _metrics(ledger: Ledger, rows: Rows) -> dict[str, Any]:
     """Those of the micro-batches put together, name by name."""
     device = ledger.scores[0].loss.device
     columns = [score.beside.metrics for score in ledger.scores]
-    return {name: _joined([c[name] for c in columns], ledger, device) for name in columns[0]}
+    return {name: _joined([c[name] for c in columns], ledger, rows, device) for name in columns[0]}
 
 
-def _joined(column: Sequence[Any], ledger: Ledger, device: torch.device) -> Any:
-    """Numbers as the losses, other tensors by rows if they have the same, other values listed."""
+def _joined(column: Sequence[Any], ledger: Ledger, rows: Rows, device: torch.device) -> Any:
+    """Numbers as the losses, all else as outputs are."""
     flat = [pytree.tree_flatten(value) for value in column]
     if any(spec != flat[0][1] for _, spec in flat):
         return list(column)
@@ -91,9 +84,7 @@ def _joined(column: Sequence[Any], ledger: Ledger, device: torch.device) -> Any:
     def join(leaves: tuple[Any, ...]) -> Any:
         if all(map(_is_number, leaves)):
             return ledger.combined([_number(leaf, device) for leaf in leaves])
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-        alike = len({(tensor.shape[1:], tensor.device) for tensor in tensors}) == 1
-        return torch.cat(tensors) if alike and len(tensors) == len(leaves) else list(leaves)
+        return gather(leaves, rows)
 
     leaves = [join(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
     return pytree.tree_unflatten(leaves, flat[0][1])
@@ -112,16 +103,12 @@ def _number(value: Any, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=kind, device=device)
 
 
-def _pass_on(
-    given: Mapping[int, Sequence[tuple[Any, ...]]], call: Call, factor: Tensor | None
-) -> None:
+def _pass_on(given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None) -> None:
     """If what was given was computed by something that learns: let it learn, once."""
     found = [
         (tensor, gradient if factor is None else _times(gradient, factor))
-        for (stage, microbatch), parcel in sorted(call.desk.input_gradients.items())
-        for tensor, gradient in zip(
-            taken_apart(given[stage][microbatch])[0], parcel.tensors, strict=True
-        )
+        for cell, parcel in sorted(call.desk.input_gradients.items())
+        for tensor, gradient in zip(given[cell], parcel.tensors, strict=True)
         if gradient is not None
     ]
     if found:
