@@ -23,7 +23,7 @@ from penstock.lower import (
     without_recompute,
 )
 from penstock.partition.sequential import check_children
-from penstock.partition.split import Wish, split
+from penstock.partition.split import Wish, split, ties
 from penstock.run.call import Call, Measured
 from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
@@ -147,6 +147,17 @@ class Pipe(nn.Module):
             self._made.last = result.measured
         return result
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
+        rest = norm_type, error_if_nonfinite, foreach
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, *rest)
+
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         program, _ = self._one_phase(self.chunks)
@@ -254,7 +265,7 @@ class Pipe(nn.Module):
             lines.append(
                 f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
             )
-        return "\n".join(lines) + ")"
+        return "\n".join(lines + [f"  tied {tie}" for tie in ties(self._split)]) + ")"
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""

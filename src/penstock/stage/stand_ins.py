@@ -1,44 +1,188 @@
-"""Stand-ins for parameters that have hooks.
+"""Stand-ins for what a stage computes with and cannot use as it is.
 
-Through `pipe(x)` a parameter gets the sum of its micro-batches' gradients, and its hooks are for
-that. A stage computes one micro-batch: it must not meet them.
+A parameter, a buffer or a module that is another rank's: two threads may neither add to one `.grad`
+nor write one module, and the owner may be on another device. And, through `pipe(x)`, a parameter
+that has hooks: they are for its gradient, and a stage has one for each micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import RunError
+
+Thing = nn.Module | Tensor
+
+
+def real(thing: Any) -> Any:
+    """What a stand-in stands for: another call may be computing with one, in another thread."""
+    return thing.__dict__.get("_stands_for", thing)
+
+
+class Doubles:
+    """The stand-ins of one rank in one call, each made when it is first asked for.
+
+    A parameter's has no hooks and a gradient of its own, and is of the same memory if it is on the
+    same device. A buffer's counts changes by itself. A module's is a copy that holds stand-ins.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        foreign: Collection[Thing] = (),
+        *,
+        learns: bool = True,
+        hooked: bool = False,
+    ) -> None:
+        self._device, self.foreign = device, foreign
+        self._learns, self._hooked = learns, hooked
+        self._made: dict[Thing, Any] = {}
+
+    def of(self, thing: Any) -> Any:
+        """What stands in for it: itself, if it can be used as it is."""
+        if thing not in self.foreign and not (self._hooked and _has_hooks(thing)):
+            return thing
+        if thing not in self._made:
+            self._made[thing] = self._make(thing)
+        return self._made[thing]
+
+    def learned(self) -> list[tuple[Tensor, Tensor]]:
+        """Those who wait for a gradient, with what their stand-ins got; it is taken away."""
+        found = []
+        for thing, double in self._made.items():
+            if isinstance(double, Tensor) and double is not thing and double.grad is not None:
+                found.append((thing, double.grad))
+                double.grad = None
+        return found  # type: ignore[return-value]
+
+    def _make(self, thing: Any) -> Any:
+        if isinstance(thing, nn.Module):
+            return self._copied(thing) if _has_tensors(thing) else thing
+        learns = self._learns and thing.requires_grad
+        if not isinstance(thing, nn.Parameter):
+            return _marked(on(thing.data, self._device).requires_grad_(learns), thing)
+        here = thing.detach()
+        data = on(here, self._device)
+        if learns or data is not here:
+            return _marked(nn.Parameter(data, learns), thing)
+        return thing
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        copy = object.__new__(type(module))
+        copy.__dict__.update(module.__dict__, _stands_for=module)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            copy.__dict__[kind] = {
+                name: None if thing is None else self.of(real(thing))
+                for name, thing in module.__dict__[kind].items()
+            }
+        return copy
+
+
+class _Swap(NamedTuple):
+    """An entry of a module's, and what stands in for it."""
+
+    home: dict[str, Any]
+    name: str
+    own: Any
+    double: Any
 
 
 class StandIns:
-    """For the hooked parameters of some modules: the same memory, no hooks."""
+    """Of one stage: `modules` is what it computes with, once the stand-ins are `used`.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._homes = [
-            (module, name, parameter)
+    What is `shared` with other ranks must not change meanwhile.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        doubles: Doubles | None = None,
+        shared: Collection[Thing] = (),
+    ) -> None:
+        self._doubles = doubles or Doubles()
+        self.modules: list[nn.Module] = [self._doubles.of(module) for module in modules]
+        self._swaps = [
+            _Swap(home, name, real(thing), double)
             for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad and parameter._backward_hooks
+            if module not in self._doubles.foreign
+            for home, name, thing in _entries(module)
+            if (double := self._doubles.of(real(thing))) is not real(thing)
         ]
-        hooked = dict.fromkeys(parameter for _, _, parameter in self._homes)
-        self._made = {parameter: nn.Parameter(parameter.detach()) for parameter in hooked}
+        self._shared = [
+            (home, name)
+            for module in (self.modules if shared else ())
+            for home, name, thing in _entries(module)
+            if real(thing) in shared and isinstance(thing, Tensor)
+        ]
 
     def __bool__(self) -> bool:
-        return bool(self._made)
+        return bool(self._swaps or self._shared)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What stands in for it: itself, if it has no hooks."""
-        return self._made.get(parameter, parameter)
+        """What stands in for it: itself, if nothing does."""
+        found: nn.Parameter = self._doubles.of(parameter)
+        return found
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are no modules."""
+        return [swap.double for swap in self._swaps if isinstance(swap.double, Tensor)]
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Within, the modules compute with the stand-ins."""
-        for module, name, parameter in self._homes:
-            module._parameters[name] = self._made[parameter]
+        for home, name, _, double in self._swaps:
+            home[name] = double
+        before = self._state()
         try:
             yield
+            self._check_state(before)
         finally:
-            for module, name, parameter in self._homes:
-                module._parameters[name] = parameter
+            for home, name, own, _ in self._swaps:
+                home[name] = own
+
+    def _state(self) -> list[tuple[Any, int]]:
+        now = [home.get(name) for home, name in self._shared]
+        return [(t, -1 if t is None or t.is_inference() else t._version) for t in now]
+
+    def _check_state(self, before: Sequence[tuple[Any, int]]) -> None:
+        for (_, name), (was, version), (now, later) in zip(
+            self._shared, before, self._state(), strict=True
+        ):
+            if was is not now or version != later:
+                raise RunError(
+                    f"a layer changed '{name}', which layers of several ranks share, while it "
+                    "computed, so that the others may have seen it before or after: put the layers "
+                    "that share it on one rank, or give each its own"
+                )
+
+
+def on(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """The tensor if it is there, or a copy; on the caller's stream, for which the ranks wait."""
+    return tensor if device is None else tensor.to(device)
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """All that is registered in a module: where, under which name, and what."""
+    for home in (module._parameters, module._buffers, module._modules):
+        for name, thing in home.items():
+            if thing is not None:
+                yield home, name, thing
+
+
+def _has_hooks(thing: Thing) -> bool:
+    return isinstance(thing, nn.Parameter) and bool(thing._backward_hooks)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(m._parameters or m._buffers for m in module.modules())
+
+
+def _marked(double: Tensor, thing: Tensor) -> Tensor:
+    double._stands_for = thing  # type: ignore[attr-defined]
+    return double
