@@ -274,7 +274,7 @@ def test_the_same_bits_every_time(runtime: str) -> None:
 
 def test_a_sparse_gradient_meets_a_dense_one() -> None:
     model = language()
-    model[0].sparse = True
+    model[0].sparse = True  # type: ignore[assignment]
     pipe = piped(model)
     x, target = tokens()
     expected = whole(model, x, target, cross_entropy)
@@ -284,7 +284,7 @@ def test_a_sparse_gradient_meets_a_dense_one() -> None:
 def test_a_tie_that_is_made_after_the_pipe() -> None:
     model = language()
     head = nn.Linear(WIDTH, WORDS).double()
-    pipe = Pipe(nn.Sequential(*copy.deepcopy(model)[:-1], head), 3, stages=4)
+    pipe = Pipe(nn.Sequential(*list(copy.deepcopy(model))[:-1], head), 3, stages=4)
     pipe.load_state_dict(model.state_dict())
     head.weight = pipe[0].weight
     x, target = tokens()
@@ -334,7 +334,7 @@ def test_without_gradients(mode: Callable[[], Any], kind: str) -> None:
         assert closely(pipe.step(x, target=target).loss, cross_entropy(model(x), target))
         with torch.no_grad():
             for module in (model, pipe):
-                module[0].weight.mul_(2)
+                module.get_parameter("0.weight").mul_(2)
         assert closely(pipe(x), model(x))
 
 
@@ -391,7 +391,7 @@ def test_hooks_see_parts_in_a_step_that_of_the_other_ranks_as_one(runtime: str) 
         threads.append(threading.current_thread())
         return gradient / 2
 
-    model[0].block[0].weight.register_hook(lambda gradient: gradient / 2)
+    model.get_parameter("0.block.0.weight").register_hook(lambda gradient: gradient / 2)
     pipe[0].block[0].weight.register_hook(halved)
     x, target = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     pipe.step(x, target=target)
@@ -405,7 +405,9 @@ def test_hooks_of_a_shared_module_run_wherever_it_is_used() -> None:
     model = repeated()
     pipe = Pipe(model, 2, stages=[4, 5], runtime="inline")
     calls: list[type[nn.Module]] = []
-    model[0].block.register_forward_hook(lambda m, given, made: calls.append(type(m)))
+    model.get_submodule("0.block").register_forward_hook(
+        lambda m, given, made: calls.append(type(m))
+    )
     with torch.no_grad():
         pipe(torch.randn(4, 6, dtype=torch.float64))
     assert calls == [nn.Sequential] * 16
@@ -446,7 +448,7 @@ def test_they_are_gone_after_a_failure() -> None:
             raise ZeroDivisionError("here")
         return x
 
-    layers = [*model[:-1], nn.Sequential(model[-1], Do(burst))]
+    layers = [*list(model)[:-1], nn.Sequential(model[-1], Do(burst))]
     pipe = Pipe(nn.Sequential(*layers), 3, stages=4, loss_fn=cross_entropy)
     x, target = tokens()
     with pytest.raises(ZeroDivisionError):
@@ -471,7 +473,7 @@ def _switching() -> Iterator[None]:
 @each_kind
 @pytest.mark.usefixtures("_switching")
 def test_two_threads_use_one_pipe_with_a_tie(kind: str) -> None:
-    """One makes its call while the other's stand-ins are in use, and must not take them for real."""
+    """One makes its call while another's stand-ins are in use, and must not take them for real."""
     model = language(kind)
     pipe = piped(model)
     x, target = tokens()
@@ -504,7 +506,7 @@ def test_an_optimizer_that_steps_between_forward_and_backward() -> None:
     for module in (model, pipe):
         loss = cross_entropy(module(x), target)
         with torch.no_grad():
-            module[0].weight.mul_(2)
+            module.get_parameter("0.weight").mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -515,13 +517,14 @@ def test_an_optimizer_that_steps_between_forward_and_backward() -> None:
 class Rotated(nn.Module):
     """Reads a table; may count its calls in it."""
 
+    table: Tensor
+
     def __init__(self, table: Tensor, change: str = "never") -> None:
         super().__init__()
         self.register_buffer("table", table)
         self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.table, Tensor)
         if self.change == "in place":
             self.table.add_(1)
         if self.change == "anew":
@@ -547,7 +550,7 @@ def test_a_table_that_ranks_share(checkpoint: str, door: str) -> None:
         expected = whole(model, x, target, functional.mse_loss)
         assert differences(trained(pipe, x, target, door), expected, closely) == []
         for module in (model, pipe):
-            module[0].table.mul_(2)  # all see it
+            module.get_buffer("0.table").mul_(2)  # all see it
     assert pipe[0].table is pipe[3].table
 
 
@@ -584,7 +587,7 @@ def test_a_batch_norm_that_ranks_share(deferred: bool) -> None:
 
 def test_an_embedding_that_keeps_its_norms_small() -> None:
     model = language()
-    model[0].max_norm = 0.5
+    model[0].max_norm = 0.5  # type: ignore[assignment]
     x, _ = tokens()
     with pytest.raises(RunError, match="a layer changed 'weight', which layers of several ranks"):
         piped(model)(x)

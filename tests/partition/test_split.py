@@ -164,7 +164,7 @@ def test_parameters_that_ranks_share_are_found() -> None:
 def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
     """As between two GPUs: here the second device is the one that nothing can be computed on."""
     model = tied()
-    shared, table = model[0].weight, torch.zeros(3)
+    shared, table = model.get_parameter("0.weight"), torch.zeros(3)
     shared.grad = torch.ones_like(shared)
     for layer in (model[0], model[2]):
         layer.register_buffer("table", table)
@@ -183,7 +183,7 @@ def test_a_layer_placed_by_the_user_may_share_a_parameter_of_another_device() ->
     counts, devices = placed_by_user(list(model))
     assert (counts, [str(device) for device in devices]) == ([2, 1], ["cpu", "meta"])
     alone = nn.Linear(4, 4, bias=False)
-    alone.weight = model[0].weight
+    alone.weight = model.get_parameter("0.weight")
     assert placed_by_user([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
 
 
