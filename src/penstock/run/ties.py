@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.stage.places import Place
 from penstock.stage.stage import Stage
-from penstock.stage.stand_ins import Doubles, StandIns, Thing, real
+from penstock.stage.stand_ins import Doubles, StandIns, real
 
 
 class Ties:
@@ -34,7 +34,7 @@ class Ties:
         self._doubles = [
             Doubles(
                 place.device,
-                {thing for thing, owner in owners.items() if owner != rank},
+                {key for key, owner in owners.items() if owner != rank},
                 learns=learns,
                 hooked=hooked,
             )
@@ -58,20 +58,27 @@ class Ties:
 
 def _owners(
     stages: Sequence[Stage], ranks: Sequence[int], modules: Sequence[Sequence[nn.Module]]
-) -> dict[Thing, int]:
-    """The modules, parameters and buffers that several ranks have, each with its owner.
+) -> dict[int, int]:
+    """The ids of modules, parameters and buffers that several ranks have, with their owners.
 
     It is the rank of the first stage; that of a layer of the pipe itself is its own stage's.
     """
-    first: dict[Thing, int] = {
-        layer: rank for stage, rank in zip(stages, ranks, strict=True) for layer in stage.layers
-    }
-    shared: dict[Thing, int] = {}
-    for rank, those in zip(ranks, modules, strict=True):
-        for module in those:
-            held = (*module._parameters.values(), *module._buffers.values())
-            for thing in (module, *[real(t) for t in held if t is not None]):
-                owner = first.setdefault(thing, rank)
-                if owner != rank:
-                    shared[thing] = owner
+    held = [(rank, _held(those)) for rank, those in zip(ranks, modules, strict=True)]
+    if len(set().union(*(ids for _, ids in held))) == sum(len(ids) for _, ids in held):
+        return {}  # as for most models
+    first = {id(layer): rank for s, rank in zip(stages, ranks, strict=True) for layer in s.layers}
+    shared: dict[int, int] = {}
+    for rank, ids in held:
+        for key in ids:
+            owner = first.setdefault(key, rank)
+            if owner != rank:
+                shared[key] = owner
     return shared
+
+
+def _held(modules: Sequence[nn.Module]) -> set[int]:
+    """The ids of the modules and of their tensors."""
+    ids = {id(real(t)) for m in modules for t in m._parameters.values() if t is not None}
+    ids.update([id(real(t)) for m in modules for t in m._buffers.values() if t is not None])
+    ids.update(map(id, modules))
+    return ids

@@ -7,7 +7,7 @@ that has hooks: they are for its gradient, and a stage has one for each micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 
-Thing = nn.Module | Tensor
+ALL = ("_parameters", "_buffers", "_modules")  # that a module registers
 
 
 def real(thing: Any) -> Any:
@@ -29,36 +29,45 @@ class Doubles:
 
     A parameter's has no hooks and a gradient of its own, and is of the same memory if it is on the
     same device. A buffer's counts changes by itself. A module's is a copy that holds stand-ins.
+    What is `foreign` is told by its id: a tensor takes long to hash.
     """
 
     def __init__(
         self,
         device: torch.device | None = None,
-        foreign: Collection[Thing] = (),
+        foreign: Collection[int] = (),
         *,
         learns: bool = True,
         hooked: bool = False,
     ) -> None:
         self._device, self.foreign = device, foreign
         self._learns, self._hooked = learns, hooked
-        self._made: dict[Thing, Any] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return self._hooked or bool(self.foreign)
 
     def of(self, thing: Any) -> Any:
         """What stands in for it: itself, if it can be used as it is."""
-        if thing not in self.foreign and not (self._hooked and _has_hooks(thing)):
+        if id(thing) not in self.foreign and not (self._hooked and _has_hooks(thing)):
             return thing
-        if thing not in self._made:
-            self._made[thing] = self._make(thing)
-        return self._made[thing]
+        if id(thing) not in self._made:
+            self._made[id(thing)] = thing, self._make(thing)
+        return self._made[id(thing)][1]
+
+    def made(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What has been made for it; itself, if nothing has been."""
+        found: tuple[Any, nn.Parameter] | None = self._made.get(id(parameter))
+        return parameter if found is None else found[1]
 
     def learned(self) -> list[tuple[Tensor, Tensor]]:
         """Those who wait for a gradient, with what their stand-ins got; it is taken away."""
         found = []
-        for thing, double in self._made.items():
+        for thing, double in self._made.values():
             if isinstance(double, Tensor) and double is not thing and double.grad is not None:
                 found.append((thing, double.grad))
                 double.grad = None
-        return found  # type: ignore[return-value]
+        return found
 
     def _make(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
@@ -75,7 +84,7 @@ class Doubles:
     def _copied(self, module: nn.Module) -> nn.Module:
         copy = object.__new__(type(module))
         copy.__dict__.update(module.__dict__, _stands_for=module)
-        for kind in ("_parameters", "_buffers", "_modules"):
+        for kind in ALL:
             copy.__dict__[kind] = {
                 name: None if thing is None else self.of(real(thing))
                 for name, thing in module.__dict__[kind].items()
@@ -102,31 +111,33 @@ class StandIns:
         self,
         modules: Sequence[nn.Module],
         doubles: Doubles | None = None,
-        shared: Collection[Thing] = (),
+        shared: Collection[int] = (),
     ) -> None:
-        self._doubles = doubles or Doubles()
-        self.modules: list[nn.Module] = [self._doubles.of(module) for module in modules]
-        self._swaps = [
-            _Swap(home, name, real(thing), double)
-            for module in modules
-            if module not in self._doubles.foreign
-            for home, name, thing in _entries(module)
-            if (double := self._doubles.of(real(thing))) is not real(thing)
-        ]
-        self._shared = [
-            (home, name)
-            for module in (self.modules if shared else ())
-            for home, name, thing in _entries(module)
-            if real(thing) in shared and isinstance(thing, Tensor)
-        ]
+        self._doubles = doubles = Doubles() if doubles is None else doubles
+        self.modules: list[nn.Module] = list(modules)
+        self._swaps: list[_Swap] = []
+        self._shared: list[tuple[dict[str, Any], str]] = []
+        if doubles:
+            own = [module for module in modules if id(module) not in doubles.foreign]
+            self._swaps = [
+                _Swap(home, name, thing, double)
+                for home, name, thing in _entries(own, ALL if doubles.foreign else ALL[:1])
+                if (double := doubles.of(thing)) is not thing
+            ]
+        if shared:
+            self.modules = [doubles.of(module) for module in modules]
+            self._shared = [
+                (home, name)
+                for home, name, thing in _entries(self.modules, ALL[:2])
+                if id(thing) in shared
+            ]
 
     def __bool__(self) -> bool:
         return bool(self._swaps or self._shared)
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What stands in for it: itself, if nothing does."""
-        found: nn.Parameter = self._doubles.of(parameter)
-        return found
+        return self._doubles.made(parameter)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -167,16 +178,20 @@ def on(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
-def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """All that is registered in a module: where, under which name, and what."""
-    for home in (module._parameters, module._buffers, module._modules):
-        for name, thing in home.items():
-            if thing is not None:
-                yield home, name, thing
+def _entries(
+    modules: Iterable[nn.Module], kinds: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """What is registered in modules: where, under which name, and what it really is."""
+    for module in modules:
+        for kind in kinds:
+            home: dict[str, Any] = getattr(module, kind)
+            for name, thing in home.items():
+                if thing is not None:
+                    yield home, name, real(thing)
 
 
-def _has_hooks(thing: Thing) -> bool:
-    return isinstance(thing, nn.Parameter) and bool(thing._backward_hooks)
+def _has_hooks(thing: Any) -> bool:
+    return bool(thing._backward_hooks) and isinstance(thing, nn.Parameter)
 
 
 def _has_tensors(module: nn.Module) -> bool:
