@@ -296,6 +296,18 @@ def test_a_tie_that_is_made_after_the_pipe() -> None:
     assert closely(pipe[0].weight.grad, gradient)
 
 
+def test_a_module_that_is_shared_after_the_pipe_was_made() -> None:
+    model = language("module")
+    pipe = piped(model)
+    pipe[7].embedding = copy.deepcopy(pipe[0])  # apart,
+    x, target = tokens()
+    pipe.step(x, target=target)
+    pipe.zero_grad()
+    pipe[7].embedding = pipe[0]  # and together
+    expected = whole(model, x, target, cross_entropy)
+    assert differences(trained(pipe, x, target, "step"), expected, closely) == []
+
+
 # ---- frozen, and without gradients --------------------------------------------------------
 
 
@@ -653,7 +665,11 @@ def test_names_and_states_are_those_of_the_unsplit_model(kind: str) -> None:
     saved = io.BytesIO()
     torch.save(pipe.state_dict(), saved)
     saved.seek(0)
-    model.load_state_dict(torch.load(saved))
+    state = torch.load(saved)
+    tied = [tensor for tensor in state.values() if tensor.shape == (WORDS, WIDTH)]
+    assert len(tied) == 2
+    assert tied[0].data_ptr() == tied[1].data_ptr()  # saved once
+    model.load_state_dict(state)
     assert closely(model(x), pipe(x))
     other = piped(language(kind), ranks=2)
     other.load_state_dict(model.state_dict())
