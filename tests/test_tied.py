@@ -485,7 +485,10 @@ def _switching() -> Iterator[None]:
 @each_kind
 @pytest.mark.usefixtures("_switching")
 def test_two_threads_use_one_pipe_with_a_tie(kind: str) -> None:
-    """One makes its call while another's stand-ins are in use, and must not take them for real."""
+    """One makes its call while another's stand-ins are in use, and must not take them for real.
+
+    And there were two crews if the first calls came at the same time.
+    """
     model = language(kind)
     pipe = piped(model)
     x, target = tokens()

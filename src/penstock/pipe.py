@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -237,9 +238,10 @@ class Pipe(nn.Module):
 
     def _crew_at_hand(self) -> Crew:
         """The threads: made at the first call, and ended with the pipe."""
-        if self._made.crew is None or not self._made.crew.here:
-            self._made.crew = Crew(len(self._split.places))
-        return self._made.crew
+        with self._made.making:  # one crew, though several threads call
+            if self._made.crew is None or not self._made.crew.here:
+                self._made.crew = Crew(len(self._split.places))
+            return self._made.crew
 
     # ---- a module like any other ----------------------------------------------------------
 
@@ -303,6 +305,7 @@ class _Made:
     """What a pipe makes when it is first needed. A copy of the pipe makes its own."""
 
     crew: Crew | None = None
+    making: Lock = field(default_factory=Lock)
     whole: dict[tuple[int, bool, str], tuple[Program, Phase]] = field(default_factory=dict)
     halves: dict[tuple[int, bool, str], tuple[Program, Phase, Phase]] = field(default_factory=dict)
     last: Measured | None = None
