@@ -334,6 +334,31 @@ def test_a_frozen_tie(door: str, kind: str) -> None:
             module[0].requires_grad_(False)
 
 
+@each_runtime
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_another_device_has_one_copy_a_call(
+    frozen: bool, elsewhere: bool, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Sees(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.block.get_parameter("weight").data_ptr())
+            return super().forward(x)
+
+    if elsewhere:
+        monkeypatch.setattr(stand_ins, "on", lambda tensor, device: tensor.clone())
+    block = nn.Linear(6, 6).requires_grad_(not frozen)
+    model = nn.Sequential(Sees(block), nn.Linear(6, 6), Sees(block), Sees(block))
+    pipe = Pipe(model, 2, stages=4, devices=["cpu", "cpu"], runtime=runtime)
+    pipe(torch.randn(4, 6))  # stage 0 and 2 on the first rank, stage 3 on the second
+    owners = block.weight.data_ptr()
+    assert len(seen) == 6
+    assert seen.count(owners) == (4 if elsewhere else 6)
+    assert len(set(seen)) == (2 if elsewhere else 1)
+
+
 @both_places
 @each_kind
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -431,9 +456,7 @@ def test_hooks_of_a_shared_module_run_wherever_it_is_used() -> None:
 def test_stages_of_one_rank_need_no_stand_ins() -> None:
     for ranks, any_needed in ((1, False), (2, True)):
         split = Pipe(language("module"), 1, stages=[2, 2, 2, 2], devices=["cpu"] * ranks)._split
-        found = Ties(
-            split.partition.stages, split.places, split.placement, learns=True, hooked=False
-        )
+        found = Ties(split.partition.stages, split.places, split.placement, hooked=False)
         assert any(found.stand_ins) == any_needed
 
 

@@ -41,7 +41,7 @@ class Call:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
-        self._ties = Ties(stages, places, placement, learns=self.context.grad, hooked=tracked)
+        self._ties = Ties(stages, places, placement, hooked=tracked)
         self.tapes = [
             Tape(stage, self.context, partial(keep, stage.index), tracked, stand_ins)
             for stage, stand_ins in zip(stages, self._ties.stand_ins, strict=True)

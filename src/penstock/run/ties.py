@@ -24,20 +24,13 @@ class Ties:
         stages: Sequence[Stage],
         places: Sequence[Place],
         placement: Sequence[int],
-        *,
-        learns: bool,
         hooked: bool,
     ) -> None:
         modules = [[real(module) for module in stage.modules()] for stage in stages]
         ranks = [placement[stage.index] for stage in stages]
         owners = _owners(stages, ranks, modules) if len(places) > 1 else {}
         self._doubles = [
-            Doubles(
-                place.device,
-                {key for key, owner in owners.items() if owner != rank},
-                learns=learns,
-                hooked=hooked,
-            )
+            Doubles(place.device, {key for key, owner in owners.items() if owner != rank}, hooked)
             for rank, place in enumerate(places)
         ]
         self.stand_ins = [

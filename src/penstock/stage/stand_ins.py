@@ -36,12 +36,9 @@ class Doubles:
         self,
         device: torch.device | None = None,
         foreign: Collection[int] = (),
-        *,
-        learns: bool = True,
         hooked: bool = False,
     ) -> None:
-        self._device, self.foreign = device, foreign
-        self._learns, self._hooked = learns, hooked
+        self._device, self.foreign, self._hooked = device, foreign, hooked
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
@@ -72,14 +69,14 @@ class Doubles:
     def _make(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
             return self._copied(thing) if _has_tensors(thing) else thing
-        learns = self._learns and thing.requires_grad
+        learns = thing.requires_grad
         if not isinstance(thing, nn.Parameter):
             return _marked(on(thing.data, self._device).requires_grad_(learns), thing)
         here = thing.detach()
         data = on(here, self._device)
         if learns or data is not here:
             return _marked(nn.Parameter(data, learns), thing)
-        return thing
+        return thing  # frozen, and on this device
 
     def _copied(self, module: nn.Module) -> nn.Module:
         copy = object.__new__(type(module))
