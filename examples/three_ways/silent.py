@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
-from penstock import NoChunk, Pipe, PipeSequential
+from penstock import NoChunk, Pipe
 from three_ways.row import (
     CHUNKS,
     Found,
@@ -133,9 +133,9 @@ class Table(Row):
     title = "a keyword tensor that is no batch"
     compared = "loss, gradients"
 
-    def model(self, container: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    def model(self) -> nn.Sequential:
         torch.manual_seed(0)
-        return container(Embed(), nn.Sequential(nn.Tanh(), nn.Linear(8, 3))).double()
+        return nn.Sequential(Embed(), nn.Sequential(nn.Tanh(), nn.Linear(8, 3))).double()
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """16 sequences of 5, their targets, and a table of 20 positions."""
@@ -166,9 +166,9 @@ class Table(Row):
         return {"loss": torch.stack(losses).mean().detach(), **found} if losses else found
 
     def penstock(self) -> Found:
-        pipe = two_ranks(self.model(PipeSequential), mse_loss, self.schedule)
+        pipe = two_ranks(self.model(), mse_loss, self.schedule)
         x, target, positions = self.sequences()
-        result = pipe.step(x, NoChunk(positions), target=target)
+        result = pipe.step(x, positions=NoChunk(positions), target=target)
         return {"loss": result.loss, **gradients(pipe)}
 
 
@@ -232,5 +232,5 @@ class Clip(Row):
         pipe = two_ranks(network(), mse_loss, self.schedule)
         x, target = batch(16)
         pipe.step(x, target=target)
-        clip_grad_norm_(pipe.parameters(), self.most)
+        pipe.clip_grad_norm_(self.most)
         return gradients(pipe)
