@@ -20,7 +20,9 @@ from three_ways.processes import Failure, in_processes
 from three_ways.replicas import Replicas
 from three_ways.row import CHUNKS, Found, Row, batch, gradients, network, two_ranks
 from three_ways.silent import Evaluate, Statistics, Table
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from penstock import Pipe
@@ -111,6 +113,35 @@ def test_replicas_agree_with_the_whole_batch() -> None:
     stepped, called = in_processes([row.penstock, row.penstock_called], row.replicas)
     assert_equal(stepped, row.unsplit())
     assert_equal(called, row.unsplit())
+
+
+class Trains(nn.Module):
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.pipe.step(x, target=target).loss
+
+
+class Wrapped(Replicas):
+    def penstock(self) -> Found:
+        pipe = two_ranks(network(), mse_loss, self.schedule)
+        x, target = self.half(torch.distributed.get_rank())
+        around = DistributedDataParallel(Trains(pipe))
+        with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel"):
+            around(x, target)
+        wrapped = DistributedDataParallel(pipe)
+        with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel"):
+            wrapped.module.step(x, target=target)
+        assert gradients(pipe) == {}
+        with torch.no_grad():
+            return {"loss": pipe.step(x, target=target).loss}
+
+
+def test_a_step_past_ddp_is_refused() -> None:
+    (found,) = in_processes([Wrapped().penstock], Wrapped.replicas)
+    assert isinstance(found, dict), str(found)
 
 
 class Broken(Evaluate):
