@@ -108,13 +108,6 @@ def test_the_norm_is_that_of_all_ranks(most: float) -> None:
 # ---- several processes ---------------------------------------------------------------------
 
 
-def test_replicas_agree_with_the_whole_batch() -> None:
-    row = Replicas()
-    stepped, called = in_processes([row.penstock, row.penstock_called], row.replicas)
-    assert_equal(stepped, row.unsplit())
-    assert_equal(called, row.unsplit())
-
-
 class Trains(nn.Module):
     def __init__(self, pipe: Pipe) -> None:
         super().__init__()
@@ -139,9 +132,22 @@ class Wrapped(Replicas):
             return {"loss": pipe.step(x, target=target).loss}
 
 
-def test_a_step_past_ddp_is_refused() -> None:
-    (found,) = in_processes([Wrapped().penstock], Wrapped.replicas)
-    assert isinstance(found, dict), str(found)
+@pytest.fixture(scope="module")
+def replicated() -> list[Found | Failure]:
+    """One group of processes for all."""
+    row = Replicas()
+    return in_processes([row.penstock, row.penstock_called, Wrapped().penstock], row.replicas)
+
+
+@pytest.mark.parametrize(("door", "at"), [("step", 0), ("call", 1)])
+def test_replicas_agree_with_the_whole_batch(
+    replicated: list[Found | Failure], door: str, at: int
+) -> None:
+    assert_equal(replicated[at], Replicas().unsplit())
+
+
+def test_a_step_past_ddp_is_refused(replicated: list[Found | Failure]) -> None:
+    assert isinstance(replicated[2], dict), str(replicated[2])
 
 
 class Broken(Evaluate):
@@ -178,7 +184,7 @@ def test_the_table_is_printed() -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, last = done.stdout.splitlines()

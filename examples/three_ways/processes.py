@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from three_ways.row import Found, Script
 
-LIMIT = 60.0  # seconds for a group of processes
+LIMIT = 120.0  # seconds for a group of processes
 GRACE = 3.0  # seconds that ranks have left once one of them has failed
 POLL = 0.02
 
