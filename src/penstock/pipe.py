@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.batch import gather
 from penstock.cost import Cost
@@ -136,6 +137,13 @@ class Pipe(nn.Module):
         `torch.no_grad()` there is no backward. With `outputs`, the result has them. A `scaler`
         scales the gradients, and not the loss.
         """
+        active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
+        if torch.is_grad_enabled() and (self._made.wrapped or active is not None):
+            raise RunError(
+                "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
+                "forward, and step is none: call the wrapper, or leave it away and average .grad "
+                "after each step with torch.distributed.all_reduce"
+            )
         loss_fn = loss_fn or self.loss_fn
         extra = () if target is None else (target,)
         fed = feed(self._split, self.chunks, inputs, side, extra)
@@ -221,6 +229,11 @@ class Pipe(nn.Module):
 
     # ---- a module like any other ----------------------------------------------------------
 
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
+            self._made.wrapped = True
+        return super().__getattr__(name)
+
     def __len__(self) -> int:
         return len(self._modules)
 
@@ -287,6 +300,7 @@ class _Made:
     crew: Crew | None = None
     making: Lock = field(default_factory=Lock)
     last: Measured | None = None
+    wrapped: bool = False  # in DistributedDataParallel
 
     def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
         return _Made, ()
