@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from three_ways.row import CHUNKS, Found, Row, batch, gradients, network, two_ranks
 
-ZERO_BUBBLE = "1f1b"
+ZERO_BUBBLE = "zb-h1"
 
 
 @dataclass(frozen=True)
