@@ -43,6 +43,8 @@ from penstock.verify import require_sound, verify
 
 if _typing.TYPE_CHECKING:
     from penstock.batch import NoChunk
+    from penstock.checking.check import check
+    from penstock.checking.report import Mismatch, Report
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
@@ -61,6 +63,7 @@ __all__ = [
     "FormatError",
     "KindError",
     "Message",
+    "Mismatch",
     "MissingExtra",
     "Namespace",
     "NoChunk",
@@ -70,6 +73,7 @@ __all__ = [
     "PipeSequential",
     "Program",
     "Recv",
+    "Report",
     "RunError",
     "Schedule",
     "Send",
@@ -81,6 +85,7 @@ __all__ = [
     "Unsound",
     "Wait",
     "WithDevice",
+    "check",
     "draw",
     "dumps",
     "is_checkpointing",
@@ -103,12 +108,15 @@ __all__ = [
 
 # The names that need torch, each with the module that has it: loaded when first asked for.
 _ON_DEMAND = {
+    "Mismatch": "checking.report",
     "Namespace": "stage.skip",
     "NoChunk": "batch",
     "Pipe": "pipe",
     "PipeSequential": "partition.sequential",
+    "Report": "checking.report",
     "StepResult": "run.training",
     "WithDevice": "partition.sequential",
+    "check": "checking.check",
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",
