@@ -19,9 +19,10 @@ from penstock.checking.report import Case, Refused, Report, Run
 from penstock.checking.subject import Subject, Values, of_its_own, ranks_for
 from penstock.checking.trial import Asking, Expected, attempt, expect
 from penstock.errors import ArgumentError, PenstockError
+from penstock.ir import Program, Schedule
 from penstock.lower import CHECKPOINT_MODES
 from penstock.pipe import RUNTIMES
-from penstock.schedules.choice import Asked
+from penstock.schedules.choice import Asked, read
 from penstock.schedules.registry import FAMILIES, family_of
 from penstock.stage.loss import LossFn
 
@@ -75,18 +76,24 @@ def check(
 
 
 def _named(schedules: str | Sequence[Asked]) -> list[tuple[str, Asked]]:
-    if schedules == "all":
-        return [(name, name) for name in _trained()]
-    wanted = [schedules] if isinstance(schedules, str) else list(schedules)
-    if not wanted:
+    """Each with what it is called in the report."""
+    if isinstance(schedules, str):
+        schedules = _trained() if schedules == "all" else [schedules]
+    if not schedules:
         raise ArgumentError(f"schedules is empty: give 'all', or some of {', '.join(_trained())}")
-    for name in wanted:
-        if isinstance(name, str) and name != "fit" and not family_of(name).trains:
-            raise ArgumentError(f"{name} has no backwards, so there are no gradients to check")
-    return [
-        (name if isinstance(name, str) else f"your own {at}", name)
-        for at, name in enumerate(wanted)
-    ]
+    return [_called(asked) for asked in schedules]
+
+
+def _called(asked: Asked) -> tuple[str, Asked]:
+    if asked == "fit" or (isinstance(asked, str) and asked in FAMILIES):
+        if asked not in _trained():
+            raise ArgumentError(f"{asked} has no backwards, so it has no gradients to check")
+        return asked, asked
+    schedule = read(asked)
+    if isinstance(schedule, Schedule):
+        return "your own" if isinstance(asked, Schedule | Program) else str(asked), schedule
+    family_of(str(schedule))  # says which there are
+    raise AssertionError(asked)
 
 
 def _trained() -> list[str]:
@@ -101,8 +108,9 @@ def _check_ways(what: str, ways: Sequence[str], known: Sequence[str]) -> None:
 
 def _reference(subject: Subject) -> tuple[Expected, Subject]:
     """What the unsplit model gives, with a loss of our own where none can be told."""
+    nature = ""
     try:
-        nature_of(subject)
+        nature = str(nature_of(subject))
         if subject.loss_fn is None:
             with torch.no_grad():
                 output, _ = subject.call(subject.fresh(), subject.values.cut(1)[0])
@@ -112,7 +120,8 @@ def _reference(subject: Subject) -> tuple[Expected, Subject]:
     except PenstockError:
         raise
     except Exception as error:
-        error.add_note("This was the unsplit model, copied, in float64 on the CPU.")
+        where = nature or "the unsplit model on the whole batch, in float64"
+        error.add_note(f"This was a copy on the CPU, the reference: {where}.")
         raise
 
 

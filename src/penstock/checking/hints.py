@@ -56,15 +56,20 @@ def _causes(subject: Subject, nature: Nature, tolerance: float) -> Iterator[str]
             "torch"
         )
         return
-    whole, cut = one, _watched(subject, subject.values, subject.chunks, nature.whole)
-    if not nature.whole:
-        whole = _watched(subject, subject.values, 1, training=False)
-    for attribute in sorted({*whole.changed, *cut.changed}):
+    whole = one if nature.whole else _watched(subject, subject.values, 1, training=False)
+    try:
+        cut = _watched(subject, subject.values, subject.chunks, nature.whole)
+    except Exception as error:
+        uncut = _better_uncut(subject, nature, whole.outcome, tolerance)
+        yield uncut or f"the unsplit model fails on a micro-batch, too: {error}"
+        return
+    changed = sorted({*whole.changed, *cut.changed})
+    for attribute in changed:
         yield (
             f"{attribute} changes when its layer is called, and a pipe calls it once for each "
             "micro-batch, and again to recompute: keep state in buffers, or outside"
         )
-    if not {*whole.changed, *cut.changed}:
+    if not changed:
         yield from _of_the_cut(subject, nature, tolerance, whole, cut)
 
 
@@ -72,33 +77,33 @@ def _of_the_cut(
     subject: Subject, nature: Nature, tolerance: float, whole: _Trace, cut: _Trace
 ) -> Iterator[str]:
     """The unsplit model on the whole batch, and the same on its pieces."""
-    kinds = [
-        d.kind + " " + d.name
-        for d in cut.outcome.against(whole.outcome)
-        if d.size > tolerance and d.kind != "buffers"
-    ]
+    wrong = [d for d in cut.outcome.against(whole.outcome) if d.size > tolerance]
+    buffers = [d for d in wrong if d.kind == "buffers"]
+    numbers = [d for d in wrong if d.kind != "buffers"]
     at = _first_difference(whole.calls, _joined(cut.calls), tolerance)
-    uncut = _better_uncut(subject, nature, whole.outcome, tolerance) if kinds else None
+    uncut = _better_uncut(subject, nature, whole.outcome, tolerance) if numbers else None
     if uncut is not None:
-        yield (
-            f"{uncut} is cut on dim 0 as if that were its rows, and all is equal if it is not: "
-            f"wrap it in penstock.NoChunk"
-        )
+        yield uncut
     elif at is not None:
         yield (
             f"layer {at} gives other rows when the batch is cut: it looks across the rows of its "
             "micro-batch (equal with chunks=1)"
         )
-    elif "loss " in kinds:
+    elif any(d.kind == "loss" for d in numbers):
         yield (
             "the outputs are equal, and the losses of the micro-batches, weighted by their rows, "
             "are not the loss of the batch (equal with chunks=1): the loss is no mean by rows "
             "(ignore_index, weights of classes, a sum); see 'Loss and reduction' in the guide"
         )
-    elif kinds:
+    elif numbers:
         yield (
-            f"{kinds[0]} is another when the batch is cut, in the unsplit model, too (equal with "
-            "chunks=1): a backward that depends on the number of rows"
+            f"{numbers[0].kind} {numbers[0].name} differ when the batch is cut, in the unsplit "
+            "model, too (equal with chunks=1): a backward that depends on the number of rows"
+        )
+    elif buffers:
+        yield (
+            f"buffer {buffers[0].name} advances with every call, so once for each micro-batch "
+            "(equal with chunks=1)"
         )
 
 
@@ -112,6 +117,11 @@ def _pattern(report: Report) -> Iterator[str]:
             yield f"only with {what} {seen.pop()}"
     if any(isinstance(run.result, Failed) for run in wrong):
         yield "the unsplit model runs with this batch, and with its micro-batches"
+    elif all(problem.startswith("memory") for problem in report.problems):
+        yield (
+            "the numbers are right, and something keeps what a cell has computed after its last "
+            "backward"
+        )
     else:
         yield (
             "the unsplit model gives the same on the whole batch and on its pieces, so this is "
@@ -245,7 +255,10 @@ def _better_uncut(
         except Exception:  # not this one, then
             continue
         if all(d.size <= tolerance for d in found.against(expected) if d.kind != "buffers"):
-            return f"{name}, of shape {tuple(tensor.shape)},"
+            return (
+                f"{name}, of shape {tuple(tensor.shape)}, is cut on dim 0 as if that were its "
+                "rows, and all is equal if it is not: wrap it in penstock.NoChunk"
+            )
     return None
 
 

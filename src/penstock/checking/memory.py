@@ -235,4 +235,4 @@ def weigh(subject: Subject, scales: Scales, schedule: Asked, ranks: int, checkpo
     reading = measured(subject, pipe, places)
     found = tuple(max(now.get(rank, 0) for now in reading.after) for rank in range(ranks))
     paper = peak_on_paper(reading.program, scales.footprints(reading.program))
-    return Memory(found, paper)
+    return Memory(found, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()))

@@ -103,7 +103,7 @@ def difference(kind: str, name: str, found: Tensor | None, wanted: Tensor | None
 def outcome(model: nn.Module, loss: Tensor, outputs: Any, values: Values | None = None) -> Outcome:
     """What a step leaves; with `values`, also the gradients of the inputs."""
     numbers: dict[tuple[str, str], Tensor | None] = {("loss", ""): _kept(loss)}
-    numbers.update(shown(outputs))
+    numbers.update(_shown(outputs))
     for name, parameter in model.named_parameters():
         numbers["gradients", f"of '{name}'"] = _kept(parameter.grad)
     for name, buffer in model.named_buffers():
@@ -115,7 +115,12 @@ def outcome(model: nn.Module, loss: Tensor, outputs: Any, values: Values | None 
     return Outcome(numbers)
 
 
-def shown(outputs: Any) -> dict[tuple[str, str], Tensor | None]:
+def evaluation(loss: Tensor, outputs: Any) -> Outcome:
+    """What eval mode gives."""
+    return Outcome({("loss", ""): _kept(loss), **_shown(outputs)})
+
+
+def _shown(outputs: Any) -> dict[tuple[str, str], Tensor | None]:
     """The tensors among the outputs that are put together by rows."""
     found = pytree.tree_flatten_with_path(outputs)[0]
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,7 @@ class Memory:
 
     measured: tuple[int, ...]
     forecast: tuple[int, ...]
+    slack: int  # for statistics that layers gather over a batch
 
     @property
     def worst(self) -> int:
@@ -50,9 +51,9 @@ class Memory:
 
     @property
     def over(self) -> list[int]:
-        """The ranks that keep more than forecast, by more than 1 %."""
+        """The ranks that keep more than forecast, by more than 1 % and the slack."""
         pairs = enumerate(zip(self.measured, self.forecast, strict=True))
-        return [rank for rank, (found, paper) in pairs if found > 1.01 * paper]
+        return [rank for rank, (found, paper) in pairs if found > 1.01 * paper + self.slack]
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,12 @@ class Report:
     @cached_property
     def problems(self) -> dict[str, list[Run]]:
         """What is wrong, in words, each with the runs that have it; the first kinds first."""
-        found: dict[str, list[Run]] = {}
+        found: dict[Difference, list[Run]] = {}
         for kind in (*KINDS, "memory", "failed"):
             for run in self.rows:
-                for problem in _problems(run, kind, self.tolerance):
-                    found.setdefault(problem, []).append(run)
-        return found
+                for wrong in _wrong(run, kind, self.tolerance):
+                    found.setdefault(replace(wrong, size=0.0), []).append(run)
+        return {str(replace(w, size=_largest(w, runs))): runs for w, runs in found.items()}
 
     def raise_if_wrong(self) -> None:
         """Raise `Mismatch`, with the report as its message, unless all is equal."""
@@ -240,24 +241,28 @@ def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _problems(run: Run, kind: str, tolerance: float) -> Iterator[str]:
+def _wrong(run: Run, kind: str, tolerance: float) -> Iterator[Difference]:
+    """What is wrong with a run, of that kind; as differences, also where it is not a number."""
     result = run.result
-    if isinstance(result, Failed):
-        if kind == "failed":
-            yield f"failed: {result.message}"
+    if isinstance(result, Failed) and kind == "failed":
+        yield Difference("failed", "", float("inf"), result.message)
     elif isinstance(result, Compared):
         worst = result.worst(kind)
         if worst is not None and worst.size > tolerance:
-            yield _in_words(worst)
+            yield worst
         if kind == "memory" and result.memory is not None and result.memory.over:
             ranks = ", ".join(map(str, result.memory.over))
-            yield f"memory: more is kept than forecast on rank {ranks}"
+            yield Difference(kind, "", float("inf"), f"more is kept than forecast on rank {ranks}")
 
 
-def _in_words(difference: Difference) -> str:
-    """Without the size, which is another in each run, so that equal problems are one."""
-    name = f"{difference.kind} {difference.name}".strip()
-    return f"{name}: {difference.note or 'differs'}"
+def _largest(wrong: Difference, runs: Sequence[Run]) -> float:
+    """Of the same value in several runs."""
+    return max(
+        found.size
+        for run in runs
+        for found in (*_wrong(run, wrong.kind, 0.0),)
+        if found.name == wrong.name
+    )
 
 
 def _where(cases: Sequence[Case]) -> str:

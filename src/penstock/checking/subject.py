@@ -149,7 +149,7 @@ class Subject:
 
     def call(self, model: nn.Module, values: Values) -> tuple[Any, Tensor]:
         """The one place where a model is: its output, and the loss of it."""
-        output = model(*values.batch, **values.side)
+        output = _called(model, values)
         if self.loss_fn is None:
             return output, output
         given = () if values.target is None else (values.target,)
@@ -173,6 +173,17 @@ class Subject:
     def with_values(self, values: Values) -> Subject:
         """The same model with another batch."""
         return replace(self, values=values)
+
+
+def _called(model: nn.Module, values: Values) -> Any:
+    """The model's output; a Sequential gives all inputs to its first layer, as in a pipe."""
+    if type(model).forward is not nn.Sequential.forward:
+        return model(*values.batch, **values.side)
+    first, *others = model.children()
+    value = first(*values.batch, **values.side)
+    for layer in others:
+        value = layer(value)
+    return value
 
 
 def ranks_for(schedule: Asked, stages: int) -> int:

@@ -126,9 +126,9 @@ def _called(path: str) -> Any:
         raise ArgumentError(f"importing {name} failed: {type(error).__name__}: {error}") from error
     make = getattr(module, factory, None)
     if not callable(make):
-        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        found = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
         problem = "is no function" if hasattr(module, factory) else "is not there"
-        listed = ", ".join(found) or "nothing that can be called"
+        listed = ", ".join(found) or "none"
         raise ArgumentError(f"{name} has no factory '{factory}': it {problem}; it has {listed}")
     try:
         return make()

@@ -41,4 +41,6 @@ class Scored:
             source = "loss_fn gave" if self._loss_fn else "the model, without a loss_fn, gave"
             raise RunError(f"a loss is one number, but {source} {found}: reduce it to a scalar")
         loss = loss.reshape(())
+        if loss.untyped_storage().nbytes() > loss.nbytes:
+            loss = loss.clone()  # that of mse_loss has the memory of its output, and is kept
         return {**departing, OUTSIDE: (loss, output) if self._outputs else (loss,)}
