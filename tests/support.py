@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock import Pipe, is_recomputing, pop, skippable, stash
 from penstock.ir import Op
+from penstock.lower import joined
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
 
@@ -26,6 +27,14 @@ SCHEDULES = {  # with the stages a rank that each is tried with
     "eager-1f1b": 1,
     "interleaved": 2,
     "looped-bfs": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "interleaved-zb": 2,
+    "zb-v": 2,
+    "v-half": 2,
+    "v-min": 2,
+    "dualpipe-v": 2,
+    "fit": 1,
 }
 RUNTIMES = ("inline", "threads")
 CHECKPOINTS = ("always", "except_last", "never")
@@ -70,7 +79,7 @@ def trained(pipe: Pipe, x: Tensor, target: Tensor, door: str) -> Outcome:
 
 def order_of_backwards(pipe: Pipe, microbatches: int) -> list[int]:
     """The order in which each stage takes its backwards, which is the same for all stages."""
-    schedule = pipe.forecast().program.schedule
+    schedule = joined(pipe.forecast().program.schedule)
     actions = [action for lane in schedule.lanes for action in lane if action.op is Op.B]
     orders = [
         [a.microbatch for a in actions if a.stage == stage and a.microbatch < microbatches]

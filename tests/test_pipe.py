@@ -65,9 +65,7 @@ def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
         ("runtime", "processes", "runtime is one of 'threads', 'inline', not 'processes'"),
         ("reduction", "none", "reduction is one of None, 'mean', 'sum', not 'none'"),
         ("schedule", "2f2b", "there is no schedule '2f2b'"),
-        ("schedule", "zb-h1", "whole backwards .*but zb-h1 splits them into I and W"),
         ("schedule", "forward-only", "forward-only has no backwards"),
-        ("schedule", "fit", "fit needs costs"),
     ],
 )
 def test_options_that_are_not_there(option: str, value: Any, message: str) -> None:

@@ -234,9 +234,15 @@ class Schedule:
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs that have an R."""
-        return frozenset(
-            (a.stage, a.microbatch) for lane in self.lanes for a in lane if a.op is Op.R
-        )
+        return self._cells(Op.R)
+
+    @cached_property
+    def divided(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) pairs that have a W: their backwards are split."""
+        return self._cells(Op.W)
+
+    def _cells(self, op: Op) -> frozenset[tuple[int, int]]:
+        return frozenset((a.stage, a.microbatch) for lane in self.lanes for a in lane if a.op is op)
 
 
 @dataclass(frozen=True)

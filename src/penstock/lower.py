@@ -1,9 +1,10 @@
 """From a schedule to a program; one function a pass.
 
-forwards_first  Schedule -> Schedule   what can run behind `loss.backward()`
-without_recompute Schedule -> Schedule none of those
-recompute       Schedule -> Schedule   put an R before every backward that needs one
-lower           Schedule -> Program    write the messages in
+forwards_first     Schedule -> Schedule   what can run behind `loss.backward()`
+joined             Schedule -> Schedule   whole backwards in the place of split ones
+recompute          Schedule -> Schedule   put an R before every backward that needs one
+without_recompute  Schedule -> Schedule   none of those
+lower              Schedule -> Program    write the messages in
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ def forwards_first(schedule: Schedule) -> Schedule:
     """
     lanes = [
         (*(a for a in lane if a.op is Op.F), *(a for a in lane if a.op is not Op.F))
+        for lane in schedule.lanes
+    ]
+    return Schedule(schedule.placement, schedule.chunks, tuple(lanes))
+
+
+def joined(schedule: Schedule) -> Schedule:
+    """Each I and its W in one: a whole backward, where the I was."""
+    lanes = [
+        tuple(Compute(Op.B, *a[1:]) if a.op is Op.I else a for a in lane if a.op is not Op.W)
         for lane in schedule.lanes
     ]
     return Schedule(schedule.placement, schedule.chunks, tuple(lanes))

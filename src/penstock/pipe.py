@@ -17,6 +17,7 @@ from penstock.ir import Program, Schedule
 from penstock.lower import (
     CHECKPOINT_MODES,
     forwards_first,
+    joined,
     lower,
     recompute,
     recompute_mode,
@@ -29,8 +30,7 @@ from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
 from penstock.run.training import StepResult, train
-from penstock.schedules.choice import Asked, check_runs, choose, read
-from penstock.schedules.registry import make
+from penstock.schedules.choice import Asked, check_trains, choose, read
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.loss import LossFn, Scored
 from penstock.stage.skip import verify_skippables
@@ -93,12 +93,10 @@ class Pipe(nn.Module):
             assert isinstance(converted, nn.Sequential)
             module = converted
         asked = read(schedule)
-        if isinstance(asked, str):
-            check_runs(make(asked, ranks=2, chunks=2), asked)
         self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
-        self._choice = choose(asked, self._split.placement, chunks)
+        self._choice = choose(asked, self._split.placement, chunks, self._split.partition.graph)
         made = self._choice(chunks)
-        check_runs(made, self._choice.name)
+        check_trains(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
         self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
         self._made = _Made()
@@ -186,7 +184,7 @@ class Pipe(nn.Module):
     def _two_phases(self, chunks: int) -> tuple[Program, Phase, Phase]:
         key = chunks, self.training and torch.is_grad_enabled(), self.checkpoint
         if key not in self._made.halves:
-            schedule = forwards_first(self._schedule(*key))
+            schedule = forwards_first(joined(self._schedule(*key)))
             program = lower(schedule, self._split.partition.graph)
             phase = whole(program)
             halves = phase.only(is_forward), phase.only(is_backward)
@@ -194,20 +192,23 @@ class Pipe(nn.Module):
         return self._made.halves[key]
 
     def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
-        recomputed = program.schedule.recomputed
+        schedule = program.schedule
         self._check_layers()
         for layer in self._deferred:
-            layer.begin(program.schedule.chunks)
+            layer.begin(schedule.chunks)
         grad = torch.is_grad_enabled()
 
         def keep(stage: int, microbatch: int) -> Keep:
             if not grad:
                 return Keep.NOTHING
-            return Keep.INPUTS if (stage, microbatch) in recomputed else Keep.GRAPH
+            return Keep.INPUTS if (stage, microbatch) in schedule.recomputed else Keep.GRAPH
+
+        def divided(stage: int, microbatch: int) -> bool:
+            return grad and (stage, microbatch) in schedule.divided
 
         alone = len(self._split.places) == 1  # then there is nothing to run beside
         crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
-        return Call(stages, self._split.places, self._split.placement, keep, crew, tracked)
+        return Call(stages, self._split.places, self._split.placement, keep, divided, crew, tracked)
 
     def _check_layers(self) -> None:
         known = [name for stage in self._split.partition.stages for name in stage.names]

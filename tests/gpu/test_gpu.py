@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, pop, skippable, stash
+from penstock.schedules import FAMILIES
 from penstock.stage import places
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "naive", "interleaved", "looped-bfs"]
+SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit"]
 MODES = ["never", "except_last", "always"]
 BUSY = 20_000_000  # cycles: about 10 ms
 
@@ -141,6 +142,64 @@ def test_gradients_reach_the_input() -> None:
     pipe.step(x * 2, target=y)
     assert x.grad is not None
     assert float((x.grad - expected).abs().max()) < 1e-12
+
+
+class Pixels(nn.Module):
+    """Images of one row each, convolved there and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(torch.relu(self.down(x.view(len(x), 2, 4, 4))))
+        return out.flatten(1)
+
+
+class Attends(nn.Module):
+    """Each row as a sentence of four words, with a place for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.place = nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.view(len(x), 4, 8) + self.place(torch.arange(4, device=x.device))
+        out: Tensor = self.attention(words, words, words, need_weights=False)[0]
+        return out.flatten(1)
+
+
+def many_kinds(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [nn.Linear(32, 32), Pixels(), nn.LayerNorm(32), Attends(), nn.Linear(32, 32)]
+    more = [nn.GELU(), Pixels(), nn.Linear(32, 8)]
+    return nn.Sequential(*parts, *more).to("cuda:0", dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v", "dualpipe-v"])
+def test_all_kinds_of_weights_may_wait(schedule: str, mode: str) -> None:
+    x, y = batch()
+    loss, gradients = oracle(many_kinds(), x, y)
+    pipe = pipe_of(many_kinds(), schedule=schedule, checkpoint=mode)
+    result = pipe.step(x, target=y)
+    assert abs(float(result.loss - loss)) < 1e-12
+    assert worst(pipe, gradients) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_backwards_under_autocast(dtype: torch.dtype) -> None:
+    x, y = (t.float() for t in batch())
+    found = []
+    for schedule in ("1f1b", "zb-h1"):
+        pipe = pipe_of(many_kinds(torch.float32), schedule=schedule, checkpoint="never")
+        with torch.autocast("cuda", dtype):
+            pipe.step(x, target=y)
+        found.append([p.grad for p in pipe.parameters() if p.grad is not None])
+    assert all(gradient.dtype is torch.float32 for gradient in found[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock import ArgumentError, dumps, schedules, verify
-from penstock.ir import Schedule
-from penstock.schedules.choice import choose, placement_of, read
+from penstock.ir import Schedule, StageGraph
+from penstock.schedules.choice import check_trains, choose, placement_of, read, stages_per_rank
 
 
 def picture(schedule: Schedule) -> str:
@@ -60,7 +60,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [("mine.txt", "there is no file 'mine.txt'"), ("fit", "fit needs costs")],
+    [("mine.txt", "there is no file 'mine.txt'")],
 )
 def test_what_cannot_be_read(asked: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -71,8 +71,31 @@ def test_placements() -> None:
     assert placement_of(None, 2, 4) == (0, 1, 0, 1)
     assert placement_of("interleaved", 2, 6) == (0, 1, 0, 1, 0, 1)
     assert placement_of("zb-v", 2, 4) == (0, 1, 1, 0)
+    assert placement_of("fit", 2, 2) == (0, 1)
+    assert placement_of("fit", 2, 4) == (0, 1, 1, 0)
+    assert placement_of("fit", 2, 6) == (0, 1, 0, 1, 0, 1)
     mine = schedules.clocked((1, 0, 1), 2)
     assert placement_of(mine, 2, 3) == (1, 0, 1)
+
+
+def test_stages_a_rank() -> None:
+    wanted = (None, "fit", "1f1b", "zb-v", schedules.clocked((1, 0, 1), 2))
+    assert [stages_per_rank(asked) for asked in wanted] == [1, 1, 1, 2, 2]
+
+
+def test_fit_is_made_for_the_graph_at_hand() -> None:
+    skip = StageGraph.chain(4, [(0, 3)])
+    choice = choose("fit", (0, 1, 1, 0), 5, skip)
+    assert choice(5) == schedules.fit((0, 1, 1, 0), 5, graph=skip)
+    assert verify(choice(2), skip) == ()
+
+
+def test_a_schedule_without_backwards_does_not_train() -> None:
+    for name, family in schedules.FAMILIES.items():
+        if family.trains:
+            check_trains(schedules.make(name, 2, 3), name)
+    with pytest.raises(ArgumentError, match="forward-only has no backwards"):
+        check_trains(schedules.forward_only(2, 2), "forward-only")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from penstock.demo.model import next_byte_loss
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.partition.profile import layer_times
 from penstock.pipe import Pipe
-from penstock.schedules import family_of
+from penstock.schedules.choice import stages_per_rank
 from penstock.stage.places import Place, place_at
 from penstock.stage.virtual import virtual_devices
 
@@ -112,4 +112,4 @@ class Layout:
 
 def stages_of(schedule: str, devices: Devices) -> int:
     """As many as the schedule wants on these devices."""
-    return len(devices.places) * family_of(schedule).stages_per_rank
+    return len(devices.places) * stages_per_rank(schedule)

@@ -20,8 +20,7 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
-from penstock.schedules.choice import placement_of
-from penstock.schedules.registry import family_of
+from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
 
 BALANCES = ("time", "memory", "parameters")
@@ -77,9 +76,7 @@ def _as_placed(module: nn.Sequential) -> Split:
 
 
 def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
-    per_rank = family_of(schedule).stages_per_rank if isinstance(schedule, str) else 1
-    if isinstance(schedule, Schedule):
-        per_rank = -(-schedule.stages // schedule.ranks)
+    per_rank = stages_per_rank(schedule)
     stages = wish.stages
     if stages is None:
         assert wish.devices is not None

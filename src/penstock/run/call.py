@@ -34,13 +34,17 @@ class Call:
         places: Sequence[Place],
         placement: Sequence[int],
         keep: Callable[[int, int], Keep],
+        divided: Callable[[int, int], bool],
         crew: Crew | None,
         tracked: bool,
     ) -> None:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
-        self.tapes = [Tape(s, self.context, partial(keep, s.index), tracked) for s in stages]
+        self.tapes = [
+            Tape(s, self.context, partial(keep, s.index), partial(divided, s.index), tracked)
+            for s in stages
+        ]
         if any(tape.may_draw for tape in self.tapes):
             seed = next_seed()
             for tape in self.tapes:

@@ -101,6 +101,9 @@ class Worker:
             elif op is Op.R:
                 tape.recompute(microbatch)
                 return
+            elif op is Op.W:
+                tape.backward_weights(microbatch)
+                return
             else:
                 made = self._backward(tape, microbatch, taken)
         except BaseException as error:

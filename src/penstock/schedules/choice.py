@@ -7,10 +7,11 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import ArgumentError
-from penstock.ir import Op, Program, Schedule, schedule_of
+from penstock.ir import Op, Program, Schedule, StageGraph, schedule_of
 from penstock.notation import loads
+from penstock.schedules.fit import fit
 from penstock.schedules.gpipe import clocked
-from penstock.schedules.parts import assemble, loop
+from penstock.schedules.parts import assemble, loop, vee
 from penstock.schedules.registry import FAMILIES, family_of, make
 
 Asked = str | PathLike[str] | Schedule | Program | None
@@ -20,11 +21,12 @@ Asked = str | PathLike[str] | Schedule | Program | None
 class Choice:
     """Makes the schedule for any number of micro-batches.
 
-    `None` and gpipe run over any placement; the others have placements of their own.
+    `None`, gpipe and fit run over any placement; the others have placements of their own.
     """
 
     asked: str | Schedule | None
     placement: tuple[int, ...]
+    graph: StageGraph | None = None
 
     @property
     def name(self) -> str:
@@ -37,6 +39,8 @@ class Choice:
             return assemble(self.asked.placement, chunks, self.asked.lanes)
         if self.asked is None or self.asked == "gpipe":
             return clocked(self.placement, chunks)
+        if self.asked == "fit":
+            return fit(self.placement, chunks, graph=self.graph)
         ranks = len(set(self.placement))
         return make(self.asked, ranks, chunks, len(self.placement) // ranks)
 
@@ -47,15 +51,18 @@ def read(asked: Asked) -> str | Schedule | None:
         return None
     if isinstance(asked, Schedule | Program):
         return schedule_of(asked)
-    if asked == "fit":
-        raise ArgumentError(
-            "fit needs costs: make the schedule with penstock.schedules.fit, and give that"
-        )
     if isinstance(asked, str) and (asked in FAMILIES or not Path(asked).suffix):
         return asked
     if not Path(asked).is_file():
         raise ArgumentError(f"there is no file '{Path(asked)}' to read a schedule from")
     return schedule_of(loads(Path(asked).read_text()))
+
+
+def stages_per_rank(asked: str | Schedule | None) -> int:
+    """How many stages a rank gets if nobody says; a schedule of one's own may give one fewer."""
+    if isinstance(asked, Schedule):
+        return -(-asked.stages // asked.ranks)
+    return 1 if asked is None or asked == "fit" else family_of(asked).stages_per_rank
 
 
 def placement_of(asked: str | Schedule | None, ranks: int, stages: int) -> tuple[int, ...]:
@@ -73,6 +80,8 @@ def placement_of(asked: str | Schedule | None, ranks: int, stages: int) -> tuple
         )
     if asked is None or asked == "gpipe":
         return loop(ranks, stages // ranks)
+    if asked == "fit":
+        return vee(ranks) if stages == 2 * ranks else loop(ranks, stages // ranks)
     family = family_of(asked)
     if not family.free and family.stages_per_rank * ranks != stages:
         raise ArgumentError(
@@ -82,9 +91,17 @@ def placement_of(asked: str | Schedule | None, ranks: int, stages: int) -> tuple
     return make(asked, ranks, 1, stages // ranks).placement
 
 
-def choose(asked: str | Schedule | None, placement: tuple[int, ...], chunks: int) -> Choice:
-    """Check that the schedule suits the placement and the number of micro-batches."""
-    choice = Choice(asked, placement)
+def choose(
+    asked: str | Schedule | None,
+    placement: tuple[int, ...],
+    chunks: int,
+    graph: StageGraph | None = None,
+) -> Choice:
+    """Check that the schedule suits the placement and the number of micro-batches.
+
+    `graph` says who feeds whom, for a schedule that is made to measure; without it, a chain.
+    """
+    choice = Choice(asked, placement, graph)
     made = choice(chunks)
     if made.placement != placement:
         raise ArgumentError(
@@ -104,25 +121,9 @@ def _listed(placement: tuple[int, ...]) -> str:
     return " ".join(map(str, placement))
 
 
-def _whole_backwards() -> list[str]:
-    """The named schedules that a pipe runs."""
-    trains = [name for name, family in FAMILIES.items() if family.trains]
-    return [name for name in trains if _ops(make(name, ranks=2, chunks=2)) == {Op.F, Op.B}]
-
-
-def _ops(schedule: Schedule) -> set[Op]:
-    return {action.op for lane in schedule.lanes for action in lane}
-
-
-def check_runs(schedule: Schedule, name: str) -> None:
-    """Only whole backwards, and every one of them."""
-    ops = _ops(schedule)
-    if ops & {Op.I, Op.W}:
-        raise ArgumentError(
-            f"a pipe runs schedules of whole backwards ({', '.join(_whole_backwards())}, and your "
-            f"own), but {name} splits them into I and W"
-        )
-    if Op.B not in ops:
+def check_trains(schedule: Schedule, name: str) -> None:
+    """It has backwards."""
+    if not any(action.op in (Op.B, Op.I) for lane in schedule.lanes for action in lane):
         raise ArgumentError(
             f"{name} has no backwards: a pipe trains, and runs forwards alone under no_grad"
         )

@@ -20,6 +20,19 @@ Input = Tensor | GradientEdge
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
+def accumulate(roots: Sequence[Any], gradients: Sequence[Tensor], retain: bool) -> None:
+    """Backward from the roots, with these gradients; what leaves get is added to their `.grad`."""
+    _run_backward(
+        tuple(roots),
+        tuple(gradients),
+        retain,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
 class _Entry(torch.autograd.Function):
     """Where a graph begins if its first layer works in place: not a leaf, which none may change."""
 
@@ -137,7 +150,7 @@ class Graph:
         roots, given = self.pairs(gradients)
         if not roots:
             return self.by_source([None] * len(self.beginning.inputs))
-        _run_backward(roots, given, retain, False, (), allow_unreachable=True, accumulate_grad=True)
+        accumulate(roots, given, retain)
         return self.by_source(self.beginning.caught())
 
     def collect(

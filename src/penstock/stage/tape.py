@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.stage.checkpointing import checkpointing, recomputing
 from penstock.stage.context import Context
+from penstock.stage.deferred import Deferral, Later, weight_gradients
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
@@ -62,6 +63,7 @@ class Tape:
         stage: Stage,
         context: Context,
         keep: Callable[[int], Keep],
+        divided: Callable[[int], bool] = lambda microbatch: False,
         tracked: bool = False,
     ) -> None:
         self.stage = stage
@@ -70,7 +72,7 @@ class Tape:
         self.collected: list[Tensor | None] | None = None
         self.recomputes = False  # has it recomputed a cell?
         self.seed = 0  # of the call: for stages that draw
-        self._context, self._keep = context, keep
+        self._context, self._keep, self._divided = context, keep, divided
         self._habits = stage.habits(modules)
         self._stand_ins = StandIns(modules if tracked else ())
         self._buffered = [module for module in modules if module._buffers]
@@ -79,6 +81,7 @@ class Tape:
         self._tracked = tracked
         self._graphs: dict[int, Graph] = {}
         self._kept: dict[int, _Kept] = {}
+        self._later: dict[int, Later] = {}  # weight gradients for a W
         self._sums: set[int] = set()  # which of the collected are sums of our own
 
     @property
@@ -190,7 +193,8 @@ class Tape:
         else:
             beginning = Beginning.entry(outer)  # type: ignore[arg-type]
         before = _versions(arrived.values()) if habits.mutates is None else []
-        outputs = _apart(self._run(microbatch, _values_inside(arrived, beginning.inside)))
+        values = _values_inside(arrived, beginning.inside)
+        outputs = _apart(self._run(microbatch, values, self._divided(microbatch)))
         beginning.inside = ()
         if habits.mutates is None:
             habits.mutates = before != _versions(arrived.values())
@@ -203,14 +207,16 @@ class Tape:
             habits.closed = True
         return graph, outputs
 
-    def _run(self, microbatch: int, values: Values) -> Values:
+    def _run(self, microbatch: int, values: Values, weights_wait: bool = False) -> Values:
         habits, context = self._habits, self._context
-        if habits.draws is False and context.plain and not self._stand_ins:
+        if habits.draws is False and context.plain and not self._stand_ins and not weights_wait:
             return self.stage.compute(values)
         random: OwnRandom | None = None
         with ExitStack() as stack:
             stack.enter_context(self._stand_ins.used())
             stack.enter_context(context.forwards())
+            if weights_wait:
+                self._later[microbatch] = stack.enter_context(self._deferral.used())
             if habits.draws is not False:
                 random = OwnRandom(seed_of_cell(self.seed, self.stage.index, microbatch))
                 stack.enter_context(random)
@@ -219,6 +225,10 @@ class Tape:
             habits.draws = random.drew or bool(habits.draws)
         return outputs
 
+    @cached_property
+    def _deferral(self) -> Deferral:
+        return Deferral(self._modules, self._stand_ins.of)
+
     # ---- backward -------------------------------------------------------------------------
 
     def backward(
@@ -226,8 +236,9 @@ class Tape:
     ) -> dict[int, Gradients]:
         """Gradients for each source, from those of each destination.
 
-        With `retain` the cell can be computed backward again: from its graph, or, if it was
-        recomputed, after another recomputation.
+        If the cell has a W, the gradients of most weights are left for that. With `retain` the
+        cell can be computed backward again: from its graph, or, if it was recomputed, after
+        another recomputation.
         """
         graph = self._graphs.pop(microbatch)
         if not retain:
@@ -242,6 +253,10 @@ class Tape:
             if gradient is not None:
                 self._add(at, gradient)
         return found
+
+    def backward_weights(self, microbatch: int) -> None:
+        """The gradients that the backward of the inputs has left."""
+        weight_gradients(self._later.pop(microbatch))
 
     def collect(self) -> None:
         """Let the next backwards sum gradients of parameters here, not in `.grad`."""
@@ -263,6 +278,7 @@ class Tape:
         """Drop everything."""
         self._graphs.clear()
         self._kept.clear()
+        self._later.clear()
         self.collected = None
 
 
