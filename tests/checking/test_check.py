@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import NoChunk, PipeSequential, Report, WithDevice, schedules
-from penstock.checking.report import Compared, Refused
+from penstock.checking.report import Compared
 from penstock.schedules.registry import FAMILIES
 from tests.support import Do, batch, crews, network, plain
 
@@ -47,11 +47,9 @@ def test_every_schedule_is_run_or_refused_with_its_message() -> None:
     report.raise_if_wrong()
     trained = [name for name, family in FAMILIES.items() if family.trains]
     assert [line[0] for line in report.table()[1:]] == [*trained, "fit"]
-    assert {run.case.schedule for run in report.compared} >= {"naive", "gpipe", "1f1b"}
     assert len(report.rows) == 4 * (len(trained) + 1)
-    for run in report.refused:
-        assert isinstance(run.result, Refused)
-        assert run.result.message in str(report) or "splits them" in run.result.message
+    assert report.refused == []
+    assert len(memories(report)) == 2 * (len(trained) + 1)
     assert report.worst is not None
     assert report.worst[1].size < 1e-12
 

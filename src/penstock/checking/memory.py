@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 
 from penstock.checking.report import Memory
 from penstock.checking.subject import Subject
-from penstock.ir import Compute, Message, Op, Program, consumes, lifetimes, produces
+from penstock.ir import Compute, Message, Op, Program, Schedule, consumes, lifetimes, produces
 from penstock.pipe import Pipe
 from penstock.play import play
 from penstock.schedules.choice import Asked
@@ -134,44 +134,49 @@ def measured(subject: Subject, pipe: Pipe, places: Sequence[Metered]) -> Reading
 # ---- what one cell keeps ------------------------------------------------------------------
 
 
+class Manner(NamedTuple):
+    """How a cell is computed backward."""
+
+    recomputed: bool
+    divided: bool  # into I and W
+
+    @staticmethod
+    def of(schedule: Schedule, stage: int, microbatch: int) -> Manner:
+        """The manner of a cell."""
+        cell = stage, microbatch
+        return Manner(cell in schedule.recomputed, cell in schedule.divided)
+
+
 @dataclass(frozen=True)
 class Footprints:
-    """Bytes that a cell keeps after each of its actions, and that a message keeps on its way.
+    """Bytes that a cell keeps after each of its actions, and that a message keeps on its way."""
 
-    By op and stage, by source and destination, and: is the cell recomputed?
-    """
-
-    kept: dict[tuple[Op, int, bool], int]
-    carried: dict[tuple[int, int, bool], int]
+    kept: dict[tuple[Op, int], int]  # by op and stage
+    carried: dict[tuple[int, int], int]  # by source and destination
 
 
 class Scales:
-    """Weighs cells, each once."""
+    """Weighs cells, each kind once."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject.with_values(subject.values.cut(subject.chunks)[0])
         self._stages = len(subject.layers)
-        self._known: dict[tuple[bool, bool], Footprints] = {}
+        self._known: dict[Manner, Footprints] = {}
 
-    def footprints(self, program: Program) -> Footprints:
-        """Of the cells of this program: with whole or split backwards, recomputed or not."""
-        split = any(action.op is Op.W for lane in program.schedule.lanes for action in lane)
-        one, other = (self._weighed(split, recomputed) for recomputed in (False, True))
-        return Footprints({**one.kept, **other.kept}, {**one.carried, **other.carried})
-
-    def _weighed(self, split: bool, recomputed: bool) -> Footprints:
-        key = split, recomputed
-        if key not in self._known:
+    def footprints(self, manner: Manner) -> Footprints:
+        """Of the cells of every stage, in this manner."""
+        if manner not in self._known:
             places = [Metered(rank) for rank in range(self._stages)]
-            checkpoint = "always" if recomputed else "never"
+            checkpoint = "always" if manner.recomputed else "never"
+            schedule = "zb-h1" if manner.divided else "naive"
             pipe = self._subject.pipe(
-                "zb-h1" if split else "naive", self._stages, checkpoint, "inline", places, chunks=1
+                schedule, self._stages, checkpoint, "inline", places, chunks=1
             )
-            self._known[key] = _footprints(measured(self._subject, pipe, places), recomputed)
-        return self._known[key]
+            self._known[manner] = _footprints(measured(self._subject, pipe, places))
+        return self._known[manner]
 
 
-def _footprints(reading: Reading, recomputed: bool) -> Footprints:
+def _footprints(reading: Reading) -> Footprints:
     """Of a run with one stage a rank, and one micro-batch.
 
     When a message is taken, its sender's bytes go down by what it kept.
@@ -183,32 +188,32 @@ def _footprints(reading: Reading, recomputed: bool) -> Footprints:
         for message in consumes(action, graph):
             before, after = reading.after[at - 1], reading.after[at]
             drop = before.get(message.src, 0) - after.get(message.src, 0)
-            carried[message.src, message.dst, recomputed] = max(drop, 0)
+            carried[message.src, message.dst] = max(drop, 0)
     kept, waiting = {}, set[Message]()
     for at, action in computes:
         waiting.difference_update(consumes(action, graph))
         waiting.update(produces(action, graph))
         mine = [m for m in waiting if m.src == action.stage]
-        on_the_way = sum(carried[m.src, m.dst, recomputed] for m in mine)
-        kept[action.op, action.stage, recomputed] = (
-            reading.after[at].get(action.stage, 0) - on_the_way
-        )
+        on_the_way = sum(carried[m.src, m.dst] for m in mine)
+        kept[action.op, action.stage] = reading.after[at].get(action.stage, 0) - on_the_way
     return Footprints(kept, carried)
 
 
 # ---- what a rank keeps --------------------------------------------------------------------
 
 
-def peak_on_paper(program: Program, footprints: Footprints) -> tuple[int, ...]:
+def peak_on_paper(program: Program, scales: Scales) -> tuple[int, ...]:
     """The most that each rank has between two actions, if no cell stays beyond its last use."""
     schedule, graph = program.schedule, program.graph
     last = {lane[at] for lane in schedule.lanes for _, at in lifetimes(lane).values()}
     cells: dict[tuple[int, int], int] = {}
     now, peaks = [0] * schedule.ranks, [0] * schedule.ranks
 
+    def footprints(stage: int, microbatch: int) -> Footprints:
+        return scales.footprints(Manner.of(schedule, stage, microbatch))
+
     def carried(message: Message) -> int:
-        again = (message.src, message.microbatch) in schedule.recomputed
-        return footprints.carried[message.src, message.dst, again]
+        return footprints(message.src, message.microbatch).carried[message.src, message.dst]
 
     for action in (span.action for span in play(program)):
         if not isinstance(action, Compute):
@@ -216,8 +221,7 @@ def peak_on_paper(program: Program, footprints: Footprints) -> tuple[int, ...]:
         op, stage, microbatch = action
         for message in consumes(action, graph):
             now[schedule.placement[message.src]] -= carried(message)
-        again = (stage, microbatch) in schedule.recomputed
-        kept = footprints.kept[op, stage, again]
+        kept = footprints(stage, microbatch).kept[op, stage]
         if action in last:
             kept = min(kept, REST)
         rank = schedule.placement[stage]
@@ -234,5 +238,5 @@ def weigh(subject: Subject, scales: Scales, schedule: Asked, ranks: int, checkpo
     pipe = subject.pipe(schedule, ranks, checkpoint, "inline", places)
     reading = measured(subject, pipe, places)
     found = tuple(max(now.get(rank, 0) for now in reading.after) for rank in range(ranks))
-    paper = peak_on_paper(reading.program, scales.footprints(reading.program))
+    paper = peak_on_paper(reading.program, scales)
     return Memory(found, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()))

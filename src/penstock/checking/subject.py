@@ -17,8 +17,7 @@ from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.pipe import Pipe
 from penstock.run.training import StepResult
-from penstock.schedules.choice import Asked
-from penstock.schedules.registry import FAMILIES
+from penstock.schedules.choice import Asked, stages_per_rank
 from penstock.stage.loss import LossFn
 
 
@@ -186,16 +185,15 @@ def _called(model: nn.Module, values: Values) -> Any:
     return value
 
 
-def ranks_for(schedule: Asked, stages: int) -> int:
+def ranks_for(schedule: str | Schedule, stages: int) -> int:
     """How many ranks suit a schedule of so many stages."""
     if isinstance(schedule, Schedule):
         return schedule.ranks
-    family = FAMILIES.get(schedule) if isinstance(schedule, str) else None
-    per_rank = family.stages_per_rank if family else 1
+    per_rank = stages_per_rank(schedule)
     if stages % per_rank:
         raise ArgumentError(
             f"{schedule} has {per_rank} stages a rank, and {stages} stages do not divide so: "
-            f"use stages={stages + stages % per_rank}"
+            f"use stages={stages + per_rank - stages % per_rank}"
         )
     return stages // per_rank
 
