@@ -210,6 +210,14 @@ def test_the_losses_of_a_step_keep_a_number_each() -> None:
     assert functional.mse_loss(x, x).untyped_storage().nbytes() == x.nbytes
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
+def test_what_a_w_needs_goes_with_it(schedule: str) -> None:
+    """The stand-ins for the weights kept those of the last cell."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    report = checked(model, torch.randn(16, 6), schedules=[schedule], runtimes=["inline"])
+    assert report.ok, str(report)
+
+
 def test_memory_grows_with_the_schedule() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
     x = torch.randn(16, 6)
