@@ -187,6 +187,7 @@ class Deferral:
         try:
             yield later
         finally:
+            self._ledger.later = []  # what was put off is the cell's alone: it goes with its W
             for (home, name, weight), parameter in zip(self._homes, before, strict=True):
                 if home.get(name) is weight:
                     home[name] = parameter
