@@ -1,10 +1,10 @@
-"""Weight gradients put off: what splits a backward into I and W.
+"""Weights whose gradients are put off: what splits a backward into I and W.
 
 While the forward of a cell with a W builds its graph, its layers compute with stand-ins for their
 weights. Where a stand-in meets an operation of the table below, the operation runs with a
-weight that wants no gradient, so that the backward (I) skips it, and a `Pair` keeps the operation's
-input until that backward brings the output's gradient. W multiplies them. Everywhere else the
-stand-in steps aside for the parameter itself, which gets its gradient in I, as ever.
+weight that wants no gradient, so that the backward (I) skips it, and a `Pair` waits for the
+gradient of its output. Everywhere else the stand-in steps aside for the parameter itself, which
+gets its gradient in I, as ever.
 
     linear, matmul, mm, bmm, addmm     gradient and input, multiplied in W
     convolutions                       the same, by the library's own backward
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -26,85 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.errors import RunError
-from penstock.stage.graph import accumulate
-
-Formula = Callable[[Tensor, Tensor], Tensor]  # of the output's gradient and the input
-
-
-class Pair:
-    """What the gradient of one use of a weight is made of, when its output's gradient has come."""
-
-    __slots__ = ("_formula", "_input", "_version", "gradient", "weight")
-
-    def __init__(self, weight: Tensor, given: Tensor, formula: Formula) -> None:
-        self.weight, self._formula = weight, formula
-        self._input = given.detach()
-        self._version = given._version
-        self.gradient: Tensor | None = None
-
-    def catch(self, gradients: Sequence[Tensor | None]) -> None:
-        """As a hook of the operation's node: after all hooks on its output."""
-        self.gradient = gradients[0]
-
-    def of_weight(self) -> Tensor | None:
-        """The weight's gradient; None if no gradient has come."""
-        if self.gradient is None:
-            return None
-        if self._input._version != self._version:
-            raise RunError(
-                f"a tensor of shape {tuple(self._input.shape)} that the gradient of a weight needs "
-                "has been changed in place by a later operation: clone it before you change it"
-            )
-        given, gradient = self._input, self.gradient
-        if given.dtype is not gradient.dtype:  # under autocast
-            given = given.to(gradient.dtype)
-        found = self._formula(gradient, given)
-        return found if found.dtype is self.weight.dtype else found.to(self.weight.dtype)
-
-
-class Stopped:
-    """An operation whose backward has been put off as a whole."""
-
-    __slots__ = ("gradient", "weight")
-
-    def __init__(self, output: Tensor) -> None:
-        self.weight = output  # where the backward goes on
-        self.gradient: Tensor | None = None
-
-    def of_weight(self) -> Tensor | None:
-        """The output's gradient; None if none has come."""
-        return self.gradient
-
-
-class Gate(torch.autograd.Function):
-    """Stops the backward before an operation, whose backward is W's."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, stopped: Stopped) -> Tensor:
-        """The same memory."""
-        ctx.stopped = stopped
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient goes no further."""
-        ctx.stopped.gradient = gradients[0]
-        return None, None
-
-
-Later = list[Pair | Stopped]
-
-
-def weight_gradients(later: Later) -> None:
-    """W: the gradients that were put off, added to `.grad` in one go."""
-    with torch.no_grad():
-        found = [(one.weight, one.of_weight()) for one in later]
-    given = [(weight, gradient) for weight, gradient in found if gradient is not None]
-    if given:
-        weights, gradients = zip(*given, strict=True)
-        accumulate(weights, gradients, retain=False)
-
+from penstock.stage.graph import edge
+from penstock.stage.later import Formula, Pair, Shelf, stopped
 
 # ---- stand-ins ----------------------------------------------------------------------------
 
@@ -114,68 +36,88 @@ class Weight(Tensor):
 
     _is_param = True  # to isinstance(_, nn.Parameter)
     original: Tensor
-    deferral: Deferral
+    leaf: nn.Parameter
+    shelf: Shelf
 
     @staticmethod
-    def of(original: Tensor, deferral: Deferral) -> Weight:
+    def of(original: Tensor, leaf: nn.Parameter, shelf: Shelf) -> Weight:
         """For operations that no function sees it is the same memory, part of the same graph."""
         made = original.as_subclass(Weight)
-        made.original, made.deferral = original, deferral
+        made.original, made.leaf, made.shelf = original, leaf, shelf
         return made
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """The operations of the table are put off; others get the parameter itself."""
         kwargs = kwargs or {}
         way = _WAYS.get(func)
-        if way is not None and torch.is_grad_enabled() and _keeps_its_own():
+        if way is not None and len(types) == 1 and torch.is_grad_enabled() and _undisturbed():
             done = way(func, args, kwargs)
             if done is not None:
                 return done
-        args, kwargs = torch.utils._pytree.tree_map_only(Weight, _original, (args, kwargs))
-        return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            _check_closed(args, kwargs)
+        return func(*_plain(args), **_plain(kwargs))
 
 
-def _original(weight: Weight) -> Tensor:
-    return weight.original
+def _undisturbed() -> bool:
+    """Does nobody else keep what backwards need, or differentiate in a way of his own?"""
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
-def _keeps_its_own() -> bool:
-    """Not where somebody else keeps what backwards need, and may compute it anew."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+def _plain(value: Any) -> Any:
+    """The parameters themselves in the place of stand-ins."""
+    kind = type(value)
+    if kind is Weight:
+        return value.original
+    if kind is tuple or kind is list:
+        return kind([_plain(one) for one in value])
+    if kind is dict:
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list | dict):  # of another kind
+        return torch.utils._pytree.tree_map_only(Weight, _plain, value)
+    return value
+
+
+def _check_closed(*values: Any) -> None:
+    for leaf in torch.utils._pytree.tree_leaves(values):
+        if type(leaf) is Weight:
+            leaf.shelf.check_closed()
 
 
 class Deferral:
-    """Stand-ins for the weights of some modules, and what was put off while they were used."""
+    """Stand-ins for the weights of some modules, and a shelf for what they put off."""
 
-    def __init__(
-        self, modules: Iterable[nn.Module], learner: Callable[[nn.Parameter], nn.Parameter]
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._shelf = Shelf()
+        self._homes: list[tuple[dict[str, Any], str, nn.Parameter, Weight]] = []
         made: dict[nn.Parameter, Weight] = {}
-        self._homes: list[tuple[dict[str, Any], str, Weight]] = []
+        closed = _closed(modules)
         for module in modules:
+            if module in closed:
+                continue
             for name, parameter in module._parameters.items():
-                if parameter is not None and _can_wait(learner(parameter)):
+                if parameter is not None and _can_wait(parameter):
                     if parameter not in made:
-                        made[parameter] = Weight.of(learner(parameter), self)
-                    self._homes.append((module._parameters, name, made[parameter]))
-        self.later: Later = []
+                        made[parameter] = Weight.of(parameter, parameter, self._shelf)
+                    self._homes.append((module._parameters, name, parameter, made[parameter]))
 
     @contextmanager
-    def used(self) -> Iterator[Later]:
+    def used(self) -> Iterator[list[Pair]]:
         """Within, the modules compute with the stand-ins; gives what is put off."""
-        later: Later = []
-        self.later = later
-        before = []
-        for home, name, weight in self._homes:
-            before.append(home[name])
-            home[name] = weight
+        for home, name, parameter, weight in self._homes:
+            if home.get(name) is parameter:
+                home[name] = weight
         try:
-            yield later
+            yield self._shelf.open()
         finally:
-            for (home, name, weight), parameter in zip(self._homes, before, strict=True):
+            self._shelf.close()
+            for home, name, parameter, weight in self._homes:
                 if home.get(name) is weight:
                     home[name] = parameter
 
@@ -186,9 +128,20 @@ def _can_wait(parameter: nn.Parameter) -> bool:
         type(parameter) is nn.Parameter
         and parameter.requires_grad
         and parameter.dim() > 1
+        and parameter.layout is torch.strided
         and not parameter._backward_hooks
         and not parameter._post_accumulate_grad_hooks
     )
+
+
+def _closed(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Modules that are compiled, with all inside: they know their parameters by themselves."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        if compiled or isinstance(module, torch.jit.ScriptModule):
+            found.update(module.modules())
+    return found
 
 
 # ---- operations ---------------------------------------------------------------------------
@@ -197,28 +150,59 @@ def _can_wait(parameter: nn.Parameter) -> bool:
 Way = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _waiting(output: Tensor, weight: Weight, given: Tensor, formula: Formula) -> Tensor:
-    node = output.grad_fn
-    assert node is not None
-    pair = Pair(weight.original, given, formula)
-    node.register_prehook(pair.catch)
-    weight.deferral.later.append(pair)
+def _put_off(
+    weight: Weight,
+    given: Tensor,
+    bias: Tensor | None,
+    formula: Formula,
+    operation: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Run an operation of an input and a weight, and leave the weight's gradient for later."""
+    shelf, original = weight.shelf, weight.original
+    assert shelf.later is not None
+    if not given.requires_grad and not (bias is not None and bias.requires_grad):
+        output, pair = stopped(weight.leaf, operation(given, original), shelf)
+    else:
+        given = _cast(given)
+        output = operation(given, original.detach())
+        root = original if original.is_leaf else edge(original)
+        pair = Pair(weight.leaf, root, given, formula, shelf)
+        base = output._base  # a change in place of a view goes around the view's own node
+        node = output.grad_fn if base is None else base.grad_fn
+        assert node is not None
+        node.register_hook(pair.catch)
+    shelf.later.append(pair)
     return output
 
 
-def _stopped(weight: Weight, output: Tensor) -> Tensor:
-    stopped = Stopped(output)
-    weight.deferral.later.append(stopped)
-    gated: Tensor = Gate.apply(output, stopped)  # type: ignore[no-untyped-call]
-    return gated
+def _cast(given: Tensor) -> Tensor:
+    """As autocast would, which keeps no more than that for the backward."""
+    if torch._C._is_any_autocast_enabled():
+        kind = given.device.type
+        if torch.is_autocast_enabled(kind) and given.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return given.to(torch.get_autocast_dtype(kind))
+    return given
 
 
-def _learns(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and type(value) is not Weight
+_USUAL = (Tensor, nn.Parameter)
+
+
+def _ready(weight: Any, given: Any, bias: Any = None) -> bool:
+    """Is it a weight that can be put off, and are the others no weights?"""
+    return (
+        type(weight) is Weight
+        and weight.shelf.is_open
+        and type(given) in _USUAL
+        and (bias is None or type(bias) in _USUAL)
+        and weight.original.requires_grad
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    dimensions = tensor.dim()
+    if dimensions == 2:
+        return tensor
+    return tensor.unsqueeze(0) if dimensions == 1 else tensor.flatten(0, -2)
 
 
 def _of_linear(gradient: Tensor, given: Tensor) -> Tensor:
@@ -234,26 +218,28 @@ def _of_bmm(gradient: Tensor, given: Tensor) -> Tensor:
 
 
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight, bias = _named(args, kwargs, "input", "weight", "bias")
-    if type(weight) is not Weight or type(given) is Weight or type(bias) is Weight:
+    given, weight, bias = args if len(args) == 3 else _named(args, kwargs, "input", "weight", "bias")
+    if not _ready(weight, given, bias) or (bias is not None and bias.dim() != 1):
         return None
-    if not _learns(given) and not _learns(bias):
-        return _stopped(weight, func(given, weight.original, bias))
-    output = func(given, weight.original.detach(), bias)
-    return _waiting(output, weight, given, _of_linear)
+    if weight.original.dim() != 2:
+        return None
+    return _put_off(weight, given, bias, _of_linear, lambda x, w: func(x, w, bias))
 
 
 def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight = _named(args, kwargs, "input", "other", "mat2")[:2]
-    if type(weight) is not Weight or not _learns(given) or type(given) is Weight:
+    given, weight = _named(args, kwargs, "input", "other")
+    if weight is None:
+        weight = kwargs.get("mat2")
+    if not _ready(weight, given) or "out" in kwargs:
         return None
-    if weight.dim() == 2 and given.dim() > 1:
+    original = weight.original
+    if original.dim() == 2 and given.dim() > 1:
         formula = _of_matmul
-    elif weight.dim() == given.dim() == 3 and weight.shape[0] == given.shape[0]:
+    elif original.dim() == given.dim() == 3 and original.shape[0] == given.shape[0]:
         formula = _of_bmm
     else:
         return None
-    return _waiting(func(given, weight.original.detach()), weight, given, formula)
+    return _put_off(weight, given, None, formula, func)
 
 
 def _rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,27 +251,26 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3:  # with factors
         return None
     bias, given, weight = args
-    if type(weight) is not Weight or type(given) is Weight or type(bias) is Weight:
+    if not _ready(weight, given, bias):
         return None
-    if not _learns(given) and not _learns(bias):
-        return None
-    return _waiting(func(bias, given, weight.original.detach()), weight, given, _of_matmul)
+    return _put_off(weight, given, bias, _of_matmul, lambda x, w: func(bias, x, w))
 
 
 def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given, weight, bias = _named(args, kwargs, "input", "weight", "bias")
-    if type(weight) is not Weight or not _learns(given) or type(given) is Weight:
+    if not _ready(weight, given, bias) or given.is_complex():
         return None
-    if given.dim() != weight.dim() or "same" in args or "same" in kwargs.values():
+    padding = args[4] if len(args) > 4 else kwargs.get("padding")
+    if given.dim() != weight.original.dim() or padding == "same":
         return None  # it would be changed before it is convolved
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight", "bias")}
-    output = func(given, weight.original.detach(), bias, *args[3:], **rest)
-    node = output.grad_fn
-    settings = [
-        getattr(node, f"_saved_{name}")
-        for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    ]
+    settings: list[Any] = []
     kernel = weight.original.detach()
+
+    def operation(given: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = func(given, weight, bias, *args[3:], **rest)
+        settings.extend(getattr(output.grad_fn, f"_saved_{name}") for name in _SETTINGS)
+        return output
 
     def of_weight(gradient: Tensor, given: Tensor) -> Tensor:
         found: Tensor = torch.ops.aten.convolution_backward(
@@ -293,42 +278,42 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )[1]
         return found
 
-    return _waiting(output, weight, given, of_weight)
+    return _put_off(weight, given, bias, of_weight, operation)
+
+
+_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     indices, weight = _named(args, kwargs, "input", "weight")
+    if not _ready(weight, indices):
+        return None
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight")}
-    return _stopped(weight, func(indices, weight.original, *args[2:], **rest))
+    return _put_off(weight, indices, None, _of_linear, lambda i, w: func(i, w, *args[2:], **rest))
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a weight: a weight again, or several."""
-    weight = args[0]
+    if not args or type(args[0]) is not Weight or not args[0].shelf.is_open:
+        return None
+    weight: Weight = args[0]
+
+    def stand_in(found: Tensor) -> Tensor:
+        return Weight.of(found, weight.leaf, weight.shelf) if found.requires_grad else found
+
     found = func(weight.original, *args[1:], **kwargs)
-    if isinstance(found, Tensor):
-        return Weight.of(found, weight.deferral)
-    return tuple(Weight.of(one, weight.deferral) for one in found)
+    return stand_in(found) if isinstance(found, Tensor) else tuple(map(stand_in, found))
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """It hands its weights on to `linear`, which must see the stand-ins."""
-    return _open_attention()(*args, **kwargs)
+    """PyTorch's own hands its weights on to `linear`, which must see the stand-ins.
 
-
-@cache
-def _open_attention() -> Any:
-    """PyTorch's own, but it does not ask whether an argument has a mind of its own."""
-    whole = functional.multi_head_attention_forward
-    opened = FunctionType(
-        whole.__code__,
-        {**whole.__globals__, "has_torch_function": lambda tensors: False},
-        whole.__name__,
-        whole.__defaults__,
-        whole.__closure__,
-    )
-    opened.__kwdefaults__ = whole.__kwdefaults__
-    return opened
+    So it must not ask whether one of its arguments has a mind of its own.
+    """
+    known = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    opened = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened(*args, **kwargs)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
@@ -340,9 +325,9 @@ _CONVOLUTIONS = (
     *(getattr(torch, f"conv_transpose{n}d") for n in (1, 2, 3)),
 )
 _VIEWS = (
-    *(Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.permute),
+    *(Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute),
     *(Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]
-    *(Tensor.view, Tensor.reshape, Tensor.__getitem__),
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.__getitem__, Tensor.to),
     *(Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind),
 )
 
