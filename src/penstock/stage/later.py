@@ -22,10 +22,11 @@ Formula = Callable[[Tensor, Tensor], Tensor]  # of the output's gradient and the
 class Shelf:
     """Where a forward puts what it leaves for W. It is open while that forward runs."""
 
-    __slots__ = ("_thread", "later")
+    __slots__ = ("_thread", "casts", "later")
 
     def __init__(self) -> None:
         self.later: list[Pair] | None = None
+        self.casts: dict[Tensor, Tensor] = {}  # weights under autocast
         self._thread = 0
 
     def open(self) -> list[Pair]:
@@ -36,6 +37,7 @@ class Shelf:
     def close(self) -> None:
         """What is used from now on is not put off."""
         self.later = None
+        self.casts.clear()
 
     @property
     def is_open(self) -> bool:
@@ -113,8 +115,8 @@ class Gate(torch.autograd.Function):
     """Stops the backward before an operation, whose whole backward is W's."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, pair: Pair) -> Tensor:
-        """The same memory."""
+    def forward(ctx: Any, root: Tensor, output: Tensor, pair: Pair) -> Tensor:
+        """The same memory; the root makes it part of a graph, not of the operation's."""
         ctx.pair = pair
         ctx.set_materialize_grads(False)
         return output.detach()
@@ -123,17 +125,18 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """The gradient goes no further."""
         ctx.pair.catch((), gradients)
-        return None, None
+        return None, None, None
 
 
 _NOTHING = torch.empty(0)
+_ROOT = torch.empty(0, requires_grad=True)
 _AT_ONCE = 1 << 20  # this many numbers may wait to be added
 
 
 def stopped(leaf: Tensor, output: Tensor, shelf: Shelf) -> tuple[Tensor, Pair]:
     """An operation's output, behind a gate, and what waits for its gradient."""
     pair = Pair(leaf, edge(output), _NOTHING, _as_it_is, shelf)
-    gated: Tensor = Gate.apply(output, pair)  # type: ignore[no-untyped-call]
+    gated: Tensor = Gate.apply(_ROOT, output.detach(), pair)  # type: ignore[no-untyped-call]
     return gated, pair
 
 
