@@ -122,7 +122,7 @@ def test_a_file_that_is_no_schedule(tmp_path: Path) -> None:
         ((1, [2]), TypeError, "a pipe needs a tensor among its inputs, and got int, list"),
         ((torch.zeros(2, 6, device="meta"),), ValueError, "on meta, but the first stage is on cpu"),
         ((torch.zeros(4, 6), torch.zeros(3)), RuntimeError, "micro-batches"),
-        ((torch.tensor(1.0),), ValueError, "without dimensions cannot be cut"),
+        ((torch.zeros(4, 6), torch.zeros(8)), ValueError, r"input 1, of shape \(8,\)"),
     ],
 )
 def test_inputs_that_cannot_be_cut(

@@ -19,6 +19,7 @@ from penstock.errors import (
     ArgumentError,
     FormatError,
     KindError,
+    Misfit,
     MissingExtra,
     PenstockError,
     RunError,
@@ -42,10 +43,11 @@ from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound, verify
 
 if _typing.TYPE_CHECKING:
-    from penstock.batch import NoChunk
+    from penstock.batch import Chunk, NoChunk
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
+    from penstock.stage.added import add_loss, added_losses
     from penstock.stage.checkpointing import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
     from penstock.stage.virtual import virtual_devices
@@ -55,12 +57,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "ArgumentError",
+    "Chunk",
     "Compute",
     "Cost",
     "Deadlock",
     "FormatError",
     "KindError",
     "Message",
+    "Misfit",
     "MissingExtra",
     "Namespace",
     "NoChunk",
@@ -81,6 +85,8 @@ __all__ = [
     "Unsound",
     "Wait",
     "WithDevice",
+    "add_loss",
+    "added_losses",
     "draw",
     "dumps",
     "is_checkpointing",
@@ -103,12 +109,15 @@ __all__ = [
 
 # The names that need torch, each with the module that has it: loaded when first asked for.
 _ON_DEMAND = {
+    "Chunk": "batch",
     "Namespace": "stage.skip",
     "NoChunk": "batch",
     "Pipe": "pipe",
     "PipeSequential": "partition.sequential",
     "StepResult": "run.training",
     "WithDevice": "partition.sequential",
+    "add_loss": "stage.added",
+    "added_losses": "stage.added",
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",

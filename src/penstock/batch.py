@@ -1,16 +1,19 @@
-"""A batch cut into micro-batches, and outputs put together again."""
+"""A batch cut into micro-batches, and outputs put together again.
+
+The first tensor says how many rows the batch has. Another is cut only where it has as many: what
+could be meant in two ways is refused, with the two ways to say it, `NoChunk` and `Chunk`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ArgumentError, KindError, RunError
+from penstock.errors import ArgumentError, KindError, Misfit, RunError
 
 
 class NoChunk:
@@ -27,11 +30,45 @@ class NoChunk:
         return self._tensor
 
 
-def check_inputs(inputs: Sequence[Any], device: torch.device) -> None:
-    """There is a tensor, and all are where the first stage is."""
-    tensors = [t for t in map(_bare, pytree.tree_leaves(list(inputs))) if isinstance(t, Tensor)]
-    if not tensors:
-        kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
+class Chunk:
+    """A tensor whose rows are on the dim that is named: `pipe(x, Chunk(mask, dim=1))`.
+
+    It has as many as the batch there, or as many times more or fewer in every micro-batch.
+    """
+
+    def __init__(self, inp: Tensor, dim: int) -> None:
+        if not isinstance(inp, Tensor):
+            raise KindError(f"Chunk is for tensors, not {type(inp).__name__}: others stay whole")
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise KindError(f"dim is a whole number, not {dim!r}")
+        if not -inp.dim() <= dim < inp.dim():
+            raise ArgumentError(
+                f"a tensor of shape {tuple(inp.shape)} has no dim {dim} to be cut on: it has "
+                f"{inp.dim()}, counted from 0"
+            )
+        self._tensor, self._dim = inp, dim % inp.dim()
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor itself."""
+        return self._tensor
+
+    @property
+    def dim(self) -> int:
+        """Where its rows are, counted from 0."""
+        return self._dim
+
+
+# ---- what a pipe takes --------------------------------------------------------------------
+
+
+def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.device) -> None:
+    """There is a tensor, and those that are not side inputs are where the first stage is."""
+    if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].device == device:
+        return
+    tensors = _tensors_in(list(inputs))
+    if not tensors and not _tensors_in(list(side)):
+        kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
         raise KindError(f"a pipe needs a tensor among its inputs, and got {kinds}")
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong:
@@ -47,6 +84,8 @@ def moved(value: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, NoChunk):
             return NoChunk(move(leaf.tensor))
+        if isinstance(leaf, Chunk):
+            return Chunk(move(leaf.tensor), leaf.dim)
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=device.type == "cuda")
         return leaf
@@ -54,86 +93,179 @@ def moved(value: Any, device: torch.device) -> Any:
     return pytree.tree_map(move, value)
 
 
-def scatter(values: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
-    """The values of each micro-batch: tensors cut on dim 0, all else as it is.
-
-    As many as `torch.chunk` makes: fewer than `chunks` if the rows do not suffice.
-
-    >>> scatter((torch.arange(5), "same"), chunks=3)
-    [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
-    """
-    if len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim():
-        return [(piece,) for piece in torch.chunk(values[0], chunks)]
-    leaves, spec = pytree.tree_flatten(values)
-    cut: list[Any] = [_cut(leaf, chunks) for leaf in leaves]
-    each = _how_many(leaves, [pieces for pieces in cut if pieces is not None], chunks)
-    return [
-        pytree.tree_unflatten(
-            [_bare(leaf) if p is None else p[i] for leaf, p in zip(leaves, cut, strict=True)], spec
-        )
-        for i in range(each)
-    ]
-
-
-def _how_many(leaves: Sequence[Any], cut: Sequence[Sequence[Tensor]], chunks: int) -> int:
-    """Micro-batches, each of which has the same part of every tensor."""
-    parts = {
-        tuple(Fraction(piece.size(0), sum(map(len, pieces)) or 1) for piece in pieces)
-        for pieces in cut
-    }
-    if len(parts) > 1:
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise RunError(
-            "the inputs give different numbers of micro-batches, or different parts of them: "
-            f"their shapes are {', '.join(map(str, shapes))}, and each is cut on dim 0 into at "
-            f"most {chunks}; wrap what every micro-batch needs whole in NoChunk"
-        )
-    return len(parts.pop()) if parts else 1
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [t for t in map(_bare, pytree.tree_leaves(values)) if isinstance(t, Tensor)]
 
 
 def _bare(leaf: Any) -> Any:
-    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
+    return leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
 
 
-def _cut(leaf: Any, chunks: int) -> tuple[Tensor, ...] | None:
-    if not isinstance(leaf, Tensor):
-        return None
-    if leaf.dim() == 0:
-        raise ArgumentError(
-            "a tensor without dimensions cannot be cut into micro-batches: wrap it in NoChunk"
-        )
-    return torch.chunk(leaf, chunks)
+# ---- cutting ------------------------------------------------------------------------------
 
 
-def shares(values: tuple[Any, ...], chunks: int) -> list[float]:
-    """The part of the rows that each micro-batch has, by the first tensor that is cut.
+class Rows(NamedTuple):
+    """How a batch was cut: how many rows each micro-batch has, and on which dim."""
 
-    >>> shares((torch.zeros(5),), chunks=3)
-    [0.4, 0.4, 0.2]
+    counts: tuple[int, ...] = ()  # none: there was nothing to cut
+    dim: int = 0
+
+    def shares(self) -> list[float]:
+        """The part of the rows that each micro-batch has.
+
+        >>> Rows((2, 2, 1)).shares()
+        [0.4, 0.4, 0.2]
+        """
+        total = sum(self.counts)
+        return [count / total if total else 1.0 for count in self.counts] or [1.0]
+
+    def of(self, size: int) -> list[int] | None:
+        """So many cut in the same parts; None if that gives fractions."""
+        total = sum(self.counts)
+        if size == total:
+            return list(self.counts)
+        if not total or any(count * size % total for count in self.counts):
+            return None
+        return [count * size // total for count in self.counts]
+
+
+def scatter(
+    values: tuple[Any, ...], chunks: int, names: Sequence[str] = ()
+) -> tuple[list[tuple[Any, ...]], Rows]:
+    """The values of each micro-batch, and its rows; `names` are the values' for errors.
+
+    As many as `torch.chunk` makes: fewer than `chunks` if the rows do not suffice.
+
+    >>> scatter((torch.arange(5), "same"), chunks=3)[0]
+    [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
     """
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            rows = [piece.size(0) for piece in torch.chunk(leaf, chunks)]
-            return [row / sum(rows) if sum(rows) else 1.0 for row in rows]
-    return [1.0]
+    if len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim():
+        pieces = torch.chunk(values[0], chunks)
+        return [(piece,) for piece in pieces], Rows(tuple([len(piece) for piece in pieces]))
+    leaves, spec = pytree.tree_flatten(values)
+    first = next((at for at, leaf in enumerate(leaves) if _dim(leaf) is not None), None)
+    if first is None:
+        return [pytree.tree_unflatten(map(_bare, leaves), spec)], Rows()
+    dim = _dim(leaves[first])
+    assert dim is not None
+    counts = [piece.size(dim) for piece in torch.chunk(_bare(leaves[first]), chunks, dim)]
+    rows = Rows(tuple(counts), dim)
+    if not all(_fits(leaf, rows) for leaf in leaves):
+        raise _misfit(values, first, rows, names or [f"input {at}" for at in range(len(values))])
+    cut = _cut(leaves, rows)
+    return [pytree.tree_unflatten(each, spec) for each in cut], rows
 
 
-def gather(outputs: Sequence[Any]) -> Any:
+def _dim(leaf: Any) -> int | None:
+    """Where its rows are; None if it stays whole."""
+    if isinstance(leaf, Chunk):
+        return leaf.dim
+    return 0 if isinstance(leaf, Tensor) and leaf.dim() else None
+
+
+def _fits(leaf: Any, rows: Rows) -> bool:
+    if isinstance(leaf, Chunk):
+        return rows.of(leaf.tensor.size(leaf.dim)) is not None
+    return _dim(leaf) is None or len(leaf) == sum(rows.counts)
+
+
+def _cut(leaves: Sequence[Any], rows: Rows) -> Iterator[list[Any]]:
+    """The leaves of each micro-batch. What was one tensor is one in each."""
+    made: dict[tuple[int, int], list[Tensor]] = {}
+    columns: list[list[Any]] = []
+    for leaf in leaves:
+        dim, tensor = _dim(leaf), _bare(leaf)
+        if dim is None:
+            columns.append([tensor] * len(rows.counts))
+            continue
+        if (id(tensor), dim) not in made:
+            sizes = rows.of(tensor.size(dim))
+            assert sizes is not None
+            made[id(tensor), dim] = list(torch.split(tensor, sizes, dim))
+        columns.append(made[id(tensor), dim])
+    return map(list, zip(*columns, strict=True))
+
+
+def _misfit(values: tuple[Any, ...], first: int, rows: Rows, names: Sequence[str]) -> Misfit:
+    """An error that lists every tensor that does not fit, with what could be meant."""
+    found = []
+    for path, leaf in pytree.tree_flatten_with_path(values)[0]:
+        name = names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
+        found.append((name, leaf))
+    problems = [_problem(name, leaf, rows) for name, leaf in found if not _fits(leaf, rows)]
+    name, leaf = found[first]
+    shape = tuple(_bare(leaf).shape)
+    return Misfit(
+        "the inputs would give different numbers of micro-batches, or different parts of them: "
+        f"the batch has {sum(rows.counts)} rows, taken from dim {rows.dim} of {name}, of shape "
+        f"{shape}, and is cut into {', '.join(map(str, rows.counts))}",
+        list(dict.fromkeys(problems)),
+    )
+
+
+def _problem(name: str, leaf: Any, rows: Rows) -> str:
+    tensor = _bare(leaf)
+    shape = tuple(tensor.shape)
+    said = "x" if name.startswith("input ") else name  # what a caller could write
+    whole = f"NoChunk({said}) if every micro-batch needs it whole"
+    fitting = [dim for dim, size in enumerate(shape) if rows.of(size) is not None]
+    other = f"Chunk({said}, dim={next(iter(fitting), min(1, tensor.dim() - 1))})"
+    if isinstance(leaf, Chunk):
+        begin = f"{name}, a Chunk of shape {shape}, has {shape[leaf.dim]} on dim {leaf.dim}"
+    else:
+        begin = f"{name}, of shape {shape}, has {shape[0]} on dim 0"
+    if fitting:
+        return f"{begin}: write {whole}, or {other} to cut it there"
+    return f"{begin}, and no dim has the batch's rows: write {whole}; {other} needs as many there"
+
+
+# ---- putting together ---------------------------------------------------------------------
+
+
+def gather(outputs: Sequence[Any], rows: Rows) -> Any:
     """One output from those of the micro-batches: tensors by rows, other values as a list.
 
-    >>> gather([(torch.zeros(2), "a"), (torch.ones(1), "b")])
+    A tensor has rows if its dim 0 has as many as the micro-batch, or so many times as many. If the
+    batch was cut on another dim, it has them there or on dim 0, and just as many.
+
+    >>> gather([(torch.zeros(2), "a"), (torch.ones(1), "b")], Rows((2, 1)))
     (tensor([0., 0., 1.]), ['a', 'b'])
     """
     if all(isinstance(output, Tensor) for output in outputs):
-        return _joined(tuple(outputs))
+        return _joined(tuple(outputs), rows)
     flat = [pytree.tree_flatten(output) for output in outputs]
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_joined(column) for column in columns], flat[0][1])
+    return pytree.tree_unflatten([_joined(column, rows) for column in columns], flat[0][1])
 
 
-def _joined(column: tuple[Any, ...]) -> Any:
-    if all(isinstance(value, Tensor) and value.dim() for value in column):
-        return torch.cat(column)
-    return list(column)
+def _joined(column: tuple[Any, ...], rows: Rows) -> Any:
+    if not all(isinstance(value, Tensor) for value in column):
+        return list(column)
+    if not rows.counts:  # one micro-batch, of nothing that was cut
+        return column[0] if column[0].dim() else list(column)
+    dims = [d for d in dict.fromkeys((rows.dim, 0)) if _has_rows(column, rows, d)]
+    if not dims:
+        return list(column)
+    if len(dims) > 1 and len(column) > 1:
+        raise RunError(
+            f"an output of shape {tuple(column[0].shape)} has the rows of its micro-batch, "
+            f"{rows.counts[0]}, on dim {rows.dim} and on dim 0, so that it cannot be told which "
+            "is meant: let the model give the rows on dim 0 of a tensor whose "
+            f"dim {rows.dim} has another size, or set another number of chunks"
+        )
+    return torch.cat(column, dims[0])
+
+
+def _has_rows(column: Sequence[Tensor], rows: Rows, dim: int) -> bool:
+    """Are they alike but for dim, where each has its rows?"""
+    shapes = [tuple(value.shape) for value in column]
+    if dim >= min(map(len, shapes)):
+        return False
+    if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
+        return False
+    sizes = [shape[dim] for shape in shapes]
+    total = sum(rows.counts)
+    times = sum(sizes) // total if total and not rows.dim else 1
+    return times > 0 and sizes == [count * times for count in rows.counts]

@@ -2,6 +2,7 @@
 
 PenstockError
 ├── ArgumentError (ValueError)   what was asked for cannot be: says what would work
+│   └── Misfit    (RunError)     inputs that cannot be cut alike: lists each, and what to write
 ├── KindError     (TypeError)    a value of the wrong kind: says which kind would work
 ├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
 ├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
@@ -41,6 +42,10 @@ class _Listed(PenstockError, ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.headline, self.problems)
+
+
+class Misfit(_Listed, ArgumentError, RunError):
+    """Inputs that cannot be cut alike. A RuntimeError, too: with PyTorch's pipes it was one."""
 
 
 class FormatError(_Listed):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.batch import check_inputs, gather, moved, scatter, shares
+from penstock.batch import gather
 from penstock.cost import Cost
 from penstock.errors import ArgumentError, KindError, RunError
 from penstock.ir import Program, Schedule
@@ -24,15 +24,20 @@ from penstock.lower import (
     without_recompute,
 )
 from penstock.partition.sequential import check_children
+from penstock.partition.side import names_in_chain
 from penstock.partition.split import Wish, split
 from penstock.run.call import Call, Measured
+from penstock.run.feed import feed
 from penstock.run.passage import Passage
 from penstock.run.phase import Phase, is_backward, is_forward, whole
 from penstock.run.threads import Crew
 from penstock.run.training import StepResult, train
+from penstock.run.weighing import Ledger, loss_scale
 from penstock.schedules.choice import Asked, check_trains, choose, read
+from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import DeferredBatchNorm
-from penstock.stage.loss import LossFn, Scored
+from penstock.stage.loss import ending_in_loss
+from penstock.stage.reduction import LossFn, reduction_of
 from penstock.stage.skip import verify_skippables
 from penstock.stage.stage import Stage
 from penstock.stage.tape import Keep
@@ -53,7 +58,7 @@ class Pipe(nn.Module):
                          both, neighbours on one device are a stage
     balance, example     cut by time, memory or parameters, as measured on the example
     schedule             a name, a Schedule or a file; gpipe if left out
-    loss_fn, reduction   of `step`: loss_fn(output, target), mean by rows or sum
+    loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -109,38 +114,50 @@ class Pipe(nn.Module):
 
     # ---- the two doors --------------------------------------------------------------------
 
-    def forward(self, *inputs: Any) -> Any:
-        """What the model computes of a batch; `loss.backward()` runs the backwards."""
-        batches = self._cut(inputs)
-        program, *phases = self._two_phases(len(batches))
-        call = self._call(program, self._split.partition.stages, torch.is_grad_enabled())
-        passage = Passage(call, (phases[0], phases[1]), batches)
+    def forward(self, *inputs: Any, **side: Any) -> Any:
+        """What the model computes of a batch; `loss.backward()` runs the backwards.
+
+        Inputs by name go to every layer whose forward names them.
+        """
+        fed = feed(self._split, self.chunks, inputs, side)
+        program, *phases = self._two_phases(fed.chunks)
+        stages = behind_call(self._split.partition.stages)
+        call = self._call(program, stages, torch.is_grad_enabled())
+        passage = Passage(call, (phases[0], phases[1]), fed.given)
         tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
-        return gather(passage.outputs(tensors))
+        return gather(passage.outputs(tensors), fed.rows)
 
     def step(
-        self, *inputs: Any, target: Any = None, outputs: bool = False, loss_fn: LossFn | None = None
+        self,
+        *inputs: Any,
+        target: Any = None,
+        outputs: bool = False,
+        loss_fn: LossFn | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        **side: Any,
     ) -> StepResult:
         """Forward, loss and backward of a batch under the schedule; adds to `.grad`.
 
-        The loss is `loss_fn(output, target)` of each micro-batch, and their mean by rows (or
-        their sum). Under `torch.no_grad()` there is no backward. With `outputs`, the result
-        has them.
+        The loss is `loss_fn(output, target)` of each micro-batch, and their mean (or their sum).
+        It may come with a weight, as a tuple, or with a weight and metrics, as a dict. Under
+        `torch.no_grad()` there is no backward. With `outputs`, the result has them. A `scaler`
+        scales the gradients, and not the loss.
         """
         loss_fn = loss_fn or self.loss_fn
-        extra = () if target is None else (self._at_last_stage(target),)
-        mixed = self._cut(inputs, extra)
-        batches = [values[: len(inputs)] for values in mixed]
-        targets = [values[len(inputs) :] for values in mixed]
+        extra = () if target is None else (target,)
+        fed = feed(self._split, self.chunks, inputs, side, extra)
         if torch.is_grad_enabled():
-            program, phase = self._one_phase(len(batches))
+            program, phase = self._one_phase(fed.chunks)
         else:
-            program, phase, _ = self._two_phases(len(batches))
-        *stages, last = self._split.partition.stages
-        scored = Scored(last.compute, loss_fn, bool(extra), outputs)
-        call = self._call(program, [*stages, replace(last, compute=scored)])
-        weights = self._weights(shares((*inputs, *extra), self.chunks), loss_fn)
-        result = train(call, program, phase, batches, targets, weights)
+            program, phase, _ = self._two_phases(fed.chunks)
+        rule = reduction_of(loss_fn, self.reduction)
+        stages = ending_in_loss(
+            self._split.partition.stages, loss_fn, rule.counting, bool(extra), outputs
+        )
+        call = self._call(program, stages)
+        scale = loss_scale(scaler, self._split.place_of(len(stages) - 1).device)
+        ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
+        result = train(call, program, phase, fed, ledger)
         if torch.is_grad_enabled():
             self._made.last = result.measured
         return result
@@ -153,19 +170,6 @@ class Pipe(nn.Module):
         return simulate(program, cost)
 
     # ---- how they are run -----------------------------------------------------------------
-
-    def _cut(self, inputs: tuple[Any, ...], extra: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        check_inputs(inputs, self._split.place_of(0).device)
-        return scatter((*inputs, *extra), self.chunks)
-
-    def _at_last_stage(self, target: Any) -> Any:
-        device = self._split.place_of(len(self._split.placement) - 1).device
-        return moved(target, device)
-
-    def _weights(self, shares: list[float], loss_fn: LossFn | None) -> list[float]:
-        named = getattr(loss_fn, "keywords", {}).get("reduction", "mean")  # of a partial
-        reduction = self.reduction or getattr(loss_fn, "reduction", named)
-        return [1.0 if reduction == "sum" else share for share in shares]
 
     def _schedule(self, chunks: int, trains: bool, checkpoint: str) -> Schedule:
         """For so many micro-batches; recomputation is for training."""
@@ -242,6 +246,10 @@ class Pipe(nn.Module):
     def __getitem__(self, at: int | slice) -> Any:
         layers = list(self)[at]
         return nn.Sequential(*layers) if isinstance(layers, list) else layers
+
+    def side_names(self, first: bool) -> frozenset[str]:
+        """The inputs by name that its layers take."""
+        return frozenset().union(*names_in_chain(self, first))
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"

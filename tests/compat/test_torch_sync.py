@@ -156,6 +156,16 @@ def test_several_inputs_and_outputs() -> None:
     assert same == ["same"] * 3
 
 
+def test_tensors_are_cut_whatever_the_others_have_on_dim_0() -> None:
+    class Pairs(nn.Module):
+        def forward(self, x: Tensor, both: Tensor) -> Tensor:
+            return x + both.view(-1, 2, 1).sum(1)
+
+    x, both = torch.arange(4.0).view(4, 1), torch.arange(8.0).view(8, 1)
+    found = Pipe(nn.Sequential(Pairs()), chunks=2)(x, both).local_value()
+    assert torch.equal(found, Pairs()(x, both))
+
+
 def test_tuples_are_always_unpacked() -> None:
     pipe = Pipe(nn.Sequential(Twice(), Sum(), nn.Sequential(Twice(), Sum())), chunks=2)
     assert torch.equal(pipe(torch.ones(4, 1)).local_value(), torch.full((4, 1), 9.0))

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, pop, skippable, stash
+from penstock.schedules import FAMILIES
 from penstock.stage import places
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "naive", "interleaved", "looped-bfs"]
+SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit"]
 MODES = ["never", "except_last", "always"]
 BUSY = 20_000_000  # cycles: about 10 ms
 
@@ -143,6 +144,64 @@ def test_gradients_reach_the_input() -> None:
     assert float((x.grad - expected).abs().max()) < 1e-12
 
 
+class Pixels(nn.Module):
+    """Images of one row each, convolved there and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(torch.relu(self.down(x.view(len(x), 2, 4, 4))))
+        return out.flatten(1)
+
+
+class Attends(nn.Module):
+    """Each row as a sentence of four words, with a place for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.place = nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.view(len(x), 4, 8) + self.place(torch.arange(4, device=x.device))
+        out: Tensor = self.attention(words, words, words, need_weights=False)[0]
+        return out.flatten(1)
+
+
+def many_kinds(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [nn.Linear(32, 32), Pixels(), nn.LayerNorm(32), Attends(), nn.Linear(32, 32)]
+    more = [nn.GELU(), Pixels(), nn.Linear(32, 8)]
+    return nn.Sequential(*parts, *more).to("cuda:0", dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v", "dualpipe-v"])
+def test_all_kinds_of_weights_may_wait(schedule: str, mode: str) -> None:
+    x, y = batch()
+    loss, gradients = oracle(many_kinds(), x, y)
+    pipe = pipe_of(many_kinds(), schedule=schedule, checkpoint=mode)
+    result = pipe.step(x, target=y)
+    assert abs(float(result.loss - loss)) < 1e-12
+    assert worst(pipe, gradients) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split_backwards_under_autocast(dtype: torch.dtype) -> None:
+    x, y = (t.float() for t in batch())
+    found = []
+    for schedule in ("1f1b", "zb-h1"):
+        pipe = pipe_of(many_kinds(torch.float32), schedule=schedule, checkpoint="never")
+        with torch.autocast("cuda", dtype):
+            pipe.step(x, target=y)
+        found.append([p.grad for p in pipe.parameters() if p.grad is not None])
+    assert all(gradient.dtype is torch.float32 for gradient in found[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = places.copy
@@ -158,6 +217,7 @@ def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPat
     pipe = pipe_of(layers(), schedule=schedule)
     pipe.step(x, target=y)
     monkeypatch.setattr(places, "copy", slow)
+    monkeypatch.setattr(places, "within_reach", lambda sender, receiver: False)
     for _ in range(2):
         pipe.zero_grad()
         pipe.step(x, target=y)
@@ -322,6 +382,39 @@ def test_host_and_gpu_work_together() -> None:
     )
     assert result.loss.device.type == "cpu"
     assert len(result.timeline.spans) > 0
+
+
+class Gated(nn.Module):
+    """Takes a gate by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * gate
+        return y
+
+
+@pytest.mark.parametrize("door", ["call", "step"])
+def test_inputs_by_name_are_moved_to_the_stages_that_use_them(door: str) -> None:
+    """From the host to stages on the host and on the GPU, and their gradients back."""
+    torch.manual_seed(0)
+    model = penstock.PipeSequential(Gated(), Gated(), Gated()).double()
+    x, gate = torch.randn(6, 8).double(), torch.rand(6, 1, dtype=torch.float64, requires_grad=True)
+    expected = model(x, gate=gate).sum()
+    expected.backward()
+    assert gate.grad is not None
+    wanted, gate.grad = gate.grad, None
+    devices = ["cpu", "cuda:0", "cpu"]
+    pipe = Pipe(copy.deepcopy(model), 3, stages=3, devices=devices, reduction="sum")
+    if door == "call":
+        loss = pipe(x, gate=gate).sum()
+        loss.backward()
+    else:
+        loss = pipe.step(x, gate=gate, loss_fn=torch.sum).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gate.grad, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_the_timeline_is_measured_on_the_device() -> None:

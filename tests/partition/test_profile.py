@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError
+from penstock.batch import Chunk, NoChunk
+from penstock.errors import ArgumentError, Misfit
 from penstock.partition.profile import layer_bytes, layer_times
 from penstock.stage.skip import Namespace, SkipKey, Skips, pop, skippable, stash, use_skips
 from tests.support import Marked
@@ -444,3 +445,21 @@ def test_a_gpus_seconds_are_those_of_its_work_not_of_launching_it(
     example = torch.ones(3, requires_grad=True)
     before, sleeper, after = brief_times(layers, (example,), device="cuda")
     assert sleeper > 0.02 > max(before, after)
+
+
+def test_an_example_is_cut_as_a_batch_is() -> None:
+    """A mask was cut on dim 0, and NoChunk was not understood."""
+    seen = []
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> Tensor:
+            seen.append((tuple(x.shape), tuple(mask.shape), tuple(table.shape)))
+            return x
+
+    example = torch.ones(8, 4), NoChunk(torch.ones(4, 4)), Chunk(torch.ones(2, 8), dim=1)
+    layer_bytes([Masked()], example, chunks=4)
+    layer_times([Masked()], example, timeout=0.0)
+    assert seen[0] == ((2, 4), (4, 4), (2, 2))
+    assert set(seen[1:]) == {((8, 4), (4, 4), (2, 8))}
+    with pytest.raises(Misfit, match=r"input 1, of shape \(4, 4\), has 4 on dim 0"):
+        layer_bytes([Masked()], (torch.ones(8, 4), torch.ones(4, 4)), chunks=4)

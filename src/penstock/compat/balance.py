@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.balance import cut
+from penstock.compat.partitions import by_rows
 from penstock.partition.profile import layer_bytes, layer_times
 
 __all__ = ["balance_by_size", "balance_by_time"]
@@ -31,7 +32,7 @@ def balance_by_time(
     >>> sum(balance_by_time(2, layers, torch.ones(4, 8), timeout=0.0))
     4
     """
-    times = layer_times(list(module), (sample,), timeout=timeout, device=_place(device))
+    times = layer_times(list(module), by_rows((sample,)), timeout=timeout, device=_place(device))
     return list(cut(times, partitions))
 
 
@@ -54,7 +55,11 @@ def balance_by_size(
     [2, 2]
     """
     sizes = layer_bytes(
-        list(module), (input,), chunks=chunks, param_scale=param_scale, device=_place(device)
+        list(module),
+        by_rows((input,)),
+        chunks=chunks,
+        param_scale=param_scale,
+        device=_place(device),
     )
     return list(cut(sizes, partitions))
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from penstock.batch import Chunk
 from penstock.compat.batchnorm import DeferredBatchNorm
 from penstock.pipe import Pipe
 from penstock.schedules.gpipe import clocked
@@ -64,6 +66,8 @@ class Partitioned(nn.Module):
 
     def _run(self, *inputs: Any) -> Any:
         self._pipe.training = self.training
+        if len(inputs) > 1 or not isinstance(inputs[0], Tensor):
+            inputs = by_rows(inputs)
         return self._pipe(*inputs)
 
     def __len__(self) -> int:
@@ -93,3 +97,13 @@ class Partitioned(nn.Module):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Denied."""
         return self.to(device=device)
+
+
+def by_rows(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each tensor cut on dim 0, whatever the others have there: the old pipes knew no other way."""
+
+    def chunk(tensor: Tensor) -> Chunk | Tensor:
+        return Chunk(tensor, dim=0) if tensor.dim() else tensor
+
+    found: tuple[Any, ...] = pytree.tree_map_only(Tensor, chunk, values)
+    return found

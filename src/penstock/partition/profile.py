@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from penstock.batch import scatter
 from penstock.errors import ArgumentError
+from penstock.stage.added import added_losses
 from penstock.stage.skip import SkipKey, Skips, use_skips
 
 Device = torch.device | str | None  # None: where the layers and the example are
@@ -46,10 +48,11 @@ def layer_times(
     2
     """
     passes: list[list[float]] = []
+    whole = scatter(example, 1)[0][0]
     end = perf_counter() + timeout
-    with _leaving_no_trace(layers, example, device) as synchronize:
+    with _leaving_no_trace(layers, whole, device) as synchronize:
         while len(passes) < 2 or perf_counter() < end:
-            turns = _turns(layers, example, unpack, device)
+            turns = _turns(layers, whole, unpack, device)
             passes.append([_seconds(turn, synchronize) for turn in turns])
     return [median(seconds) for seconds in zip(*passes[1:], strict=True)]
 
@@ -65,16 +68,16 @@ def layer_bytes(
 ) -> list[float]:
     """Bytes of each layer: what one micro-batch keeps for its backward, and its parameters.
 
-    The micro-batch is the first of `chunks` that the example is cut into. What two layers keep
-    (one its output, the next the same as its input) is counted once, for the first. Parameters
-    count `param_scale` times: 2 for their gradients, more for an optimizer's state.
+    The micro-batch is the first of `chunks` that the example is cut into, as a batch is. What two
+    layers keep (one its output, the next the same as its input) is counted once, for the first.
+    Parameters count `param_scale` times: 2 for their gradients, more for an optimizer's state.
 
     >>> layer_bytes([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], (torch.ones(8, 4),))
     [288.0, 128.0, 160.0]
     """
     if chunks < 1:
         raise ArgumentError(f"chunks={chunks}: a batch is cut into at least one micro-batch")
-    first = pytree.tree_map_only(Tensor, lambda t: t.chunk(chunks)[0] if t.dim() else t, example)
+    first = scatter(example, chunks)[0][0]
     counted: WeakSet[torch.UntypedStorage] = WeakSet()
     with _leaving_no_trace(layers, first, device):
         return [
@@ -139,7 +142,7 @@ class _Turn(Skips):
     def forward(self) -> None:
         """Run the layer."""
         try:
-            with use_skips(self):
+            with use_skips(self), added_losses():
                 self.output = self._left(self.layer(*self.inputs))
         except Exception as error:
             error.add_note(f"This was layer {self.name}, run on an example to measure it.")

@@ -11,29 +11,41 @@ from torch import nn
 
 from penstock.errors import ArgumentError, KindError
 from penstock.ir import StageGraph
+from penstock.partition.side import Side, check_named, names_in_chain, picked, side_names
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE, Stage
 
 
 class PipeSequential(nn.Sequential):
-    """A Sequential that passes a tuple on as several arguments.
+    """A Sequential that passes a tuple on as several arguments, and side inputs by their names.
 
-    >>> class Both(nn.Module):
-    ...     def forward(self, a, b):
-    ...         return a + b
     >>> class Twice(nn.Module):
     ...     def forward(self, x):
     ...         return x, x
-    >>> PipeSequential(Twice(), Both())(torch.ones(2))
-    tensor([2., 2.])
+    >>> class Both(nn.Module):
+    ...     def forward(self, a, b, factor=1):
+    ...         return (a + b) * factor
+    >>> PipeSequential(Twice(), Both())(torch.ones(2), factor=5)
+    tensor([10., 10.])
     """
 
-    def forward(self, *inputs: Any) -> Any:
-        """Layer after layer."""
+    def forward(self, *inputs: Any, **side: Any) -> Any:
+        """Layer after layer. A side input goes to every layer whose forward names it."""
         value: Any = inputs
-        for layer in self:
-            value = layer(*value) if isinstance(value, tuple) else layer(value)
+        if not side:
+            for layer in self:
+                value = layer(*value) if isinstance(value, tuple) else layer(value)
+            return value
+        takes = names_in_chain(self, first=True)
+        check_named(side, list(self._modules), takes)
+        for layer, names in zip(self, takes, strict=True):
+            values = value if isinstance(value, tuple) else (value,)
+            value = layer(*values, **picked(side, names))
         return value
+
+    def side_names(self, first: bool) -> frozenset[str]:
+        """The side inputs that its layers take."""
+        return frozenset().union(*names_in_chain(self, first))
 
 
 class WithDevice(nn.Module):
@@ -48,6 +60,10 @@ class WithDevice(nn.Module):
         """The layer's."""
         return self.module(*args, **kwargs)
 
+    def side_names(self, first: bool) -> frozenset[str]:
+        """The side inputs that the layer takes."""
+        return side_names(self.module, first)
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -56,6 +72,7 @@ class Partition:
     stages: tuple[Stage, ...]
     graph: StageGraph
     routes: tuple[tuple[SkipKey, int, int], ...]  # skips that cross stages
+    takes: tuple[tuple[frozenset[str], ...], ...]  # the side inputs of each stage's layers
 
 
 def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
@@ -137,16 +154,25 @@ def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
     routes = tuple(_routes([children[part] for part in slices]))
     graph = StageGraph.chain(len(counts), [(src, dst) for _, src, dst in routes])
     unpack = isinstance(module, PipeSequential)
+    named = names_in_chain(children, first=True)
+    takes = tuple(tuple(named[part]) for part in slices)
     stages = tuple(
         Stage(
             index,
             names[part],
             children[part],
-            _Chain(index, children[part], unpack, routes, last=index == len(counts) - 1),
+            _Chain(
+                index,
+                children[part],
+                unpack,
+                routes,
+                last=index == len(counts) - 1,
+                takes=takes[index],
+            ),
         )
         for index, part in enumerate(slices)
     )
-    return Partition(stages, graph, routes)
+    return Partition(stages, graph, routes, takes)
 
 
 def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:
@@ -163,7 +189,8 @@ def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, in
 class _Chain:
     """What one stage computes: its layers, one after the other.
 
-    From the stage before come the value and the skips that begin there; from others, skips.
+    From the stage before come the value and the skips that begin there; from others, skips; from
+    outside, side inputs.
     """
 
     def __init__(
@@ -173,8 +200,10 @@ class _Chain:
         unpack: bool,
         routes: Sequence[tuple[SkipKey, int, int]],
         last: bool,
+        takes: Sequence[frozenset[str]],
     ) -> None:
         self._layers, self._unpack = tuple(layers), unpack
+        self._takes = tuple(takes)
         self._before = index - 1 if index else OUTSIDE
         self._after = OUTSIDE if last else index + 1
         self._arriving = _by_neighbour((src, key) for key, src, dst in routes if dst == index)
@@ -183,32 +212,38 @@ class _Chain:
 
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """From what came, by source, to what goes on, by destination."""
+        main = arrived[self._before]
+        side: dict[str, Any] = {}
+        given = arrived.get(OUTSIDE)
+        if given and isinstance(given[-1], Side):
+            side = given[-1].values
+            main = given[:-1] if self._before == OUTSIDE else main
         if not self._skips:
-            return {self._after: (self._values(arrived[self._before]),)}
+            return {self._after: (self._values(main, side),)}
         skips = Skips()
         for src, keys in self._arriving.items():
             values = arrived[src][1:] if src == self._before else arrived[src]
             for key, value in zip(keys, values, strict=True):
                 skips.stash(key, value, shared=True)
-        main = arrived[self._before]
         with use_skips(skips):
-            value = self._values(main if self._before == OUTSIDE else main[:1])
+            value = self._values(main if self._before == OUTSIDE else main[:1], side)
         departing = {self._after: (value,)}
         for dst, keys in self._departing.items():
             stashed = tuple(skips.pop(key) for key in keys)
             departing[dst] = (*departing.get(dst, ()), *stashed)
         return departing
 
-    def _values(self, given: tuple[Any, ...]) -> Any:
+    def _values(self, given: tuple[Any, ...], side: dict[str, Any]) -> Any:
         """The first layer of all takes the batch as its arguments; later ones, one value."""
-        first, *rest = self._layers
-        value = first(*given) if self._before == OUTSIDE else self._call(first, given[0])
-        for layer in rest:
-            value = self._call(layer, value)
+        begins = self._before == OUTSIDE
+        value: Any = given if begins else given[0]
+        for at, layer in enumerate(self._layers):
+            if (begins and not at) or (self._unpack and isinstance(value, tuple)):
+                values = value
+            else:
+                values = (value,)
+            value = layer(*values, **picked(side, self._takes[at])) if side else layer(*values)
         return value
-
-    def _call(self, layer: nn.Module, value: Any) -> Any:
-        return layer(*value) if self._unpack and isinstance(value, tuple) else layer(value)
 
 
 def _by_neighbour(pairs: Any) -> dict[int, tuple[SkipKey, ...]]:

@@ -15,23 +15,39 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.run.call import Call
+from penstock.run.feed import Given
 from penstock.run.phase import Phase
 from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart, versions
 
+Cell = tuple[int, int]  # stage, micro-batch
 
-def from_outside(batches: Sequence[tuple[Any, ...]]) -> list[Parcel]:
-    """The parcels that carry micro-batches in. Each counts changes in place by itself."""
-    apart = [taken_apart(batch) for batch in batches]
-    seen = Counter(id(tensor) for tensors, _ in apart for tensor in tensors)
-    return [
-        Parcel(
+
+def tensors_of(given: Given) -> dict[Cell, list[Tensor]]:
+    """The tensors that come from outside into each cell."""
+    return {
+        (stage, microbatch): taken_apart(values)[0]
+        for stage, batches in given.items()
+        for microbatch, values in enumerate(batches)
+    }
+
+
+def from_outside(given: Given) -> dict[Cell, Parcel]:
+    """The parcels that carry it in. Each counts changes in place by itself."""
+    apart = {
+        (stage, microbatch): taken_apart(values)
+        for stage, batches in given.items()
+        for microbatch, values in enumerate(batches)
+    }
+    seen = Counter(id(tensor) for tensors, _ in apart.values() for tensor in tensors)
+    return {
+        cell: Parcel(
             tuple(tensor.data for tensor in tensors),
             layout,
             tuple(tensor.requires_grad for tensor in tensors),
             frozenset(at for at, t in enumerate(tensors) if t.requires_grad or seen[id(t)] > 1),
         )
-        for tensors, layout in apart
-    ]
+        for cell, (tensors, layout) in apart.items()
+    }
 
 
 def pass_changes_on(given: Iterable[Tensor], carried: Iterable[Tensor | None]) -> None:
@@ -44,15 +60,14 @@ def pass_changes_on(given: Iterable[Tensor], carried: Iterable[Tensor | None]) -
 class Passage:
     """One forward through the pipe, and the backwards that may follow it."""
 
-    def __init__(
-        self, call: Call, phases: tuple[Phase, Phase], batches: Sequence[tuple[Any, ...]]
-    ) -> None:
+    def __init__(self, call: Call, phases: tuple[Phase, Phase], given: Given) -> None:
         self.call = call
         self._forward, self._backward = phases
-        self._chunks, self._last = len(batches), len(call.tapes) - 1
-        self.inputs = [tensor for batch in batches for tensor in taken_apart(batch)[0]]
-        for microbatch, parcel in enumerate(from_outside(batches)):
-            call.desk.inputs[0, microbatch] = parcel
+        self._chunks, self._last = len(given[0]), len(call.tapes) - 1
+        found = tensors_of(given)
+        self._cells = list(found)
+        self.inputs = [tensor for tensors in found.values() for tensor in tensors]
+        call.desk.inputs = from_outside(given)
         self._layouts: list[Layout | None] = []
         self._sizes: list[int] = []
         self._versions: list[int] = []
@@ -110,9 +125,7 @@ class Passage:
             self.call.clear()
             raise
         of_inputs = [
-            gradient
-            for microbatch in range(self._chunks)
-            for gradient in desk.input_gradients.pop((0, microbatch)).tensors
+            gradient for cell in self._cells for gradient in desk.input_gradients.pop(cell).tensors
         ]
         of_parameters = [g for tape in self.call.tapes for g in tape.collected or ()]
         desk.gradients.clear()

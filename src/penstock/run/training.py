@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from penstock.batch import gather
+from penstock.batch import Rows, gather
 from penstock.ir import Program
 from penstock.run.call import Call, Measured
-from penstock.run.passage import from_outside, pass_changes_on
+from penstock.run.feed import Fed
+from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_of
 from penstock.run.phase import Phase
-from penstock.stage.parcel import Parcel, put_together, taken_apart
+from penstock.run.weighing import Ledger
 from penstock.timeline import Timeline
 
 
@@ -24,6 +26,7 @@ class StepResult:
 
     loss: Tensor
     outputs: Any
+    metrics: dict[str, Any]
     measured: Measured
 
     @property
@@ -39,52 +42,79 @@ def train(
     call: Call,
     program: Program,
     phase: Phase,
-    batches: Sequence[tuple[Any, ...]],
-    targets: Sequence[tuple[Any, ...]],
-    weights: Sequence[float],
+    fed: Fed,
+    ledger: Ledger,
 ) -> StepResult:
-    """Run the phase over micro-batches; the loss is the weighted sum of theirs."""
-    last = len(call.tapes) - 1
-    given = {0: batches, last: targets}
-    if last == 0:
-        given = {0: [batch + target for batch, target in zip(batches, targets, strict=True)]}
-    for stage, values in given.items():
-        for microbatch, parcel in enumerate(from_outside(values)):
-            if values[microbatch]:
-                call.desk.inputs[stage, microbatch] = parcel
-    call.desk.answer = lambda i, made: _gradients(made, weights[i])
-    call.run(phase)
-    for (stage, microbatch), parcel in call.desk.inputs.items():
-        pass_changes_on(taken_apart(given[stage][microbatch])[0], parcel.tensors)
-    _pass_on(given, call)
-    outputs = [call.desk.outputs[last, i] for i in range(len(batches))]
-    values = [put_together(p.tensors, p.layout) for p in outputs]  # type: ignore[arg-type]
-    losses = [value[0] * weight for value, weight in zip(values, weights, strict=True)]
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    asked = [value[1] for value in values if len(value) > 1]
-    joined = gather(asked) if asked else None
-    return StepResult(total.detach(), joined, call.measured(program))
+    """Run the phase over micro-batches; the ledger says what their losses come to."""
+    given = tensors_of(fed.given)
+    call.desk.inputs = from_outside(fed.given)
+    call.desk.answer, call.desk.prepare = ledger.answer, ledger.prepare
+    try:
+        call.run(phase)
+    except BaseException:
+        ledger.give_up()
+        raise
+    factor = ledger.finish()
+    for cell, parcel in call.desk.inputs.items():
+        pass_changes_on(given[cell], parcel.tensors)
+    _pass_on(given, call, factor)
+    scores = ledger.scores
+    asked = [score.beside.output[0] for score in scores if score.beside.output]
+    return StepResult(
+        ledger.combined([score.loss for score in scores]).detach(),
+        gather(asked, fed.rows) if asked else None,
+        _metrics(ledger, fed.rows),
+        call.measured(program),
+    )
 
 
-def _gradients(made: Parcel, weight: float) -> Parcel:
-    """The loss is wanted with its weight; the outputs, given out besides, have no gradient."""
-    loss, *others = made.tensors
-    assert loss is not None
-    return Parcel((torch.full_like(loss, weight), *(None for _ in others)))
+def _metrics(ledger: Ledger, rows: Rows) -> dict[str, Any]:
+    """Those of the micro-batches put together, name by name."""
+    device = ledger.scores[0].loss.device
+    columns = [score.beside.metrics for score in ledger.scores]
+    return {name: _joined([c[name] for c in columns], ledger, rows, device) for name in columns[0]}
 
 
-def _pass_on(given: Mapping[int, Sequence[tuple[Any, ...]]], call: Call) -> None:
+def _joined(column: Sequence[Any], ledger: Ledger, rows: Rows, device: torch.device) -> Any:
+    """Numbers as the losses, all else as outputs are."""
+    flat = [pytree.tree_flatten(value) for value in column]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(column)
+
+    def join(leaves: tuple[Any, ...]) -> Any:
+        if all(map(_is_number, leaves)):
+            return ledger.combined([_number(leaf, device) for leaf in leaves])
+        return gather(leaves, rows)
+
+    leaves = [join(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    kind = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.full((), value, dtype=kind, device=device)
+
+
+def _pass_on(given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None) -> None:
     """If what was given was computed by something that learns: let it learn, once."""
     found = [
-        (tensor, gradient)
-        for (stage, microbatch), parcel in sorted(call.desk.input_gradients.items())
-        for tensor, gradient in zip(
-            taken_apart(given[stage][microbatch])[0], parcel.tensors, strict=True
-        )
+        (tensor, gradient if factor is None else _times(gradient, factor))
+        for cell, parcel in sorted(call.desk.input_gradients.items())
+        for tensor, gradient in zip(given[cell], parcel.tensors, strict=True)
         if gradient is not None
     ]
     if found:
         tensors, gradients = zip(*found, strict=True)
         torch.autograd.backward(tensors, gradients)
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    return (gradient * factor.to(gradient.device)).to(gradient.dtype)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from penstock.ir import Action, Compute, Message, Op, Program, Recv, Send, consumes, produces
 from penstock.run.transport import Transport
+from penstock.stage.graph import Gradients
 from penstock.stage.parcel import Parcel
 from penstock.stage.places import Moment, Place
 from penstock.stage.stage import OUTSIDE
@@ -46,11 +47,13 @@ class Desk:
     """What comes from outside into cells, and what they give out: forward and backward.
 
     Each cell (stage, micro-batch) takes at most one parcel and gives at most one, each way.
-    `answer` makes the gradients for an output as soon as it is there, if they are known.
+    `answer` makes the gradients for an output as soon as it is there, if they are known;
+    `prepare` is told of each cell before its backward.
     """
 
     def __init__(self) -> None:
         self.answer: Callable[[int, Parcel], Parcel] | None = None
+        self.prepare: Callable[[Tape, int], None] | None = None
         self.inputs: dict[tuple[int, int], Parcel] = {}
         self.outputs: dict[tuple[int, int], Parcel] = {}
         self.gradients: dict[tuple[int, int], Parcel] = {}
@@ -129,12 +132,21 @@ class Worker:
 
     def _backward(self, tape: Tape, microbatch: int, taken: dict[int, Parcel]) -> dict[int, Parcel]:
         cell = tape.stage.index, microbatch
-        gradients = {source: parcel.tensors for source, parcel in taken.items()}
-        given = self._desk.gradients.get(cell)
-        if given is not None:
-            gradients[OUTSIDE] = given.tensors
+        gradients = self._gradients(tape, microbatch, taken)
         found = tape.backward(microbatch, gradients, self.retain)
         made = {source: Parcel(tensors) for source, tensors in found.items()}
         if OUTSIDE in made:
             self._desk.input_gradients[cell] = made[OUTSIDE]
         return made
+
+    def _gradients(
+        self, tape: Tape, microbatch: int, taken: Mapping[int, Parcel]
+    ) -> dict[int, Gradients]:
+        """Those of a cell's outputs, with which its backward begins."""
+        if self._desk.prepare is not None:
+            self._desk.prepare(tape, microbatch)
+        gradients = {source: parcel.tensors for source, parcel in taken.items()}
+        given = self._desk.gradients.get((tape.stage.index, microbatch))
+        if given is not None:
+            gradients[OUTSIDE] = given.tensors
+        return gradients

@@ -48,7 +48,7 @@ class _Entry(torch.autograd.Function):
         return None, None, *(None for _ in gradients)
 
 
-_ROOT = torch.empty(0, requires_grad=True)
+ROOT = torch.empty(0, requires_grad=True)  # what makes an output part of a graph
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Beginning:
     def entry(tensors: Sequence[Tensor]) -> Beginning:
         """For any layers."""
         inbox: list[Tensor | None] = [None] * len(tensors)
-        inside = _Entry.apply(inbox, _ROOT, *tensors)  # type: ignore[no-untyped-call]
+        inside = _Entry.apply(inbox, ROOT, *tensors)  # type: ignore[no-untyped-call]
         return Beginning(inside, tuple(GradientEdge(t.grad_fn, t.output_nr) for t in inside), inbox)
 
     def caught(self) -> Sequence[Tensor | None]:
@@ -119,23 +119,32 @@ class Graph:
                     given.append(gradient)
         return tuple(roots), tuple(given)
 
-    def check_closed(self, parameters: Collection[Tensor]) -> None:
-        """Every leaf is an input or a parameter: no other would get its gradient."""
-        known = {id(leaf) for leaf in (*self.beginning.inputs, *parameters, _ROOT)}
+    def leaves(self) -> list[Tensor]:
+        """What it learns by, besides its inputs: parameters, registered or not."""
+        inner = {id(leaf) for leaf in (*self.beginning.inputs, ROOT)}
         todo = [root.node for roots in self.roots.values() for root in roots if root is not None]
         seen = set(todo)
+        found = []
         while todo:
             node = todo.pop()
             leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in known:
+            if leaf is not None and id(leaf) not in inner:
+                found.append(leaf)
+            new = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= new
+            todo += new
+        return found
+
+    def check_closed(self, parameters: Collection[Tensor]) -> None:
+        """Every leaf is an input or a parameter: no other would get its gradient."""
+        known = {id(leaf) for leaf in parameters}
+        for leaf in self.leaves():
+            if id(leaf) not in known:
                 raise RunError(
                     f"a layer learns by a tensor of shape {tuple(leaf.shape)} that is no parameter "
                     "of the pipe's, so that it would get no gradient through pipe(x): register it "
                     "in its layer as an nn.Parameter, or as a part of a module that is registered"
                 )
-            new = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= new
-            todo += new
 
     def by_source(self, caught: Sequence[Tensor | None]) -> dict[int, Gradients]:
         """The gradients of the inputs, for those who sent them."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.stage.graph import Input, accumulate, edge
+from penstock.stage.graph import ROOT, Input, accumulate, edge
 
 Formula = Callable[[Tensor, Tensor], Tensor]  # of the output's gradient and the input
 
@@ -38,6 +38,11 @@ class Shelf:
         """What is used from now on is not put off."""
         self.later = None
         self.casts.clear()
+
+    def put(self, pair: Pair) -> None:
+        """Leave it for W."""
+        assert self.later is not None
+        self.later.append(pair)
 
     @property
     def is_open(self) -> bool:
@@ -68,7 +73,7 @@ class Pair:
     ) -> None:
         self.leaf, self.root = leaf, root  # the parameter, and what was made of it
         self._formula, self._shelf = formula, shelf
-        self._part = given._is_view()
+        self._part = _is_small_part(given)
         self._input, self._of_input = given.detach(), given._version
         self._gradient: Tensor | None = None
         self._of_gradient = 0
@@ -81,34 +86,36 @@ class Pair:
         if gradient is None:
             return
         if self._part:
-            _check(self._input, self._of_input)
-            self._input = _alone(self._input)
-            self._of_input = self._input._version
-        self._gradient = gradient = _alone(gradient) if gradient._is_view() else gradient
-        self._of_gradient = gradient._version
+            if self._input._version != self._of_input:
+                raise _changed(self._input)
+            self._input, self._of_input, self._part = self._input.clone(), 0, False
+        if _is_small_part(gradient):
+            gradient = gradient.clone()
+        self._gradient, self._of_gradient = gradient, gradient._version
 
     def of_root(self) -> Tensor | None:
         """The gradient; None if none has come."""
-        gradient = self._gradient
+        gradient, given = self._gradient, self._input
         if gradient is None:
             return None
-        _check(self._input, self._of_input)
-        _check(gradient, self._of_gradient)
-        return self._formula(gradient, self._input)
+        if given._version != self._of_input:
+            raise _changed(given)
+        if gradient._version != self._of_gradient:
+            raise _changed(gradient)
+        return self._formula(gradient, given)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Not as a small part of something large, which would stay alive with it."""
-    large = tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
-    return tensor.clone() if large else tensor
+def _is_small_part(tensor: Tensor) -> bool:
+    """Of something large, which would stay alive with it?"""
+    base = tensor._base
+    return base is not None and base.numel() > 2 * tensor.numel()
 
 
-def _check(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:
-        raise RunError(
-            f"a tensor of shape {tuple(tensor.shape)} that the gradient of a weight needs has been "
-            "changed in place by a later operation: clone it before you change it"
-        )
+def _changed(tensor: Tensor) -> RunError:
+    return RunError(
+        f"a tensor of shape {tuple(tensor.shape)} that the gradient of a weight needs has been "
+        "changed in place by a later operation: clone it before you change it"
+    )
 
 
 class Gate(torch.autograd.Function):
@@ -129,14 +136,13 @@ class Gate(torch.autograd.Function):
 
 
 _NOTHING = torch.empty(0)
-_ROOT = torch.empty(0, requires_grad=True)
 _AT_ONCE = 1 << 20  # this many numbers may wait to be added
 
 
 def stopped(leaf: Tensor, output: Tensor, shelf: Shelf) -> tuple[Tensor, Pair]:
     """An operation's output, behind a gate, and what waits for its gradient."""
     pair = Pair(leaf, edge(output), _NOTHING, _as_it_is, shelf)
-    gated: Tensor = Gate.apply(_ROOT, output.detach(), pair)  # type: ignore[no-untyped-call]
+    gated: Tensor = Gate.apply(ROOT, output.detach(), pair)  # type: ignore[no-untyped-call]
     return gated, pair
 
 

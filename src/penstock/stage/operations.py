@@ -106,7 +106,6 @@ def _put_off(
 ) -> Tensor:
     """Run an operation of an input and a weight, and leave the weight's gradient for later."""
     shelf, original = weight.shelf, weight.original
-    assert shelf.later is not None
     if torch._C._is_any_autocast_enabled():
         given, original = _cast(given, original, shelf)
     if not given.requires_grad and not (bias is not None and bias.requires_grad):
@@ -120,7 +119,7 @@ def _put_off(
         node = output.grad_fn if base is None else base.grad_fn
         assert node is not None
         node.register_hook(pair.catch)
-    shelf.later.append(pair)
+    shelf.put(pair)
     return output
 
 

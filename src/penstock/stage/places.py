@@ -147,10 +147,21 @@ def used_on(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None
             tensor.record_stream(stream)
 
 
+def within_reach(sender: Place, receiver: Place) -> bool:
+    """Is what the one has computed in the other's memory already?"""
+    return sender.device == receiver.device
+
+
 def carry(parcel: Parcel, sender: Place, receiver: Place) -> Delivery:
-    """Send a parcel that was computed at one place to another."""
+    """Send a parcel that was computed at one place to another.
+
+    Within one GPU nothing is copied: a copy would wait until a kernel ends, since kernels that
+    multiply large matrices give none of their multiprocessors back before.
+    """
     if isinstance(sender, Gpu):
         computed = sender.compute.record_event()
+        if within_reach(sender, receiver):
+            return Delivery(parcel, computed)
         sender.copy.wait_event(computed)
         used_on(sender.copy, parcel.tensors)
         with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy):

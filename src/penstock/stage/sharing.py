@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.stage.parcel import Parcel
 
 
+def _home(tensor: Tensor) -> int:
+    """Where it is; of a sparse tensor, where its values are."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    return tensor.untyped_storage().data_ptr()
+
+
 def memory(tensors: Iterable[Tensor | None]) -> set[int]:
     """Where they are."""
-    return {t.untyped_storage().data_ptr() for t in tensors if t is not None and t.numel()}
+    return {_home(t) for t in tensors if t is not None and t.numel()}
 
 
 def mark_shared(parcels: Collection[Parcel]) -> None:
@@ -25,7 +35,7 @@ def mark_shared(parcels: Collection[Parcel]) -> None:
     for parcel in parcels:
         for at, tensor in enumerate(parcel.tensors):
             if tensor is not None and tensor.numel():
-                homes.setdefault(tensor.untyped_storage().data_ptr(), []).append((parcel, at))
+                homes.setdefault(_home(tensor), []).append((parcel, at))
     for places in homes.values():
         if len(places) > 1:
             for parcel, at in places:
@@ -44,7 +54,7 @@ def protect(
         tensor = tensors[at]
         if tensor is None or not tensor.numel():
             continue
-        home = tensor.untyped_storage().data_ptr()
+        home = _home(tensor)
         if home in own:
             tensors[at] = tensor.clone()
         if home in own or home in others:
@@ -62,7 +72,7 @@ def check_unchanged(read_only: Sequence[Parcel], before: Sequence[int]) -> None:
             if tensor._version != next(each) and at in parcel.shared:
                 raise RunError(
                     f"a layer changed a tensor of shape {tuple(tensor.shape)} in place that "
-                    "others read too (it was stashed as a skip, given to every micro-batch, or "
-                    "belongs to the caller and needs a gradient): clone it first, or set "
-                    "inplace=False"
+                    "others read too (it was stashed as a skip, given to several stages or "
+                    "micro-batches, or belongs to the caller and needs a gradient): clone it "
+                    "first, or set inplace=False"
                 )

@@ -100,6 +100,8 @@ class Tape:
     def forward(self, microbatch: int, arrived: dict[int, Parcel]) -> dict[int, Parcel]:
         """Compute the cell from what its sources sent; gives what its destinations get."""
         keep = self._keep(microbatch)
+        if keep is Keep.INPUTS and not self._learns(arrived):
+            keep = Keep.GRAPH  # of nothing, and so its outputs need no gradient
         read_only = [parcel for parcel in arrived.values() if parcel.shared]
         before = _versions(read_only) if read_only else []
         if keep is Keep.GRAPH:
@@ -117,6 +119,10 @@ class Tape:
         self._protect(parcels, outputs, read_only)
         self._note_parameters()
         return parcels
+
+    def _learns(self, arrived: Mapping[int, Parcel]) -> bool:
+        """Is there anything that wants a gradient of a cell that got this?"""
+        return bool(self.parameters) or any(any(parcel.needs) for parcel in arrived.values())
 
     def _protect(
         self, parcels: Mapping[int, Parcel], outputs: Apart, read_only: Sequence[Parcel]
@@ -136,9 +142,11 @@ class Tape:
         )
 
     def recompute(self, microbatch: int) -> None:
-        """Build the graph that the forward did not."""
+        """Build the graph that the forward did not, if it did not."""
+        kept = self._kept.get(microbatch)
+        if kept is None:
+            return
         self.recomputes = True
-        kept = self._kept[microbatch]
         same_inputs = _versions(kept.arrived.values()) == kept.versions
         same_buffers = not changed(kept.others)
         if not (
@@ -258,6 +266,10 @@ class Tape:
     def backward_weights(self, microbatch: int) -> None:
         """The gradients that the backward of the inputs has left."""
         weight_gradients(self._later.pop(microbatch))
+
+    def leaves(self, microbatch: int) -> list[Tensor]:
+        """What the next backward of the cell may add to: parameters, registered or not."""
+        return [*self.parameters, *self._graphs[microbatch].leaves()]
 
     def collect(self) -> None:
         """Let the next backwards sum gradients of parameters here, not in `.grad`."""

@@ -1,0 +1,205 @@
+"""What the micro-batches of a training step count for, and what their losses come to.
+
+The step's loss is the sum of theirs; or their mean, by rows, or by weights. Weights that the
+loss returns are all known only after the last forward, and by then backwards have begun. The
+gradients of such a step are in a unit of their own, apart from earlier ones, until its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import KindError, RunError
+from penstock.stage.loss import NOTHING, Beside
+from penstock.stage.parcel import Parcel, put_together
+from penstock.stage.reduction import Reduction
+from penstock.stage.tape import Tape
+
+
+def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
+    """The factor of a `torch.amp.GradScaler`; None without one.
+
+    >>> loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0), torch.device("cpu"))
+    tensor(8.)
+    """
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise KindError(f"scaler is a torch.amp.GradScaler, not {type(scaler).__name__}")
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
+
+
+class Score(NamedTuple):
+    """What one micro-batch came to."""
+
+    loss: Tensor
+    beside: Beside = NOTHING
+
+
+class Ledger:
+    """The scores of one step, and what is made of them.
+
+    `shares` are the micro-batches' parts of the rows. Gradients are multiplied by `scale`.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        shares: Sequence[float],
+        targets: Sequence[tuple[Any, ...]],
+        scale: Tensor | None = None,
+    ) -> None:
+        self._sums, self._scale = reduction.sums, scale
+        self._shares: Sequence[float] = [1] * len(shares) if reduction.sums else shares
+        self._scores: dict[int, Score] = {}
+        self._first: Beside | None = None
+        self._unit: Tensor | None = None  # what the gradients' weights are divided by
+        self._aside: Aside | None = None
+        given = [target for values in targets for target in values if isinstance(target, Tensor)]
+        if reduction.counting is not None and len(given) == len(shares):
+            self._unit = torch.stack([reduction.counting(target) for target in given]).sum()
+
+    @property
+    def scores(self) -> list[Score]:
+        """In the order of the micro-batches."""
+        return [self._scores[i] for i in range(len(self._shares))]
+
+    # ---- while the step runs --------------------------------------------------------------
+
+    def answer(self, microbatch: int, made: Parcel) -> Parcel:
+        """The gradients with which a micro-batch's backward begins: only its loss has one."""
+        score = Score(*put_together(made.tensors, made.layout))  # type: ignore[arg-type]
+        self._check_alike(score.beside)
+        self._scores[microbatch] = score
+        return Parcel((self._seed(microbatch, score), *(None for _ in made.tensors[1:])))
+
+    def prepare(self, tape: Tape, microbatch: int) -> None:
+        """Before a cell's backward: set earlier gradients aside, if these are of another unit."""
+        if self._aside is not None:
+            self._aside.take(tape, microbatch)
+
+    def _seed(self, microbatch: int, score: Score) -> Tensor:
+        loss, weight = score.loss, score.beside.weight
+        if weight is None:
+            seed = torch.full_like(loss, self._shares[microbatch])
+        else:
+            if self._unit is None:
+                self._unit = weight.masked_fill(weight == 0, 1) * len(self._shares)
+                self._aside = Aside()
+            seed = weight / self._unit
+        return (seed if self._scale is None else seed * self._scale).to(loss.dtype)
+
+    def _check_alike(self, new: Beside) -> None:
+        first = self._first = self._first or new
+        if new.weight is not None and self._sums:
+            raise RunError(
+                "loss_fn gave a weight, and reduction='sum' has no use for it: leave the weight "
+                "out, or take reduction='mean'"
+            )
+        if (first.weight is None) != (new.weight is None):
+            raise RunError(
+                "loss_fn gave a weight for one micro-batch and none for another: give one for all "
+                "of them, or for none"
+            )
+        if first.metrics.keys() != new.metrics.keys():
+            raise RunError(
+                f"loss_fn gave the metrics {_named(first)} for one micro-batch and {_named(new)} "
+                "for another: give the same for all of them"
+            )
+
+    # ---- after it -------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        """None at all, if the loss has none."""
+        found = [score.beside.weight for score in self.scores]
+        return [weight for weight in found if weight is not None]
+
+    def combined(self, numbers: Sequence[Tensor]) -> Tensor:
+        """One number of those of the micro-batches, as for their losses."""
+        weights = self._weights
+        if not weights:
+            return _total([n * share for n, share in zip(numbers, self._shares, strict=True)])
+        pairs = zip(numbers, weights, strict=True)
+        terms = [(n.to(w.device) * w).masked_fill(w == 0, 0) for n, w in pairs]
+        mean = _total(terms) / _total(weights)
+        return mean.to(numbers[0].dtype) if numbers[0].is_floating_point() else mean
+
+    def finish(self) -> Tensor | None:
+        """Add this step's gradients to the earlier ones. Gives what others are to be multiplied by.
+
+        That is None if they are right as they are.
+        """
+        if self._aside is None:
+            return None
+        assert self._unit is not None
+        factor = self._unit / _total(self._weights)
+        self._aside.give_back(factor)
+        return factor
+
+    def give_up(self) -> None:
+        """The step has failed: gradients are as they were before it."""
+        if self._aside is not None:
+            self._aside.put_back()
+
+
+class Aside:
+    """Gradients of earlier steps, while one runs whose own are of another unit."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Tensor, Tensor | None] = {}
+        self._stages: set[int] = set()
+        self._one_at_a_time = threading.Lock()
+
+    def take(self, tape: Tape, microbatch: int) -> None:
+        """Those that the stage's backwards would add to, once."""
+        with self._one_at_a_time:
+            if tape.stage.index in self._stages:
+                return
+            self._stages.add(tape.stage.index)
+            for leaf in dict.fromkeys(tape.leaves(microbatch)):
+                if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                    raise RunError(
+                        f"a parameter of shape {tuple(leaf.shape)} has a hook, and the weights "
+                        "that loss_fn gives are not all known when it runs: remove the hook, or "
+                        "take reduction='sum' and divide by the whole batch's weight in loss_fn"
+                    )
+                if leaf not in self._kept:
+                    self._kept[leaf], leaf.grad = leaf.grad, None
+
+    @torch.no_grad()
+    def give_back(self, factor: Tensor) -> None:
+        """All together, this step's multiplied by the factor."""
+        for leaf, earlier in self._kept.items():
+            new, leaf.grad = leaf.grad, earlier
+            if new is None:
+                continue
+            new.mul_(factor.to(new.device))
+            if earlier is None:
+                leaf.grad = new
+            elif earlier.is_sparse and not new.is_sparse:
+                leaf.grad = new + earlier
+            else:
+                earlier.add_(new)
+
+    def put_back(self) -> None:
+        """The earlier ones alone."""
+        for leaf, earlier in self._kept.items():
+            leaf.grad = earlier
+
+
+def _total(numbers: Sequence[Tensor]) -> Tensor:
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = total + number
+    return total
+
+
+def _named(beside: Beside) -> str:
+    return ", ".join(map(repr, beside.metrics)) or "(none)"

@@ -1,0 +1,193 @@
+"""Losses that layers add from inside: `penstock.add_loss`.
+
+In a training step such a loss goes with the message to the last stage that its stage feeds, and
+from there on, until the last stage of all adds it to the micro-batch's loss. It is weighted,
+reported and differentiated with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import KindError, RunError
+from penstock.stage.checkpointing import is_checkpointing, is_recomputing
+from penstock.stage.stage import OUTSIDE, Compute, Stage
+
+Take = Callable[[Tensor], object]
+
+
+class _InThisThread(threading.local):
+    def __init__(self) -> None:
+        self.take: Take | None = None
+
+
+_here = _InThisThread()
+
+
+def add_loss(value: Tensor) -> None:
+    """In a layer: add one number to the loss, as if `loss_fn` had added it for this micro-batch.
+
+    It counts in `Pipe.step`, and within `added_losses`. Elsewhere, one that wants a gradient is an
+    error, and any other is dropped.
+
+    >>> class Penalised(torch.nn.Linear):
+    ...     def forward(self, x: Tensor) -> Tensor:
+    ...         y = super().forward(x)
+    ...         add_loss(1e-3 * y.square().mean())
+    ...         return y
+    """
+    _check_number(value)
+    if _repeated_by_torch():
+        return
+    if _here.take is not None:
+        _here.take(value.reshape(()))
+    elif value.requires_grad and torch.is_grad_enabled():
+        raise RunError(
+            "a layer added a loss where nobody takes it: train with pipe.step, or call the model "
+            "within penstock.added_losses(); torch.utils.checkpoint needs use_reentrant=False"
+        )
+
+
+@contextmanager
+def added_losses() -> Iterator[list[Tensor]]:
+    """Within, the losses that layers of an unsplit model add, in order.
+
+    >>> with added_losses() as extra:
+    ...     add_loss(torch.tensor(0.5))
+    >>> sum(extra)
+    tensor(0.5000)
+    """
+    found: list[Tensor] = []
+    with taken_by(found.append):
+        yield found
+
+
+@contextmanager
+def taken_by(take: Take) -> Iterator[None]:
+    """Within, in this thread, whoever is told of each."""
+    before, _here.take = _here.take, take
+    try:
+        yield
+    finally:
+        _here.take = before
+
+
+def _check_number(value: Any) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+        raise KindError(f"an added loss is a tensor with one number, not {found}: reduce it first")
+
+
+def _repeated_by_torch() -> bool:
+    """Is this the recomputation of a `torch.utils.checkpoint`, whose forward has added it?"""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+# ---- on the way to the last stage ---------------------------------------------------------
+
+
+class _Carried(NamedTuple):
+    """What was added so far, beside the values of a message."""
+
+    loss: Tensor
+
+
+class Collection:
+    """What the layers of a stage add in one step: as much in a recomputation as in a forward."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[int] = Counter()  # of forwards that were not yet recomputed
+
+    @contextmanager
+    def into(self, added: list[Tensor]) -> Iterator[None]:
+        """Within, layers add to the list."""
+        with taken_by(added.append):
+            yield
+        self._sizes[len(added)] += is_checkpointing() - is_recomputing()
+        if self._sizes[len(added)] < 0:
+            raise RunError(
+                f"these layers add {len(added)} losses in their recomputation, and did not in "
+                "their forward: call penstock.add_loss alike in both, it is counted once"
+            )
+
+
+class Adding:
+    """A stage's computation; what its layers add goes on, with what came from stages before."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute, self._collection = compute, Collection()
+
+    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+        """As the stage's, with the added losses for the last of its destinations."""
+        arrived, added = unpacked(arrived)
+        with self._collection.into(added):
+            departing = self._compute(arrived)
+        if not added:
+            return departing
+        dst = max(departing)
+        assert dst != OUTSIDE, "a stage that feeds none"
+        return {**departing, dst: (*departing[dst], _Carried(summed(added)))}
+
+
+def behind_call(stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The stages behind `pipe(x)`: where a loss that is added would be missed, nobody may add one.
+
+    It is not missed in a forward without gradients, unless the caller waits for it.
+    """
+    take = _refuse if torch.is_grad_enabled() or _here.take is not None else _drop
+    return [replace(stage, compute=_Alone(stage.compute, take)) for stage in stages]
+
+
+class _Alone:
+    """A stage's computation, from which added losses do not go on."""
+
+    def __init__(self, compute: Compute, take: Take) -> None:
+        self._compute, self._take = compute, take
+
+    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+        """As the stage's."""
+        with taken_by(self._take):
+            return self._compute(arrived)
+
+
+def _drop(loss: Tensor) -> None:
+    pass
+
+
+def _refuse(loss: Tensor) -> None:
+    raise RunError(
+        "a layer added a loss behind pipe(x), which has none to add it to: train with "
+        "pipe.step(x, target=y)"
+    )
+
+
+def unpacked(
+    arrived: Mapping[int, tuple[Any, ...]],
+) -> tuple[Mapping[int, tuple[Any, ...]], list[Tensor]]:
+    """What arrived, without the added losses, and those."""
+    added = [v[-1].loss for v in arrived.values() if v and isinstance(v[-1], _Carried)]
+    if added:
+        arrived = {
+            source: values[:-1] if isinstance(values[-1], _Carried) else values
+            for source, values in arrived.items()
+        }
+    return arrived, added
+
+
+def summed(added: Sequence[Tensor]) -> Tensor:
+    """One number, where the first of them is."""
+    total = added[0]
+    for loss in added[1:]:
+        total = total + loss.to(total.device)
+    return total

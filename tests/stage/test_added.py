@@ -1,0 +1,352 @@
+"""Losses that layers add from inside are part of the step's loss, wherever they come from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from penstock import Pipe, add_loss, added_losses, is_recomputing
+from tests.support import (
+    SCHEDULES,
+    Do,
+    Pop,
+    Stash,
+    batch,
+    closely,
+    each_checkpoint,
+    each_runtime,
+    each_schedule,
+)
+
+
+class Penalised(nn.Linear):
+    """Adds losses of its input, its output and its weight."""
+
+    def __init__(self, inputs: int, outputs: int, times: int = 1) -> None:
+        super().__init__(inputs, outputs)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        for time in range(self.times):
+            add_loss(0.1 * y.square().mean() + 0.3 * x.abs().mean())
+            add_loss(self.weight.square().sum().reshape(1, 1) * 0.2**time)
+        return y
+
+
+def balanced() -> nn.Sequential:
+    """Five layers, of which the first and last and one between add losses."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Penalised(6, 8), nn.Tanh(), Penalised(8, 8, times=2), nn.Linear(8, 8), Penalised(8, 3)
+    ).double()
+
+
+def wanted(model: nn.Module, x: Tensor, target: Tensor, chunks: int = 3) -> Tensor:
+    """The mean by rows over micro-batches of the losses, each with what was added."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part, its in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
+        with added_losses() as extra:
+            output = model(part)
+        loss = functional.mse_loss(output, its) + torch.stack([e.reshape(()) for e in extra]).sum()
+        total = total + loss * (len(part) / len(x))
+    return total
+
+
+def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
+    pairs = zip(pipe.parameters(), model.parameters(), strict=True)
+    return all(
+        p.grad is not None and q.grad is not None and closely(p.grad, q.grad) for p, q in pairs
+    )
+
+
+def agrees(model: nn.Module, pipe: Pipe, rows: int = 7) -> bool:
+    x, target = batch(rows)
+    result = pipe.step(x, target=target)
+    loss = wanted(model, x, target)
+    loss.backward()
+    return closely(result.loss, loss.detach()) and same_gradients(pipe, model)
+
+
+def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequential, Pipe]:
+    model = model or balanced()
+    given = {"chunks": 3, "stages": 4, "loss_fn": functional.mse_loss, **options}
+    return model, Pipe(copy.deepcopy(model), **given)
+
+
+@each_runtime
+@each_checkpoint
+@each_schedule
+def test_added_losses_are_part_of_the_loss(schedule: str, checkpoint: str, runtime: str) -> None:
+    """Once each, also where the layer is recomputed, and in several steps that add up."""
+    model, pipe = both(
+        schedule=schedule,
+        checkpoint=checkpoint,
+        runtime=runtime,
+        devices=["cpu"] * (4 // SCHEDULES[schedule]),
+    )
+    assert agrees(model, pipe)
+    assert agrees(model, pipe, rows=5)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, [1, 3, 1]])
+def test_from_any_stage(stages: Any) -> None:
+    model, pipe = both(stages=stages)
+    assert agrees(model, pipe)
+
+
+@each_checkpoint
+@pytest.mark.parametrize("layer", range(5))
+def test_from_one_stage_alone(layer: int, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    layers = [*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)]
+    layers[layer] = Penalised(6, 3 if layer == 4 else 6)
+    model, pipe = both(nn.Sequential(*layers).double(), stages=5, checkpoint=checkpoint)
+    assert agrees(model, pipe)
+
+
+@each_checkpoint
+def test_beside_skips_and_layers_in_place(checkpoint: str) -> None:
+    """They take the skip's way; and a layer that works in place may follow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Penalised(6, 8), Stash(), nn.Linear(8, 8), nn.ReLU(inplace=True), Penalised(8, 8), Pop(),
+        nn.Linear(8, 3),
+    ).double()  # fmt: skip
+    model, pipe = both(model, stages=[2, 1, 2, 1, 1], checkpoint=checkpoint)
+    assert agrees(model, pipe)
+    assert agrees(model, pipe)
+
+
+def test_frozen_layers_add_numbers() -> None:
+    model, pipe = both(checkpoint="always")
+    for module in (model, pipe):
+        module.requires_grad_(False)
+        module[3].requires_grad_(True)
+    x, target = batch(7)
+    result = pipe.step(x, target=target)
+    loss = wanted(model, x, target)
+    loss.backward()
+    assert closely(result.loss, loss.detach())
+    assert same_gradients(pipe[3], model[3])
+    assert pipe[0].weight.grad is None
+
+
+def test_what_is_added_alone_has_a_gradient() -> None:
+    """A layer that is used for nothing else learns by it, though nothing after it learns."""
+
+    class Aside(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            add_loss(super().forward(x).square().mean())
+            return x
+
+    torch.manual_seed(0)
+    model, pipe = both(nn.Sequential(Aside(6, 6), nn.Tanh(), nn.Linear(6, 3)).double(), stages=3)
+    for module in (model, pipe):
+        module[2].requires_grad_(False)
+    x, target = batch(7)
+    pipe.step(x, target=target)
+    wanted(model, x, target).backward()
+    assert same_gradients(pipe[0], model[0])
+
+
+def test_inputs_learn_by_them() -> None:
+    model, pipe = both()
+    x, target = batch(7)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    pipe.step(mine, target=target)
+    wanted(model, theirs, target).backward()
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    assert closely(mine.grad, theirs.grad)
+
+
+def test_the_loss_itself_may_add() -> None:
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        add_loss(y.mean())
+        return functional.mse_loss(y, target)
+
+    _, pipe = both(nn.Sequential(nn.Linear(6, 3)).double(), stages=1, loss_fn=loss_fn)
+    x, target = batch(7)
+    y = pipe[0](x)
+    assert closely(
+        pipe.step(x, target=target).loss, (functional.mse_loss(y, target) + y.mean()).detach()
+    )
+
+
+@each_checkpoint
+def test_they_are_weighted_with_the_loss(checkpoint: str) -> None:
+    """By weights that the loss returns, and by what counts in the targets."""
+    x, _ = batch(7)
+    labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
+
+    def loss_fn(y: Tensor, labels: Tensor) -> Any:
+        return functional.cross_entropy(y, labels), (labels != -100).sum()
+
+    def expected(model: nn.Module) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for part, its in zip(x.chunk(3), labels.chunk(3), strict=True):
+            count = int((its != -100).sum())
+            with added_losses() as extra:
+                loss = functional.cross_entropy(model(part), its)
+            if count:
+                total = total + (loss + sum(e.reshape(()) for e in extra)) * count / 4
+        return total
+
+    for given in (loss_fn, functional.cross_entropy):
+        model, pipe = both(loss_fn=given, checkpoint=checkpoint)
+        result = pipe.step(x, target=labels)
+        loss = expected(model)
+        loss.backward()
+        assert closely(result.loss, loss.detach())
+        assert same_gradients(pipe, model)
+
+
+def test_sums() -> None:
+    model, pipe = both(loss_fn=nn.MSELoss(reduction="sum"))
+    x, target = batch(7)
+    loss = torch.zeros((), dtype=torch.float64)
+    for part, its in zip(x.chunk(3), target.chunk(3), strict=True):
+        with added_losses() as extra:
+            loss = loss + functional.mse_loss(model(part), its, reduction="sum")
+        loss = loss + sum(e.reshape(()) for e in extra)
+    loss.backward()
+    assert closely(pipe.step(x, target=target).loss, loss.detach())
+    assert same_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["last stage", "first stage"])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_recomputation_adds_as_its_forward_did(repeated: bool, first: bool) -> None:
+    """A layer may not skip it there to count it once: its gradient would be missing."""
+
+    def add(x: Tensor) -> Tensor:
+        add_loss(x.mean())
+        if is_recomputing() == repeated:
+            add_loss(x.mean())
+        return x
+
+    layers: list[nn.Module] = [nn.Linear(6, 3).double(), Do(add)]
+    if first:
+        layers.append(nn.Tanh())
+    pipe = Pipe(
+        nn.Sequential(*layers), 3, "always", stages=[2, 1] if first else 2, loss_fn=torch.sum
+    )
+    message = f"these layers add {1 + repeated} losses in their recomputation, and did not in"
+    with pytest.raises(RuntimeError, match=message):
+        pipe.step(batch(7)[0])
+
+
+# ---- where there is no step -----------------------------------------------------------------
+
+
+@each_runtime
+def test_without_gradients_a_step_reports_them(runtime: str) -> None:
+    model, pipe = both(runtime=runtime)
+    x, target = batch(7)
+    with torch.no_grad():
+        assert closely(pipe.step(x, target=target).loss, wanted(model, x, target))
+
+
+@each_runtime
+@each_checkpoint
+def test_behind_a_call_there_is_no_loss_to_add_to(checkpoint: str, runtime: str) -> None:
+    model, pipe = both(checkpoint=checkpoint, runtime=runtime)
+    x, _ = batch(7)
+    message = r"a layer added a loss behind pipe\(x\)"
+    with pytest.raises(RuntimeError, match=message):
+        pipe(x)
+    with torch.no_grad():
+        assert closely(pipe(x), model(x))
+        with pytest.raises(RuntimeError, match=message), added_losses():
+            pipe(x)
+
+
+def test_a_step_within_takes_its_own() -> None:
+    for runtime in ("threads", "inline"):
+        _, pipe = both(runtime=runtime)
+        x, target = batch(7)
+        with added_losses() as extra:
+            pipe.step(x, target=target)
+        assert extra == []
+
+
+def test_nobody_loses_a_loss() -> None:
+    model = balanced()
+    x, _ = batch(7)
+    with pytest.raises(RuntimeError, match="a layer added a loss where nobody takes it"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    add_loss(torch.ones(1))
+    with added_losses() as outer:
+        add_loss(torch.ones(1))
+        with added_losses() as inner:
+            add_loss(torch.zeros(1, 1))
+        add_loss(torch.ones(()))
+    assert [e.shape for e in outer + inner] == [()] * 3
+    assert len(inner) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(1.0, "<class 'float'>"), (torch.zeros(2), r"shape \(2,\)")]
+)
+def test_one_number(value: Any, found: str) -> None:
+    message = f"an added loss is a tensor with one number, not {found}"
+    with pytest.raises(TypeError, match=message):
+        add_loss(value)
+
+
+def test_the_example_that_a_pipe_measures() -> None:
+    x, _ = batch(7)
+    Pipe(balanced(), 3, stages=2, devices=["cpu"] * 2, balance="memory", example=x)
+    Pipe(balanced(), 3, stages=2, devices=["cpu"] * 2, example=x)
+
+
+# ---- within torch.utils.checkpoint -----------------------------------------------------------
+
+
+def inside(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
+    def wrapped(layer: nn.Module) -> nn.Module:
+        def run(x: Tensor) -> Tensor:
+            y: Tensor = torch_checkpoint(layer, x, use_reentrant=reentrant)
+            return y
+
+        module = Do(run)
+        module.layer = layer
+        return module
+
+    return wrapped
+
+
+@each_runtime
+@each_checkpoint
+def test_in_a_checkpoint_of_pytorch(checkpoint: str, runtime: str) -> None:
+    """Its repetition adds nothing."""
+    model, _ = both()
+    pipe = Pipe(
+        nn.Sequential(*map(inside(reentrant=False), copy.deepcopy(model))), 3, checkpoint,
+        stages=4, loss_fn=functional.mse_loss, runtime=runtime,
+    )  # fmt: skip
+    assert agrees(model, pipe)
+    with added_losses() as extra:
+        assert agrees(model, pipe)
+    assert extra == []
+
+
+def test_in_one_that_hides_the_graph() -> None:
+    """Its forward adds a mere number: the gradient would be missing."""
+    pipe = Pipe(
+        nn.Sequential(*map(inside(reentrant=True), balanced())), 3, "never", stages=2,
+        loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    x, target = batch(7)
+    with pytest.raises(RuntimeError, match=r"nobody takes it: .* use_reentrant=False"):
+        pipe.step(x.requires_grad_(), target=target)
