@@ -17,6 +17,7 @@ the input, and to put them off would keep two large tensors alive for the sake o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
@@ -61,11 +62,16 @@ class Weight(Tensor):
             _check_closed(args, kwargs)
         return func(*_plain(args), **_plain(kwargs))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the parameter: that of a tensor would not do for it."""
+        return copy.deepcopy(self.original, memo)
+
 
 def _undisturbed(types: Iterable[type]) -> bool:
     """Does nobody else look at functions, keep what backwards need, or differentiate by himself?"""
     return (
-        _USUAL.issuperset(types)
+        not torch.compiler.is_compiling()
+        and _USUAL.issuperset(types)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._functorch.peek_interpreter_stack() is None
     )
