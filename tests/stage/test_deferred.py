@@ -182,8 +182,8 @@ def test_convolutions_of_more_dimensions(n: int, transposed: bool) -> None:
     layer = made(2, 4, 2, stride=2, groups=2)
     model = nn.Sequential(layer, nn.ReLU(inplace=True))
     assert put_off(model, randn(2, 2, *[4] * n)) == ["0.weight"]
-    assert put_off(layer.to(memory_format=torch.channels_last if n == 2 else torch.channels_last_3d),
-                   randn(2, 2, *[4] * n)) == ["weight"]  # fmt: skip
+    last = torch.channels_last if n == 2 else torch.channels_last_3d
+    assert put_off(layer.to(memory_format=last), randn(2, 2, *[4] * n)) == ["weight"]
 
 
 def test_convolutions_that_change_their_input_first_are_not_put_off() -> None:

@@ -19,7 +19,9 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
+from penstock.stage import later as later_of
 from penstock.stage.deferred import Deferral
+from penstock.stage.graph import accumulate
 from penstock.stage.later import weight_gradients
 from tests.stage.halves import backward, forward, names_of, put_off
 from tests.support import without_gc
@@ -225,12 +227,16 @@ def of_my_kind() -> nn.Module:
     return model
 
 
-def sparse() -> nn.Module:
-    model = nn.Module()
-    dense = torch.eye(4, dtype=torch.float64)
-    model.weight = nn.Parameter(dense.to_sparse())
-    model.forward = lambda x: torch.sparse.mm(model.weight, x.t())  # type: ignore[assignment]
-    return model
+class Sparse(nn.Module):
+    """Learns by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4, dtype=torch.float64).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.sparse.mm(self.weight, x.t())
+        return y
 
 
 def hooked(register: str) -> nn.Module:
@@ -256,6 +262,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "old spectral norm": (lambda: nn.utils.spectral_norm(linear()), []),
     "pruned": (lambda: prune.l1_unstructured(linear(), "weight", 3), []),
     "a kind of its own": (of_my_kind, []),
+    "sparse": (Sparse, []),
     "a hook": (lambda: hooked("register_hook"), []),
     "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), []),
     "a leaf of its own": (with_a_leaf_of_its_own, ["weight"]),
@@ -297,14 +304,15 @@ def test_a_module_that_is_initialized_in_its_forward() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 def test_scripted_modules_learn_in_i() -> None:
     made = linear(bias=True)
-    model = nn.Sequential(torch.jit.script(linear(bias=True)), linear())
+    inside: Any = torch.jit.script(linear(bias=True))
+    model = nn.Sequential(inside, linear())
     x = given()
     output, later = forward(model, x)
     assert names_of(model, later) == ["1.weight"]
     backward(output)
     weight_gradients(later)
     backward(linear()(made(x.detach())))
-    assert torch.allclose(model[0].weight.grad, made.weight.grad, rtol=1e-12)
+    assert torch.allclose(inside.weight.grad, made.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a function"])
@@ -312,7 +320,8 @@ def test_compiled_layers_are_exact(how: str) -> None:
     inner = nn.Sequential(linear(bias=True), nn.Tanh())
     torch._dynamo.reset()
     if how == "wrapped":
-        model = nn.Sequential(torch.compile(inner, backend="aot_eager"), linear())
+        compiled: Any = torch.compile(inner, backend="aot_eager")
+        model = nn.Sequential(compiled, linear())
     elif how == "in place":
         inner.compile(backend="aot_eager")
         model = nn.Sequential(inner, linear())
@@ -363,8 +372,10 @@ def test_hooks_that_change_gradients(compute: Any, shape: tuple[int, ...]) -> No
 
 def test_hooks_of_modules() -> None:
     model = nn.Sequential(linear(bias=True), linear(bias=True))
-    model[0].register_full_backward_pre_hook(lambda m, g: (g[0] * 3,))
-    model[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 5,))
+    before: Any = lambda module, gradients: (gradients[0] * 3,)  # noqa: E731
+    after: Any = lambda module, of_inputs, gradients: (of_inputs[0] * 5,)  # noqa: E731
+    model[0].register_full_backward_pre_hook(before)
+    model[1].register_full_backward_hook(after)
     model[1].register_forward_hook(lambda m, args, output: output * 2)
     assert put_off(model, given()) == ["0.weight", "1.weight"]
 
@@ -397,7 +408,7 @@ def test_a_gradient_that_is_changed_in_place_is_noticed() -> None:
         def backward(ctx: Any, gradient: Tensor) -> Any:
             return gradient.mul_(2)
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m: Any, x: Tensor) -> Any:
         beside: Tensor = Careless.apply(x * 2)  # type: ignore[no-untyped-call]
         return beside + m(x)
 
@@ -407,13 +418,13 @@ def test_a_gradient_that_is_changed_in_place_is_noticed() -> None:
         weight_gradients(later)
 
 
-def penalty(m: Any, x: Tensor) -> Tensor:
+def penalty(m: Any, x: Tensor) -> Any:
     y = m(x).tanh()
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return y.sum() + slope.square().sum()
 
 
-def slope_of_the_weight(m: Any, x: Tensor) -> Tensor:
+def slope_of_the_weight(m: Any, x: Tensor) -> Any:
     y: Tensor = m(x)
     (slope,) = torch.autograd.grad(y.sum(), m.weight, create_graph=True, allow_unused=True)
     return y.sum() + slope.sum()
@@ -422,7 +433,7 @@ def slope_of_the_weight(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("compute", [penalty, slope_of_the_weight])
 def test_gradients_that_a_forward_asks_for_are_refused(compute: Any) -> None:
     model = linear()
-    with pytest.raises(RunError, match="computes gradients in its forward.*1f1b.*checkpoint"):
+    with pytest.raises(RunError, match=r"computes gradients in its forward.*1f1b.*checkpoint"):
         forward(model, given(), compute=compute)
     assert type(model.weight) is nn.Parameter
 
@@ -556,20 +567,18 @@ def test_a_stopped_operation_keeps_its_inputs_alone() -> None:
 def test_large_gradients_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """But parts of one gradient do, as each alone would be as large as the whole."""
     calls: list[int] = []
-    from penstock.stage import later as module
 
-    accumulate = module.accumulate
-    monkeypatch.setattr(module, "_AT_ONCE", 20)
-    monkeypatch.setattr(
-        module, "accumulate", lambda roots, *more, **named: (
-            calls.append(len(roots)), accumulate(roots, *more, **named),
-        ),
-    )  # fmt: skip
+    def counted(roots: Any, gradients: Any, retain: bool) -> None:
+        calls.append(len(roots))
+        accumulate(roots, gradients, retain)
+
+    monkeypatch.setattr(later_of, "accumulate", counted)
+    monkeypatch.setattr(later_of, "_AT_ONCE", 20)
     model = nn.Sequential(*(linear() for _ in range(5)))
     assert len(put_off(model, given())) == 5
     assert calls == [2, 2, 1]
     calls.clear()
     parts = lambda m, x: [functional.linear(x, part) for part in m.weight.chunk(4)]  # noqa: E731
-    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    monkeypatch.setattr(later_of, "_AT_ONCE", 1)
     put_off(linear(), given(), compute=parts)
     assert calls == [4]

@@ -141,7 +141,9 @@ _AT_ONCE = 1 << 20  # this many numbers may wait to be added
 
 def stopped(leaf: Tensor, output: Tensor, shelf: Shelf) -> tuple[Tensor, Pair]:
     """An operation's output, behind a gate, and what waits for its gradient."""
-    pair = Pair(leaf, edge(output), _NOTHING, _as_it_is, shelf)
+    root = edge(output)
+    assert root is not None
+    pair = Pair(leaf, root, _NOTHING, _as_it_is, shelf)
     gated: Tensor = Gate.apply(ROOT, output.detach(), pair)  # type: ignore[no-untyped-call]
     return gated, pair
 

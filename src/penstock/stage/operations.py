@@ -67,6 +67,11 @@ class Weight(Tensor):
         return copy.deepcopy(self.original, memo)
 
 
+def itself(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter that a stand-in, of a pipe around this one, stands in for."""
+    return parameter.leaf if isinstance(parameter, Weight) else parameter
+
+
 def _undisturbed(types: Iterable[type]) -> bool:
     """Does nobody else look at functions, keep what backwards need, or differentiate by himself?"""
     return (

@@ -23,6 +23,7 @@ from penstock.stage.context import Context
 from penstock.stage.deferred import Deferral
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.later import Pair, weight_gradients
+from penstock.stage.operations import itself
 from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
@@ -301,7 +302,7 @@ _detached = Tensor.detach
 def learning(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters that want a gradient, each once."""
     found = [p for module in modules for p in module._parameters.values() if p is not None]
-    return [p for p in dict.fromkeys(found) if p.requires_grad]
+    return [p for p in dict.fromkeys(map(itself, found)) if p.requires_grad]
 
 
 def _plain_values(arrived: Mapping[int, Parcel]) -> Values:
