@@ -27,6 +27,7 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py
 	$(BIN)/python benchmarks/fit.py
+	$(BIN)/python benchmarks/trust.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -575,3 +575,103 @@ def test_no_option_is_ignored_for_a_file(run: Run, tmp_path: Path) -> None:
     assert refused(run(f"show {tmp_path}/mine.txt --memory 1")) == (
         "this schedule must not run:\n  rank 0, step 1: 0F1 makes 2 alive, over 1"
     )
+
+
+# ---- check --------------------------------------------------------------------------------
+
+GIVEN = """
+    import torch
+    from torch import nn
+
+
+    def layers():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+    class Across(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+
+    def pair(): return layers(), x
+    def whole(): return layers(), (x,), y, nn.MSELoss()
+    def named(): return {"model": layers(), "batch": x, "target": y, "loss_fn": nn.MSELoss()}
+    def wrong(): return nn.Sequential(*layers(), Across()), x
+    def number(): return 3
+    def more(): return {"model": layers(), "batch": x, "optimizer": 1}
+    def less(): return {"model": layers()}
+    def strings(): return "model", x
+    def failing(): raise KeyError("no data")
+    def narrow(): return layers(), torch.randn(8, 7)
+
+    count = 3
+"""
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the current directory."""
+    name = f"given_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(dedent(GIVEN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+@pytest.mark.parametrize("factory", ["pair", "whole", "named"])
+def test_check_says_that_all_is_equal(run: Run, given: str, factory: str) -> None:
+    answer = run(f"check {given}:{factory} --schedules 1f1b,gpipe --chunks 2")
+    assert answer.code == 0
+    assert "equal in all 8 runs, to 1e-10\n" in answer.out
+    assert "8 rows in micro-batches of 4, 4\n" in answer.out
+    assert answer.err == ""
+
+
+def test_check_ends_with_1_if_anything_differs(run: Run, given: str) -> None:
+    answer = run(f"check {given}:wrong --schedules gpipe --stages 2 --runtimes inline")
+    assert answer.code == 1
+    assert "NOT equal, in 2 of 2 runs:\n" in answer.out
+    assert " apart (gpipe, checkpoint never, inline, and 1 more)\n" in answer.out
+    assert "hint: layer '4' (Across) gives other rows when the batch is cut" in answer.out
+
+
+def test_check_prints_json(run: Run, given: str) -> None:
+    answer = run(f"check {given}:wrong --schedules gpipe --checkpoints always --json")
+    assert answer.code == 1
+    read = json.loads(answer.out)
+    assert [one["checkpoint"] for one in read["runs"]] == ["always", "always"]
+    assert read["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+        ("GIVEN", "give MODULE:FACTORY, such as my_model:make, not 'GIVEN'"),
+        (
+            "GIVEN:nothing",
+            "GIVEN has no factory 'nothing': it is not there; it has layers, Across, ",
+        ),
+        ("GIVEN:count", "GIVEN has no factory 'count': it is no function"),
+        ("GIVEN:failing", "GIVEN:failing failed: KeyError: 'no data'"),
+        ("GIVEN:number", "a dict with 'model' and 'batch', not a int"),
+        ("GIVEN:less", "a dict with 'model' and 'batch', not a dict with model"),
+        ("GIVEN:more", "returns a dict with optimizer: it may have model, batch, "),
+        ("GIVEN:strings", "the model is an nn.Module, not a str"),
+        ("GIVEN:narrow", "the unsplit model fails, so there is nothing to compare with: Runtime"),
+        ("GIVEN:pair --schedules 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
+        ("GIVEN:pair --stages 9", "9 stages"),
+    ],
+)
+def test_check_says_what_was_asked_wrongly(run: Run, given: str, words: str, message: str) -> None:
+    told = refused(run(f"check {words.replace('GIVEN', given)}"))
+    assert message.replace("GIVEN", given) in told
+
+
+def test_check_names_the_module_that_a_module_lacks(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text("import not_there\n")
+    assert refused(run("check lacking:make")) == "lacking needs not_there, which is not installed"
+    (tmp_path / "broken_one.py").write_text("1 / 0\n")
+    assert "importing broken_one failed: ZeroDivisionError" in refused(run("check broken_one:make"))

@@ -85,11 +85,11 @@ def test_a_child_on_two_devices() -> None:
         Pipe(nn.Sequential(mixed))
 
 
-def test_a_parameter_shared_by_ranks() -> None:
+def test_a_pipe_shows_what_its_ranks_share() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     layers[1].weight = layers[0].weight
-    with pytest.raises(ValueError, match="a parameter is shared by stages of different ranks"):
-        Pipe(nn.Sequential(*layers), stages=2)
+    shown = repr(Pipe(nn.Sequential(*layers), stages=2))
+    assert shown.endswith("\n  tied 1.weight on rank 1 is 0.weight of rank 0)")
 
 
 def test_a_schedule_that_must_not_run() -> None:

@@ -44,6 +44,8 @@ from penstock.verify import require_sound, verify
 
 if _typing.TYPE_CHECKING:
     from penstock.batch import Chunk, NoChunk
+    from penstock.checking.check import check
+    from penstock.checking.report import Mismatch, Report
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
@@ -65,6 +67,7 @@ __all__ = [
     "KindError",
     "Message",
     "Misfit",
+    "Mismatch",
     "MissingExtra",
     "Namespace",
     "NoChunk",
@@ -74,6 +77,7 @@ __all__ = [
     "PipeSequential",
     "Program",
     "Recv",
+    "Report",
     "RunError",
     "Schedule",
     "Send",
@@ -87,6 +91,7 @@ __all__ = [
     "WithDevice",
     "add_loss",
     "added_losses",
+    "check",
     "draw",
     "dumps",
     "is_checkpointing",
@@ -110,14 +115,17 @@ __all__ = [
 # The names that need torch, each with the module that has it: loaded when first asked for.
 _ON_DEMAND = {
     "Chunk": "batch",
+    "Mismatch": "checking.report",
     "Namespace": "stage.skip",
     "NoChunk": "batch",
     "Pipe": "pipe",
     "PipeSequential": "partition.sequential",
+    "Report": "checking.report",
     "StepResult": "run.training",
     "WithDevice": "partition.sequential",
     "add_loss": "stage.added",
     "added_losses": "stage.added",
+    "check": "checking.check",
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",

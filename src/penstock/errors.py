@@ -7,6 +7,7 @@ PenstockError
 ├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
 ├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
 ├── Unsound       (ValueError)   a schedule that must not run: lists every problem
+├── Mismatch      (AssertionError) in checking/report.py: a pipe computes something else
 ├── Deadlock      (RuntimeError) in play.py: some ranks wait for ever, and for whom
 └── MissingExtra  (ImportError)  an optional library is not installed
 """

@@ -5,31 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.batch import gather
 from penstock.cost import Cost
 from penstock.errors import ArgumentError, KindError, RunError
-from penstock.ir import Program, Schedule
-from penstock.lower import (
-    CHECKPOINT_MODES,
-    forwards_first,
-    joined,
-    lower,
-    recompute,
-    recompute_mode,
-    without_recompute,
-)
+from penstock.ir import Program
+from penstock.lower import CHECKPOINT_MODES
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
-from penstock.partition.split import Wish, split
+from penstock.partition.split import Wish, split, ties
 from penstock.run.call import Call, Measured
 from penstock.run.feed import feed
 from penstock.run.passage import Passage
-from penstock.run.phase import Phase, is_backward, is_forward, whole
+from penstock.run.programs import Programs, Size
 from penstock.run.threads import Crew
 from penstock.run.training import StepResult, train
 from penstock.run.weighing import Ledger, loss_scale
@@ -88,7 +82,6 @@ class Pipe(nn.Module):
         super().__init__()
         check_children(module)
         _check_options(chunks, checkpoint, runtime, reduction)
-        _check_wishes(stages, devices)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.reduction, self.runtime = reduction, runtime
@@ -104,6 +97,7 @@ class Pipe(nn.Module):
         check_trains(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
         self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+        self._programs = Programs(self._choice, self._split.partition.graph)
         self._made = _Made()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
@@ -120,7 +114,7 @@ class Pipe(nn.Module):
         Inputs by name go to every layer whose forward names them.
         """
         fed = feed(self._split, self.chunks, inputs, side)
-        program, *phases = self._two_phases(fed.chunks)
+        program, *phases = self._programs.halves(self._size(fed.chunks, torch.is_grad_enabled()))
         stages = behind_call(self._split.partition.stages)
         call = self._call(program, stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), fed.given)
@@ -143,13 +137,20 @@ class Pipe(nn.Module):
         `torch.no_grad()` there is no backward. With `outputs`, the result has them. A `scaler`
         scales the gradients, and not the loss.
         """
+        active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
+        if torch.is_grad_enabled() and (self._made.wrapped or active is not None):
+            raise RunError(
+                "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
+                "forward, and step is none: call the wrapper, or leave it away and average .grad "
+                "after each step with torch.distributed.all_reduce"
+            )
         loss_fn = loss_fn or self.loss_fn
         extra = () if target is None else (target,)
         fed = feed(self._split, self.chunks, inputs, side, extra)
         if torch.is_grad_enabled():
-            program, phase = self._one_phase(fed.chunks)
+            program, phase = self._programs.whole(self._size(fed.chunks))
         else:
-            program, phase, _ = self._two_phases(fed.chunks)
+            program, phase, _ = self._programs.halves(self._size(fed.chunks, False))
         rule = reduction_of(loss_fn, self.reduction)
         stages = ending_in_loss(
             self._split.partition.stages, loss_fn, rule.counting, bool(extra), outputs
@@ -162,38 +163,28 @@ class Pipe(nn.Module):
             self._made.last = result.measured
         return result
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
+        rest = norm_type, error_if_nonfinite, foreach
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, *rest)
+
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
-        program, _ = self._one_phase(self.chunks)
+        program, _ = self._programs.whole(self._size(self.chunks))
         if cost is None and self._made.last is not None:
             cost = self._made.last.timeline.cost
         return simulate(program, cost)
 
     # ---- how they are run -----------------------------------------------------------------
 
-    def _schedule(self, chunks: int, trains: bool, checkpoint: str) -> Schedule:
-        """For so many micro-batches; recomputation is for training."""
-        schedule = self._choice(chunks)
-        if trains:
-            return recompute(schedule, recompute_mode(checkpoint, chunks))
-        return without_recompute(schedule)
-
-    def _one_phase(self, chunks: int) -> tuple[Program, Phase]:
-        key = chunks, self.training, self.checkpoint
-        if key not in self._made.whole:
-            program = lower(self._schedule(*key), self._split.partition.graph)
-            self._made.whole[key] = program, whole(program)
-        return self._made.whole[key]
-
-    def _two_phases(self, chunks: int) -> tuple[Program, Phase, Phase]:
-        key = chunks, self.training and torch.is_grad_enabled(), self.checkpoint
-        if key not in self._made.halves:
-            schedule = forwards_first(joined(self._schedule(*key)))
-            program = lower(schedule, self._split.partition.graph)
-            phase = whole(program)
-            halves = phase.only(is_forward), phase.only(is_backward)
-            self._made.halves[key] = program, *halves
-        return self._made.halves[key]
+    def _size(self, chunks: int, trains: bool = True) -> Size:
+        return Size(chunks, self.training and trains, self.checkpoint)
 
     def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
         schedule = program.schedule
@@ -231,11 +222,17 @@ class Pipe(nn.Module):
 
     def _crew_at_hand(self) -> Crew:
         """The threads: made at the first call, and ended with the pipe."""
-        if self._made.crew is None or not self._made.crew.here:
-            self._made.crew = Crew(len(self._split.places))
-        return self._made.crew
+        with self._made.making:  # one crew, though several threads call
+            if self._made.crew is None or not self._made.crew.here:
+                self._made.crew = Crew(len(self._split.places))
+            return self._made.crew
 
     # ---- a module like any other ----------------------------------------------------------
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
+            self._made.wrapped = True
+        return super().__getattr__(name)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -263,7 +260,7 @@ class Pipe(nn.Module):
             lines.append(
                 f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
             )
-        return "\n".join(lines) + ")"
+        return "\n".join(lines + [f"  tied {tie}" for tie in ties(self._split)]) + ")"
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
@@ -301,9 +298,9 @@ class _Made:
     """What a pipe makes when it is first needed. A copy of the pipe makes its own."""
 
     crew: Crew | None = None
-    whole: dict[tuple[int, bool, str], tuple[Program, Phase]] = field(default_factory=dict)
-    halves: dict[tuple[int, bool, str], tuple[Program, Phase, Phase]] = field(default_factory=dict)
+    making: Lock = field(default_factory=Lock)
     last: Measured | None = None
+    wrapped: bool = False  # in DistributedDataParallel
 
     def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
         return _Made, ()
@@ -328,15 +325,3 @@ def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | 
         if value not in known:
             listed = ", ".join(repr(one) for one in known)
             raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
-
-
-def _check_wishes(stages: Any, devices: Any) -> None:
-    if isinstance(stages, bool | float | str):
-        raise ArgumentError(
-            f"stages is a number of stages or a list with the layers of each, not {stages!r}"
-        )
-    if isinstance(devices, str | torch.device):
-        raise ArgumentError(
-            f"devices is a list with one for each rank, such as ['{devices}', '{devices}'], not "
-            f"'{devices}'"
-        )

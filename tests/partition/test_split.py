@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Pipe, Schedule, WithDevice, loads, schedules
-from penstock.partition.split import Split, Wish, split
+from penstock.partition.sequential import cut, placed_by_user
+from penstock.partition.split import Split, Wish, _move, split, ties
 from tests.support import Do
 
 
@@ -155,10 +156,35 @@ def tied() -> nn.Sequential:
     return model
 
 
-def test_a_parameter_is_not_shared_by_ranks() -> None:
-    with pytest.raises(ValueError, match="shared by stages of different ranks") as caught:
-        cut_of(tied(), stages=3)
-    assert "2.0.weight on rank 2 (cpu) is 0.weight on rank 0 (cpu)" in str(caught.value)
+def test_parameters_that_ranks_share_are_found() -> None:
+    assert ties(cut_of(tied(), stages=3)) == ["2.0.weight on rank 2 is 0.weight of rank 0"]
+    assert ties(cut_of(tied(), stages=3, devices=["cpu"])) == []
+
+
+def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
+    """As between two GPUs: here the second device is the one that nothing can be computed on."""
+    model = tied()
+    shared, table = model.get_parameter("0.weight"), torch.zeros(3)
+    shared.grad = torch.ones_like(shared)
+    for layer in (model[0], model[2]):
+        layer.register_buffer("table", table)
+    partition = cut(model, [1, 1, 1])
+    _move(partition, [torch.device(name) for name in ("cpu", "meta", "meta")])
+    assert model[2][0].weight is model[0].weight is shared  # type: ignore[index]
+    assert model[2].table is model[0].table is table
+    assert shared.device == shared.grad.device == torch.device("cpu")
+    assert {str(p.device) for p in model[1].parameters()} == {"meta"}
+    assert str(model[2][0].bias.device) == "meta"  # type: ignore[index]
+
+
+def test_a_layer_placed_by_the_user_may_share_a_parameter_of_another_device() -> None:
+    model = tied()
+    model[2][0].bias = nn.Parameter(torch.zeros(4, device="meta"))  # type: ignore[index]
+    counts, devices = placed_by_user(list(model))
+    assert (counts, [str(device) for device in devices]) == ([2, 1], ["cpu", "meta"])
+    alone = nn.Linear(4, 4, bias=False)
+    alone.weight = model.get_parameter("0.weight")
+    assert placed_by_user([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
 
 
 def test_a_parameter_may_be_shared_by_stages_of_a_rank() -> None:

@@ -1,4 +1,4 @@
-"""The command line: penstock show | compare | verify | gallery | demo.
+"""The command line: penstock show | compare | verify | check | gallery | demo.
 
 Answers go to stdout. What was asked wrongly is told in one message on stderr, with exit status 2.
 """
@@ -44,7 +44,7 @@ from penstock.timeline import Timeline
 from penstock.verify import verify
 
 app = typer.Typer(
-    help="Pipeline schedules: show, compare and verify them, and see one at work.",
+    help="Pipeline schedules: show, compare and verify them; check a model, and see one at work.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -224,6 +224,33 @@ def verify_file(
     print(f"sound: {sizes(schedule_of(work))}")
 
 
+# ---- check --------------------------------------------------------------------------------
+
+
+@app.command("check")
+def check_model(
+    factory: Annotated[
+        str, typer.Argument(help="MODULE:FACTORY, a function that gives (model, batch, ...).")
+    ],
+    stages: Annotated[int, typer.Option(help="Stages that the model is cut into.")] = 4,
+    chunks: Chunks = 4,
+    schedules: Annotated[str, typer.Option(help="all, or names with commas between.")] = "all",
+    checkpoints: Annotated[str, typer.Option(help="Modes of recomputation.")] = "never,always",
+    runtimes: Annotated[str, typer.Option(help="inline, threads.")] = "inline,threads",
+    tolerance: Annotated[float, typer.Option(help="The largest difference.")] = 1e-10,
+    as_json: Json = False,
+) -> None:
+    """Check that a pipe computes what your model computes, under every schedule.
+
+    Exit status: 0 if everything is equal, 1 if anything is not, 2 if it cannot be told.
+    """
+    from penstock.cli.checking import Asked, run  # brings torch
+
+    ways = schedules, checkpoints, runtimes
+    if not run(Asked(factory, stages, chunks, *ways, tolerance, as_json)):
+        raise typer.Exit(1)
+
+
 # ---- gallery and demo ---------------------------------------------------------------------
 
 
@@ -259,7 +286,7 @@ def train_and_compare(
 
     Exit status: 1 if the gradients are not those of the unsplit model.
     """
-    from penstock.cli.demo import Asked, run  # brings torch, which no other command needs
+    from penstock.cli.demo import Asked, run  # brings torch
 
     if not run(Asked(steps, out, schedule, chunks, devices, seed)):
         raise typer.Exit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,15 @@ def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
     return [*layer.parameters(), *layer.buffers()]
 
 
-def device_of(layer: nn.Module) -> torch.device | None:
-    """Where the layer's parameters and buffers are; None if it has none."""
+def device_of(layer: nn.Module, others: Collection[torch.Tensor] = ()) -> torch.device | None:
+    """Where the layer's parameters and buffers are; None if it has none.
+
+    Those of others count if it has no others.
+    """
     if isinstance(layer, WithDevice):
         return layer.device
-    found = {tensor.device for tensor in tensors_of(layer)}
+    held = tensors_of(layer)
+    found = {t.device for t in held if t not in others} or {t.device for t in held}
     if len(found) > 1:
         where = ", ".join(sorted(map(str, found)))
         raise ArgumentError(
@@ -103,7 +107,11 @@ def placed_by_user(
     """
     counts: list[int] = []
     devices: list[torch.device] = []
-    homes = [device_of(child) for child in children]
+    homes: list[torch.device | None] = []
+    seen: set[torch.Tensor] = set()
+    for child in children:
+        homes.append(device_of(child, seen))
+        seen.update(tensors_of(child))
     first = next((home for home in homes if home is not None), torch.device("cpu"))
     for home in homes:
         here = home or (devices[-1] if devices else first)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
@@ -52,19 +52,30 @@ class Wish:
 
 def split(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
     """Cut and place as wished; without a wish, as the layers stand."""
-    if wish.devices is not None and not len(wish.devices):
-        raise ArgumentError("devices is empty: give at least one, or leave it out")
+    _check_wish(wish)
     if wish.stages is None and wish.devices is None:
         if wish.balance is not None or wish.example is not None:
             raise ArgumentError(
                 "balance and example say how to cut, but the layers stay as they were placed: "
                 "give stages= or devices=, too"
             )
-        found = _as_placed(module)
-    else:
-        found = _as_wished(module, wish, schedule)
-    _check_sharing(found)
-    return found
+        return _as_placed(module)
+    return _as_wished(module, wish, schedule)
+
+
+def _check_wish(wish: Wish) -> None:
+    stages, devices = wish.stages, wish.devices
+    if isinstance(stages, bool | float | str):
+        raise ArgumentError(
+            f"stages is a number of stages or a list with the layers of each, not {stages!r}"
+        )
+    if isinstance(devices, str | torch.device):
+        raise ArgumentError(
+            f"devices is a list with one for each rank, such as ['{devices}', '{devices}'], not "
+            f"'{devices}'"
+        )
+    if devices is not None and not len(devices):
+        raise ArgumentError("devices is empty: give at least one, or leave it out")
 
 
 def _as_placed(module: nn.Sequential) -> Split:
@@ -88,11 +99,23 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    for stage, rank in zip(partition.stages, placement, strict=True):
-        for layer in stage.layers:
-            if any(t.device != places[rank].device for t in tensors_of(layer)):
-                layer.to(places[rank].device)
+    _move(partition, [places[rank].device for rank in placement])
     return Split(partition, places, placement)
+
+
+def _move(partition: Partition, devices: Sequence[torch.device]) -> None:
+    """Each layer to its stage's device; what several share, to that of the first."""
+    settled: set[Tensor] = set()
+    for stage, device in zip(partition.stages, devices, strict=True):
+        for layer in stage.layers:
+            held = {*tensors_of(layer)}
+            if any(t.device != device for t in held - settled):
+                if held & settled:
+                    layer._apply(lambda t, to=device: t if t in settled else t.to(to))
+                else:
+                    layer.to(device)
+            settled.update(tensors_of(layer))
+            settled.update(p.grad for p in layer.parameters() if p.grad is not None)
 
 
 def _devices_at_hand(ranks: int) -> list[str]:
@@ -142,23 +165,15 @@ def _parameter_bytes(layer: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in layer.parameters())
 
 
-def _check_sharing(split: Split) -> None:
-    """A parameter may be shared by stages of one rank, not by ranks."""
-    owners: dict[int, tuple[str, int]] = {}
-    problems = []
+def ties(split: Split) -> list[str]:
+    """Every parameter that stages of several ranks share, and whose it is, in words."""
+    owners: dict[nn.Parameter, tuple[str, int]] = {}
+    found = []
     for stage in split.partition.stages:
         rank = split.placement[stage.index]
         for name, layer in zip(stage.names, stage.layers, strict=True):
             for inner, parameter in layer.named_parameters():
-                first, owner = owners.setdefault(id(parameter), (f"{name}.{inner}", rank))
+                first, owner = owners.setdefault(parameter, (f"{name}.{inner}", rank))
                 if owner != rank:
-                    problems.append(
-                        f"{name}.{inner} on rank {rank} ({split.places[rank]!r}) is {first} on "
-                        f"rank {owner} ({split.places[owner]!r})"
-                    )
-    if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise ArgumentError(
-            f"a parameter is shared by stages of different ranks:\n{listed}\n"
-            "Cut so that the layers that share it are on one rank"
-        )
+                    found.append(f"{name}.{inner} on rank {rank} is {first} of rank {owner}")
+    return found

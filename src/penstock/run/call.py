@@ -15,6 +15,7 @@ from penstock.play import Span
 from penstock.run.inline import run_inline
 from penstock.run.phase import Phase
 from penstock.run.threads import Crew
+from penstock.run.ties import Ties
 from penstock.run.transport import Mailboxes, Stopped
 from penstock.run.worker import Desk, Mark, Step, Worker
 from penstock.stage.context import Context, no_autocast
@@ -41,9 +42,17 @@ class Call:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
+        self._ties = Ties(stages, places, placement, hooked=tracked)
         self.tapes = [
-            Tape(s, self.context, partial(keep, s.index), partial(divided, s.index), tracked)
-            for s in stages
+            Tape(
+                stage,
+                self.context,
+                partial(keep, stage.index),
+                partial(divided, stage.index),
+                tracked,
+                stand_ins,
+            )
+            for stage, stand_ins in zip(stages, self._ties.stand_ins, strict=True)
         ]
         if any(tape.may_draw for tape in self.tapes):
             seed = next_seed()
@@ -85,6 +94,7 @@ class Call:
         finally:
             for worker in self.workers:
                 worker.place.part(streams)
+        self._ties.settle()
         self._look_after(states)
 
     def anchors(self) -> list[GradientEdge]:
@@ -94,12 +104,12 @@ class Call:
         caller's stream, and every backward of every rank would wait for that one stream.
         """
         found: list[GradientEdge] = []
-        for worker in self.workers:
-            if isinstance(worker.place, Gpu):
+        for tape in self.tapes:  # the first that has a parameter is its owner's
+            place = self._places[self._placement[tape.stage.index]]
+            if isinstance(place, Gpu):
                 _meant_so()
-                with worker.place.entered():
-                    for tape in worker.tapes.values():
-                        found += map(get_gradient_edge, tape.parameters)
+                with place.entered():
+                    found += map(get_gradient_edge, tape.parameters)
         return found
 
     def _lane(self, worker: Worker, steps: Sequence[Step]) -> None:

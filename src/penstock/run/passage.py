@@ -127,7 +127,11 @@ class Passage:
         of_inputs = [
             gradient for cell in self._cells for gradient in desk.input_gradients.pop(cell).tensors
         ]
-        of_parameters = [g for tape in self.call.tapes for g in tape.collected or ()]
+        of_parameters = [
+            None if gradient is None else gradient.to(parameter.device)  # which may be its owner's
+            for tape in self.call.tapes
+            for parameter, gradient in zip(tape.parameters, tape.collected or (), strict=True)
+        ]
         desk.gradients.clear()
         if not retain:
             self.call.clear()

@@ -76,7 +76,7 @@ class Scored:
             departing = self._compute(arrived)
             (output,) = departing[OUTSIDE]
             found = self._loss_fn(output, *targets) if self._loss_fn else output
-        loss, beside = self._read(found)
+        loss, beside = read_loss(found, self._source)
         if beside.weight is not None:
             _keep_out_of(output, beside.weight)
         elif self._counting is not None and targets and isinstance(targets[0], Tensor):
@@ -90,37 +90,38 @@ class Scored:
             beside = beside._replace(output=(output,))
         return {**departing, OUTSIDE: (loss,) if beside is NOTHING else (loss, beside)}
 
-    def _read(self, found: Any) -> tuple[Tensor, Beside]:
-        """A loss; a tuple of it and its weight; or a dict of them and metrics."""
-        if type(found) is tuple and len(found) == 2:
-            found = {"loss": found[0], "weight": found[1]}
-        if not isinstance(found, Mapping):
-            return self._one_number("loss", found), NOTHING
-        if "loss" not in found:
-            raise RunError(
-                f"{self._source} a dict with {', '.join(map(repr, found)) or 'nothing'}: it needs "
-                "a 'loss', may have a 'weight', and all else in it is a metric"
-            )
-        loss = self._one_number("loss", found["loss"])
-        weight = self._weight(found["weight"], loss) if "weight" in found else None
-        metrics = {name: v for name, v in found.items() if name not in ("loss", "weight")}
-        return loss, Beside(weight, pytree.tree_map_only(Tensor, _detached, metrics))
 
-    def _one_number(self, what: str, found: Any) -> Tensor:
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found.reshape(())
-        kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
-        raise RunError(f"a {what} is one number, but {self._source} {kind}: reduce it to a scalar")
+def read_loss(found: Any, source: str) -> tuple[Tensor, Beside]:
+    """A loss; a tuple of it and its weight; or a dict of them and metrics."""
+    if type(found) is tuple and len(found) == 2:
+        found = {"loss": found[0], "weight": found[1]}
+    if not isinstance(found, Mapping):
+        return _one_number("loss", found, source), NOTHING
+    if "loss" not in found:
+        raise RunError(
+            f"{source} a dict with {', '.join(map(repr, found)) or 'nothing'}: it needs "
+            "a 'loss', may have a 'weight', and all else in it is a metric"
+        )
+    loss = _one_number("loss", found["loss"], source)
+    weight = _weight(found["weight"], loss, source) if "weight" in found else None
+    metrics = {name: v for name, v in found.items() if name not in ("loss", "weight")}
+    return loss, Beside(weight, pytree.tree_map_only(Tensor, _detached, metrics))
 
-    def _weight(self, found: Any, loss: Tensor) -> Tensor:
-        if isinstance(found, int | float):
-            return torch.full((), found, dtype=torch.float64, device=loss.device)
-        weight = self._one_number("weight", found)
-        if weight.requires_grad:
-            raise RunError(
-                f"{self._source} a weight that wants a gradient, and a weight has none: detach it"
-            )
-        return weight.to(loss.device, torch.float64, copy=True)
+
+def _one_number(what: str, found: Any, source: str) -> Tensor:
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(()).clone()  # the memory of some is as large as the output's
+    kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
+    raise RunError(f"a {what} is one number, but {source} {kind}: reduce it to a scalar")
+
+
+def _weight(found: Any, loss: Tensor, source: str) -> Tensor:
+    if isinstance(found, int | float):
+        return torch.full((), found, dtype=torch.float64, device=loss.device)
+    weight = _one_number("weight", found, source)
+    if weight.requires_grad:
+        raise RunError(f"{source} a weight that wants a gradient, and a weight has none: detach it")
+    return weight.to(loss.device, torch.float64, copy=True)
 
 
 def _detached(metric: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from penstock.stage.graph import edge
 from penstock.stage.later import Formula, Pair, Shelf, stopped
+from penstock.stage.stand_ins import real
 
 # ---- stand-ins ----------------------------------------------------------------------------
 
@@ -39,12 +40,14 @@ class Weight(Tensor):
     original: Tensor
     leaf: nn.Parameter
     shelf: Shelf
+    _stands_for: nn.Parameter  # to other calls, in other threads
 
     @staticmethod
     def of(original: Tensor, leaf: nn.Parameter, shelf: Shelf) -> Weight:
         """For operations that no function sees it is the same memory, part of the same graph."""
         made = original.as_subclass(Weight)
         made.original, made.leaf, made.shelf = original, leaf, shelf
+        made._stands_for = real(leaf)
         return made
 
     @classmethod
@@ -65,11 +68,6 @@ class Weight(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Of the parameter: that of a tensor would not do for it."""
         return copy.deepcopy(self.original, memo)
-
-
-def itself(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter that a stand-in, of a pipe around this one, stands in for."""
-    return parameter.leaf if isinstance(parameter, Weight) else parameter
 
 
 def _undisturbed(types: Iterable[type]) -> bool:

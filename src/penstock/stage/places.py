@@ -32,6 +32,9 @@ class Place(Protocol):
     def now(self) -> Moment:
         """A moment in the order of what is computed there."""
 
+    def arrived(self, parcel: Parcel) -> Parcel:
+        """What another rank sent, for what is computed here from now on."""
+
     def join(self, streams: Streams) -> None:
         """What is computed from now on comes after what the caller has asked for so far."""
 
@@ -75,6 +78,10 @@ class Cpu:
         """The host's clock."""
         return time.perf_counter()
 
+    def arrived(self, parcel: Parcel) -> Parcel:
+        """All ranks share the host's memory."""
+        return parcel
+
     def join(self, streams: Streams) -> None:
         """Everything on the host is in order as it is."""
 
@@ -117,6 +124,10 @@ class Gpu:
         event.record(self.compute)
         return event
 
+    def arrived(self, parcel: Parcel) -> Parcel:
+        """It was copied on its way."""
+        return parcel
+
     def join(self, streams: Streams) -> None:
         """The compute stream waits for the caller's."""
         self.compute.wait_event(streams.event(self.device))
@@ -137,7 +148,7 @@ class Delivery:
         if self._copied is not None and isinstance(receiver, Gpu):
             receiver.compute.wait_event(self._copied)
             used_on(receiver.compute, self._parcel.tensors)
-        return self._parcel
+        return receiver.arrived(self._parcel)
 
 
 def used_on(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:

@@ -23,13 +23,12 @@ from penstock.stage.context import Context
 from penstock.stage.deferred import Deferral
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.later import Pair, weight_gradients
-from penstock.stage.operations import itself
 from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
 from penstock.stage.sharing import check_unchanged, mark_shared, memory, protect
 from penstock.stage.stage import OUTSIDE, Stage
-from penstock.stage.stand_ins import StandIns
+from penstock.stage.stand_ins import StandIns, real
 
 Values = dict[int, tuple[Any, ...]]  # by neighbour
 Apart = dict[int, tuple[list[Tensor], Layout | None]]  # the same, taken apart
@@ -67,16 +66,17 @@ class Tape:
         keep: Callable[[int], Keep],
         divided: Callable[[int], bool] = lambda microbatch: False,
         tracked: bool = False,
+        stand_ins: StandIns | None = None,
     ) -> None:
         self.stage = stage
-        modules = stage.modules()
+        self._stand_ins = StandIns(stage.modules()) if stand_ins is None else stand_ins
+        modules = self._stand_ins.modules
         self.parameters = learning(modules)
         self.collected: list[Tensor | None] | None = None
         self.recomputes = False  # has it recomputed a cell?
         self.seed = 0  # of the call: for stages that draw
         self._context, self._keep, self._divided = context, keep, divided
         self._habits = stage.habits(modules)
-        self._stand_ins = StandIns(modules if tracked else ())
         self._buffered = [module for module in modules if module._buffers]
         self._modules, self._training = modules, [module.training for module in modules]
         self._of_parameters: list[tuple[int, int]] = []  # while something is kept
@@ -137,10 +137,9 @@ class Tape:
 
     @cached_property
     def _memory(self) -> set[int]:
-        """Where the stage's own parameters and buffers are."""
-        return memory(
-            t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())
-        )
+        """Where the stage's own parameters and buffers are, and what stands in for them."""
+        found = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())]
+        return memory([*found, *self._stand_ins.tensors])
 
     def recompute(self, microbatch: int) -> None:
         """Build the graph that the forward did not, if it did not."""
@@ -301,8 +300,8 @@ _detached = Tensor.detach
 
 def learning(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters that want a gradient, each once."""
-    found = [p for module in modules for p in module._parameters.values() if p is not None]
-    return [p for p in dict.fromkeys(map(itself, found)) if p.requires_grad]
+    found = [real(p) for module in modules for p in module._parameters.values() if p is not None]
+    return [p for p in dict.fromkeys(found) if p.requires_grad]
 
 
 def _plain_values(arrived: Mapping[int, Parcel]) -> Values:

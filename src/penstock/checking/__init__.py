@@ -1,0 +1,1 @@
+"""A pipe against the unsplit model, on the user's own model and batch."""

@@ -1,0 +1,200 @@
+"""What the unsplit model computes: on the whole batch, or micro-batch by micro-batch.
+
+Some models compute something else when the batch is cut, and rightly so: BatchNorm in training
+normalises what it sees, and random numbers are drawn for each cell. Their reference is the model
+itself, run over one micro-batch after another with the draws of the pipe's cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from penstock.batch import gather
+from penstock.checking.report import Difference
+from penstock.checking.subject import Subject, Values
+from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
+
+
+@dataclass(frozen=True)
+class Nature:
+    """What makes a model depend on how the batch is cut, by nature."""
+
+    draws: bool
+    batch_norms: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Nothing does."""
+        return not self.draws and not self.batch_norms
+
+    def __str__(self) -> str:
+        if self.whole:
+            return "the unsplit model on the whole batch, in float64"
+        reasons = ["it draws random numbers"] if self.draws else []
+        if self.batch_norms:
+            reasons.append(f"BatchNorm ({', '.join(self.batch_norms[:3])}) is in training")
+        return (
+            f"the unsplit model, micro-batch by micro-batch, in float64, as {' and '.join(reasons)}"
+        )
+
+
+def nature_of(subject: Subject, training: bool = True) -> Nature:
+    """Watch a copy of the model at work."""
+    model = subject.fresh()
+    if not training:
+        model.eval()
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]
+    with OwnRandom(0) as random, torch.no_grad():
+        subject.call(model, subject.values.uncut())
+    return Nature(random.drew, tuple(norms))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The numbers of a step, by kind and name; None where there is no gradient."""
+
+    numbers: dict[tuple[str, str], Tensor | None]
+
+    def against(self, expected: Outcome) -> Iterator[Difference]:
+        """How far each is from what is expected."""
+        for (kind, name), wanted in expected.numbers.items():
+            yield difference(kind, name, self.numbers.get((kind, name)), wanted)
+
+    def differs_from(self, other: Outcome, *kinds: str) -> bool:
+        """Does any number of these kinds?"""
+        return any(d.size for d in self.against(other) if d.kind in kinds)
+
+
+def difference(kind: str, name: str, found: Tensor | None, wanted: Tensor | None) -> Difference:
+    """How far one tensor is from another."""
+    if found is None or wanted is None:
+        if found is wanted:
+            return Difference(kind, name, 0.0)
+        note = "is missing" if found is None else "is there, and the unsplit model has none"
+        return Difference(kind, name, float("inf"), note)
+    if found.shape != wanted.shape:
+        note = f"has the shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
+        return Difference(kind, name, float("inf"), note)
+    if torch.equal(found, wanted) or not wanted.numel():
+        return Difference(kind, name, 0.0)
+    wide = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64
+    mine, theirs = found.to(wide), wanted.to(wide)
+    both_nan = mine.isnan() & theirs.isnan()
+    apart = (
+        (mine - theirs).abs().masked_fill(both_nan | (mine == theirs), 0.0).nan_to_num(torch.inf)
+    )
+    finite = theirs.abs().nan_to_num(0.0, 0.0)
+    return Difference(kind, name, float(apart.max()) / max(1.0, float(finite.max())))
+
+
+def outcome(model: nn.Module, loss: Tensor, outputs: Any, values: Values | None = None) -> Outcome:
+    """What a step leaves; with `values`, also the gradients of the inputs."""
+    numbers: dict[tuple[str, str], Tensor | None] = {("loss", ""): _kept(loss)}
+    numbers.update(_shown(outputs))
+    for name, parameter in model.named_parameters():
+        numbers["gradients", f"of '{name}'"] = _kept(parameter.grad)
+    for name, buffer in model.named_buffers():
+        numbers["buffers", f"'{name}'"] = _kept(buffer)
+    if values is not None:
+        for name, tensor in values.inputs().items():
+            if tensor.requires_grad:
+                numbers["inputs", f"gradient of {name}"] = _kept(tensor.grad)
+    return Outcome(numbers)
+
+
+def evaluation(loss: Tensor, outputs: Any) -> Outcome:
+    """What eval mode gives."""
+    return Outcome({("loss", ""): _kept(loss), **_shown(outputs)})
+
+
+def _shown(outputs: Any) -> dict[tuple[str, str], Tensor | None]:
+    """The tensors among the outputs that are put together by rows."""
+    found = pytree.tree_flatten_with_path(outputs)[0]
+    return {
+        ("outputs", pytree.keystr(path)): _kept(leaf)
+        for path, leaf in found
+        if isinstance(leaf, Tensor) and leaf.dim()
+    }
+
+
+def _kept(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def unsplit(subject: Subject, model: nn.Module, values: Values, whole: bool) -> tuple[Tensor, Any]:
+    """The loss and the outputs of the model itself; with gradients on, its backward, too."""
+    pieces, rows = values.cut(1 if whole else subject.chunks)
+    for layer in model.modules():
+        if isinstance(layer, DeferredBatchNorm):
+            layer.begin(len(pieces))
+    draws = _Draws(subject, model)
+    outputs, losses, weights = [], [], []
+    for microbatch, piece in enumerate(pieces):
+        with draws.of(microbatch):
+            output, loss, weight = subject.call(model, piece)
+        outputs.append(output)
+        losses.append(loss)
+        weights.append(weight)
+    draws.end()
+    shares = [1.0] * len(pieces) if whole or subject.rule.sums else rows.shares()
+    total = _reduced(losses, shares, [w for w in weights if w is not None] if not whole else [])
+    if torch.is_grad_enabled() and total.requires_grad:
+        total.backward()
+    return total.detach(), gather(outputs, rows)
+
+
+def _reduced(losses: list[Tensor], shares: list[float], weights: list[Tensor]) -> Tensor:
+    """The loss of a batch, from those of its parts: by weights, if there are some."""
+    if not weights:
+        return torch.stack([x * share for x, share in zip(losses, shares, strict=True)]).sum()
+    pairs = zip(losses, weights, strict=True)
+    counted = [loss * weight for loss, weight in pairs if weight]
+    return torch.stack(counted or losses).sum() / torch.stack(weights).sum()
+
+
+class _Draws:
+    """Lets the model draw what the cells of a pipe would: each stage has its own generator."""
+
+    def __init__(self, subject: Subject, model: nn.Module) -> None:
+        self._stages = [[model.get_submodule(name) for name in names] for names in subject.layers]
+        self._seed, self._drew = next_seed(), False
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """Within, the model computes this micro-batch."""
+        cells = [
+            OwnRandom(seed_of_cell(self._seed, stage, microbatch))
+            for stage in range(len(self._stages))
+        ]
+        with ExitStack() as hooks, ExitStack() as here:
+
+            def enter(stage: int) -> None:
+                here.close()
+                here.enter_context(cells[stage])
+
+            for stage, layers in enumerate(self._stages):
+                for layer in layers:
+                    hook = layer.register_forward_pre_hook(
+                        lambda *_, stage=stage: enter(stage), prepend=True
+                    )
+                    hooks.callback(hook.remove)
+            yield
+        self._drew |= any(cell.drew for cell in cells)
+
+    def end(self) -> None:
+        """Move the generator on, as a pipe does."""
+        if self._drew:
+            move_on()

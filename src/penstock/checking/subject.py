@@ -1,0 +1,255 @@
+"""What is checked: a model and a batch, copied and in float64, and how a pipe is made of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.batch import Chunk, NoChunk, Rows, scatter
+from penstock.errors import ArgumentError
+from penstock.ir import Schedule
+from penstock.partition.side import names_in_chain, picked
+from penstock.pipe import Pipe
+from penstock.run.training import StepResult
+from penstock.schedules.choice import Asked, stages_per_rank
+from penstock.stage.added import added_losses
+from penstock.stage.loss import read_loss
+from penstock.stage.reduction import LossFn, Reduction, reduction_of
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a step is given: positional and keyword inputs, and the target."""
+
+    batch: tuple[Any, ...]
+    side: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Values:
+        """With each tensor changed."""
+
+        def changed(leaf: Any) -> Any:
+            if isinstance(leaf, NoChunk):
+                return NoChunk(change(leaf.tensor))
+            if isinstance(leaf, Chunk):
+                return Chunk(change(leaf.tensor), leaf.dim)
+            return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+        batch, side, target = pytree.tree_map(changed, (self.batch, self.side, self.target))
+        return Values(batch, side, target)
+
+    def cut(self, chunks: int) -> tuple[list[Values], Rows]:
+        """The micro-batches, as a pipe cuts them; that of `chunks=1` is what a model is given."""
+        names = [f"input {at}" for at in range(len(self.batch))]
+        given = (*self.batch, *self.side.values(), self.target)
+        pieces, rows = scatter(given, chunks, [*names, *self.side, "target"])
+        return [self._of(piece) for piece in pieces], rows
+
+    def uncut(self) -> Values:
+        """The whole batch, as a model is given it."""
+        return self.cut(1)[0][0]
+
+    def _of(self, given: Sequence[Any]) -> Values:
+        """Other values in the places of these."""
+        *inputs, target = given
+        size = len(self.batch)
+        return Values(
+            tuple(inputs[:size]), dict(zip(self.side, inputs[size:], strict=True)), target
+        )
+
+    def half(self) -> Values:
+        """The first half of the rows; what is not cut stays as it was given."""
+        mine, spec = pytree.tree_flatten((self.batch, self.side, self.target))
+        piece = self.cut(2)[0][0]
+        cut = pytree.tree_leaves((piece.batch, piece.side, piece.target))
+
+        def halved(given: Any, found: Any) -> Any:
+            if isinstance(given, Chunk):
+                return Chunk(found, given.dim)
+            return found if isinstance(given, Tensor) else given
+
+        leaves = [halved(given, found) for given, found in zip(mine, cut, strict=True)]
+        return Values(*pytree.tree_unflatten(leaves, spec))
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors that a model is given, by a name for each: input 0, mask, ..."""
+        given = {**{f"input {at}": value for at, value in enumerate(self.batch)}, **self.side}
+        found = {}
+        for name, value in given.items():
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                tensor = leaf.tensor if isinstance(leaf, Chunk | NoChunk) else leaf
+                if isinstance(tensor, Tensor):
+                    found[f"{name}{pytree.keystr(path)}"] = tensor
+        return found
+
+    def learning(self) -> Values:
+        """The same with gradients wanted for every input that can have one."""
+        inputs = {id(tensor) for tensor in self.inputs().values()}
+
+        def leaf(tensor: Tensor) -> Tensor:
+            mine = tensor.detach()
+            wanted = id(tensor) in inputs and mine.is_floating_point()
+            return mine.requires_grad_(wanted or tensor.requires_grad)
+
+        return self.mapped(leaf)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """A copy of a tensor on the host, with its numbers in double precision."""
+    wide = torch.float64 if tensor.is_floating_point() else tensor.dtype
+    if tensor.is_complex():
+        wide = torch.complex128
+    mine = tensor.detach().to("cpu", wide, copy=True)
+    return mine.requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, a batch and a loss; nothing here is the user's own, and the model is never run."""
+
+    model: nn.Module
+    values: Values
+    loss_fn: LossFn | None
+    reduction: str | None
+    stages: int | Sequence[int]
+    chunks: int
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        values: Values,
+        loss_fn: LossFn | None,
+        reduction: str | None,
+        stages: int | Sequence[int],
+        chunks: int,
+    ) -> Subject:
+        """Copies, in float64, on the host."""
+        mine = copy.deepcopy(model).double().cpu()
+        mine.zero_grad(set_to_none=True)
+        return Subject(
+            mine, values.mapped(in_float64), _loss_in_float64(loss_fn), reduction, stages, chunks
+        )
+
+    def fresh(self) -> nn.Module:
+        """The model as it was given."""
+        return copy.deepcopy(self.model)
+
+    def pipe(
+        self,
+        schedule: Asked,
+        ranks: int,
+        checkpoint: str,
+        runtime: str,
+        devices: Sequence[Any] | None = None,
+        chunks: int | None = None,
+    ) -> Pipe:
+        """A pipe over a fresh copy."""
+        return Pipe(
+            self.fresh(),  # type: ignore[arg-type]
+            chunks or self.chunks,
+            checkpoint,
+            stages=self.stages,
+            devices=devices or ["cpu"] * ranks,
+            schedule=schedule,
+            loss_fn=self.loss_fn,
+            reduction=self.reduction,
+            runtime=runtime,
+        )
+
+    def step(self, pipe: Pipe, values: Values, outputs: bool = True) -> StepResult:
+        """The one place where a pipe is given a batch."""
+        return pipe.step(*values.batch, target=values.target, outputs=outputs, **values.side)
+
+    def call(self, model: nn.Module, values: Values) -> tuple[Any, Tensor, Tensor | None]:
+        """The one place where a model is: its output, the loss of it, and what that counts for."""
+        given = () if values.target is None else (values.target,)
+        with added_losses() as extra:
+            output = called(model, values)
+            found = output if self.loss_fn is None else self.loss_fn(output, *given)
+        loss, beside = read_loss(found, "the loss gave")
+        for added in extra:
+            loss = loss + added
+        weight = beside.weight
+        if weight is None and self.rule.counting is not None and given:
+            weight = self.rule.counting(given[0])
+        return output, loss, weight
+
+    @cached_property
+    def rule(self) -> Reduction:
+        """How the losses of micro-batches make one."""
+        return reduction_of(self.loss_fn, self.reduction)
+
+    @cached_property
+    def layers(self) -> list[tuple[str, ...]]:
+        """The names of the layers of each stage."""
+        number = self.stages if isinstance(self.stages, int) else len(self.stages)
+        pipe = self.pipe("naive", number, "never", "inline")
+        return [stage.names for stage in pipe._split.partition.stages]
+
+    def without_metrics(self) -> Subject:
+        """The same with a loss that comes alone: a step keeps metrics until its end."""
+        return replace(self, loss_fn=partial(_alone, self.loss_fn))
+
+    def with_values(self, values: Values) -> Subject:
+        """The same model with another batch."""
+        return replace(self, values=values)
+
+
+def _alone(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
+    found = output if loss_fn is None else loss_fn(output, *target)
+    if not isinstance(found, dict):
+        return found
+    return (found["loss"], found["weight"]) if "weight" in found else found["loss"]
+
+
+def called(model: nn.Module, values: Values) -> Any:
+    """The model's output; a Sequential takes several inputs, and some by name, as in a pipe."""
+    if type(model).forward is not nn.Sequential.forward:
+        return model(*values.batch, **values.side)
+    layers = list(model.children())
+    given: tuple[Any, ...] = values.batch
+    for layer, names in zip(layers, names_in_chain(layers, first=True), strict=True):
+        given = (layer(*given, **picked(values.side, names)),)
+    return given[0]
+
+
+def ranks_for(schedule: str | Schedule, stages: int) -> int:
+    """How many ranks suit a schedule of so many stages."""
+    if isinstance(schedule, Schedule):
+        return schedule.ranks
+    per_rank = stages_per_rank(schedule)
+    if stages % per_rank:
+        raise ArgumentError(
+            f"{schedule} has {per_rank} stages a rank, and {stages} stages do not divide so: "
+            f"use stages={stages + per_rank - stages % per_rank}"
+        )
+    return stages // per_rank
+
+
+def of_its_own(output: Any) -> Tensor:
+    """A loss for models that come without one: a mean by rows, in which every number counts."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf):
+            rows = leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+            signs = torch.arange(rows.size(1), dtype=leaf.dtype).cos()
+            total = total + (rows * signs + rows.square()).mean()
+    return total
+
+
+def _loss_in_float64(loss_fn: LossFn | None) -> LossFn | None:
+    """With its own tensors (the weights of classes, say) in float64."""
+    if isinstance(loss_fn, nn.Module):
+        return copy.deepcopy(loss_fn).double().cpu()
+    if isinstance(loss_fn, partial):
+        keywords = pytree.tree_map_only(Tensor, in_float64, loss_fn.keywords)
+        arguments = pytree.tree_map_only(Tensor, in_float64, loss_fn.args)
+        return partial(loss_fn.func, *arguments, **keywords)
+    return loss_fn

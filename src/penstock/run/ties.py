@@ -1,0 +1,77 @@
+"""What several ranks share: who owns it, what the others compute with, and who gets the gradient.
+
+A parameter is the first stage's that has it; stages of other ranks compute with stand-ins. What
+these learn is added to the owner's `.grad` after the run, by the caller's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from penstock.stage.places import Place
+from penstock.stage.stage import Stage
+from penstock.stage.stand_ins import Doubles, StandIns, real
+
+
+class Ties:
+    """Of one call: `stand_ins` for each stage. With `hooked`, for parameters with hooks, too."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        places: Sequence[Place],
+        placement: Sequence[int],
+        hooked: bool,
+    ) -> None:
+        modules = [[real(module) for module in stage.modules()] for stage in stages]
+        ranks = [placement[stage.index] for stage in stages]
+        owners = _owners(stages, ranks, modules) if len(places) > 1 else {}
+        self._doubles = [
+            Doubles(place.device, {key for key, owner in owners.items() if owner != rank}, hooked)
+            for rank, place in enumerate(places)
+        ]
+        self.stand_ins = [
+            StandIns(those, self._doubles[rank], owners)
+            for rank, those in zip(ranks, modules, strict=True)
+        ]
+
+    def settle(self) -> None:
+        """Hand over what the stand-ins have learned: in one backward, rank after rank.
+
+        So the hooks of an owner see the sum of what all other ranks add, once.
+        """
+        learned = [pair for doubles in self._doubles for pair in doubles.learned()]
+        if learned:
+            owners = [owner for owner, _ in learned]
+            torch.autograd.backward(owners, [g.to(owner.device) for owner, g in learned])
+
+
+def _owners(
+    stages: Sequence[Stage], ranks: Sequence[int], modules: Sequence[Sequence[nn.Module]]
+) -> dict[int, int]:
+    """The ids of modules, parameters and buffers that several ranks have, with their owners.
+
+    It is the rank of the first stage; that of a layer of the pipe itself is its own stage's.
+    """
+    held = [(rank, _held(those)) for rank, those in zip(ranks, modules, strict=True)]
+    if len(set().union(*(ids for _, ids in held))) == sum(len(ids) for _, ids in held):
+        return {}  # as for most models
+    first = {id(layer): rank for s, rank in zip(stages, ranks, strict=True) for layer in s.layers}
+    shared: dict[int, int] = {}
+    for rank, ids in held:
+        for key in ids:
+            owner = first.setdefault(key, rank)
+            if owner != rank:
+                shared[key] = owner
+    return shared
+
+
+def _held(modules: Sequence[nn.Module]) -> set[int]:
+    """The ids of the modules and of their tensors."""
+    ids = {id(real(t)) for m in modules for t in m._parameters.values() if t is not None}
+    ids.update([id(real(t)) for m in modules for t in m._buffers.values() if t is not None])
+    ids.update(map(id, modules))
+    return ids

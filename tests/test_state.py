@@ -1,0 +1,362 @@
+"""What a model keeps besides its weights, and what trains it: as on the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from penstock import Pipe
+from tests.support import (
+    CHECKPOINTS,
+    RUNTIMES,
+    SCHEDULES,
+    Outcome,
+    batch,
+    bitwise,
+    closely,
+    differences,
+    each_checkpoint,
+    each_door,
+    each_runtime,
+    each_schedule,
+    network,
+    order_of_backwards,
+    plain,
+    trained,
+    unsplit,
+    whole,
+)
+
+CHUNKS = 3
+
+
+def piped(model: nn.Sequential, **options: Any) -> Pipe:
+    given = {"chunks": CHUNKS, "stages": 4, "loss_fn": functional.mse_loss, **options}
+    return Pipe(copy.deepcopy(model), **given)
+
+
+def on_devices(schedule: str) -> list[str]:
+    return ["cpu"] * (4 // SCHEDULES[schedule])
+
+
+def expect(pipe: Pipe, model: nn.Sequential, door: str, rows: int = 7) -> None:
+    """One training step of each, with the same result."""
+    x, target = batch(rows)
+    expected = whole(model, x, target, functional.mse_loss)
+    assert differences(trained(pipe, x, target, door), expected, closely) == []
+
+
+def tied() -> nn.Sequential:
+    model = plain()
+    model.append(nn.Linear(3, 8).double())
+    model.append(nn.Linear(8, 8).double())
+    model[5].weight = model[2].weight
+    model.append(nn.Linear(8, 3).double())
+    return model
+
+
+# ---- frozen layers and adapters -----------------------------------------------------------
+
+FREEZES: dict[str, Callable[[str], bool]] = {
+    "the first stage": lambda name: name.startswith("0."),
+    "the middle": lambda name: name.startswith("2."),
+    "the last stage": lambda name: name.startswith("3."),
+    "all weights": lambda name: name.endswith("weight"),
+    "all but the last": lambda name: not name.startswith("3."),
+}
+
+
+@each_door
+@each_checkpoint
+@each_runtime
+@pytest.mark.parametrize("frozen", FREEZES)
+def test_frozen_layers(frozen: str, runtime: str, checkpoint: str, door: str) -> None:
+    model = plain()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not FREEZES[frozen](name))
+    pipe = piped(model, checkpoint=checkpoint, runtime=runtime, schedule="1f1b")
+    for _ in range(2):
+        expect(pipe, model, door)
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and a product of two thin matrices that learns in its place."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features, dtype=torch.float64))
+        self.up = nn.Parameter(torch.randn(base.out_features, rank, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + functional.linear(functional.linear(x, self.down), self.up)
+        return y
+
+
+@each_door
+@each_checkpoint
+@each_schedule
+@pytest.mark.parametrize("shared", [False, True])
+def test_adapters(shared: bool, schedule: str, checkpoint: str, door: str) -> None:
+    model = tied() if shared else plain()
+    for at, layer in enumerate(model):
+        if isinstance(layer, nn.Linear):
+            model[at] = Adapted(layer)
+    pipe = piped(model, checkpoint=checkpoint, schedule=schedule, devices=on_devices(schedule))
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
+        for m in (model, pipe)
+    ]
+    for _ in range(3):
+        expect(pipe, model, door)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ---- parametrized weights -----------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "custom": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+}
+
+
+@each_door
+@each_checkpoint
+@each_runtime
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", PARAMETRIZATIONS)
+def test_parametrized_weights(
+    how: str, when: str, runtime: str, checkpoint: str, door: str
+) -> None:
+    model = plain()
+    if when == "before":
+        PARAMETRIZATIONS[how](model[2])
+    pipe = piped(model, checkpoint=checkpoint, runtime=runtime, schedule="1f1b")
+    if when == "after":  # the pipe was made
+        for module in (model, pipe):
+            torch.manual_seed(2)
+            PARAMETRIZATIONS[how](module[2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pipe)]
+    for _ in range(2):
+        expect(pipe, model, door)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@each_door
+@each_checkpoint
+@each_schedule
+def test_spectral_norm_moves_on_with_each_micro_batch(
+    schedule: str, checkpoint: str, door: str
+) -> None:
+    """It iterates in each forward: compared with the model itself, micro-batch by micro-batch."""
+    model = plain()
+    parametrizations.spectral_norm(model[2])
+    pipe = piped(model, checkpoint=checkpoint, schedule=schedule, devices=on_devices(schedule))
+    x, target = batch(7)
+    for _ in range(2):
+        found = trained(pipe, x, target, door)
+        expected = unsplit(
+            model, x, target, functional.mse_loss,
+            chunks=CHUNKS, counts=[1, 1, 1, 1], order=order_of_backwards(pipe, CHUNKS), door=door,
+        )  # fmt: skip
+        assert differences(found, expected, closely) == []
+
+
+# ---- what trains it -----------------------------------------------------------------------
+
+EMA = get_ema_multi_avg_fn(0.9)
+
+
+@each_door
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("make", [network, tied], ids=["network", "tied"])
+def test_an_average_of_the_model(
+    make: Callable[[], nn.Sequential], use_buffers: bool, door: str
+) -> None:
+    model = make()
+    for layer in model:
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    pipe = piped(model, chunks=1)  # BatchNorm, if any, sees the whole batch
+    averages = [AveragedModel(m, multi_avg_fn=EMA, use_buffers=use_buffers) for m in (model, pipe)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pipe)]
+    for _ in range(3):
+        expect(pipe, model, door)
+        for module, average, optimizer in zip((model, pipe), averages, optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(module)
+    states = [average.state_dict() for average in averages]
+    assert list(states[0]) == list(states[1])
+    assert all(map(closely, states[1].values(), states[0].values()))
+    x, target = batch(5)
+    for average in averages:
+        average.eval()
+    assert closely(averages[1](x), averages[0](x))
+    averaged = averages[1].module
+    assert isinstance(averaged, Pipe)
+    wanted = functional.mse_loss(averages[0](x), target)
+    assert closely(averaged.step(x, target=target).loss, wanted)
+
+
+@each_door
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_gradient_scaler(overflow: bool, door: str) -> None:
+    """If one stage's gradient overflows, no stage learns."""
+    model = tied()
+    pipe = piped(model, schedule="1f1b")
+    x, target = batch(7)
+    if overflow:
+        target[0] = float("inf")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pipe)]
+    before = copy.deepcopy(model.state_dict())
+    for module, scaler, optimizer in zip((model, pipe), scalers, optimizers, strict=True):
+
+        def scaled(output: Tensor, target: Tensor, scaler: Any = scaler) -> Tensor:
+            found: Tensor = scaler.scale(functional.mse_loss(output, target))
+            return found
+
+        if door == "step" and isinstance(module, Pipe):
+            module.step(x, target=target, loss_fn=scaled)
+        else:
+            scaled(module(x), target).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    states = [module.state_dict().values() for module in (pipe, model)]
+    assert all(map(closely, *states))
+    assert all(map(bitwise, states[0], before.values())) == overflow
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1.0),
+}
+
+
+@pytest.mark.parametrize("how", SCHEDULERS)
+def test_learning_rates_go_the_same_way(how: str) -> None:
+    model = plain()
+    pipe = piped(model, schedule="1f1b")
+    x, target = batch(7)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, pipe)]
+    rates = [SCHEDULERS[how](optimizer) for optimizer in optimizers]
+    for _ in range(5):
+        loss = whole(model, x, target, functional.mse_loss).loss
+        losses = [loss, pipe.step(x, target=target).loss]
+        assert closely(*losses)
+        for optimizer, rate, loss in zip(optimizers, rates, losses, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step(loss) if how == "plateau" else rate.step()
+    assert rates[0].get_last_lr() == rates[1].get_last_lr() != [0.1]
+
+
+@pytest.mark.parametrize("make", [plain, tied], ids=["plain", "tied"])
+def test_groups_of_parameters_by_name(make: Callable[[], nn.Sequential]) -> None:
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        named = list(module.named_parameters())
+        decayed = [(n, p) for n, p in named if n.endswith("weight")]
+        plainly = [(n, p) for n, p in named if not n.endswith("weight")]
+        return [{"params": decayed, "weight_decay": 0.1}, {"params": plainly, "lr": 0.5}]
+
+    model = make()
+    pipe = piped(model, schedule="1f1b")
+    optimizers = [torch.optim.AdamW(groups(m), lr=0.05) for m in (model, pipe)]
+    named = [[group["param_names"] for group in o.param_groups] for o in optimizers]
+    assert named[0] == named[1]
+    for _ in range(3):
+        expect(pipe, model, "step")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    for key, state in states[0]["state"].items():
+        assert all(closely(value, states[1]["state"][key][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("make", [network, tied], ids=["network", "tied"])
+def test_training_goes_on_from_what_the_other_saved(make: Callable[[], nn.Sequential]) -> None:
+    """Model to pipe, pipe to model, with the optimizer's state."""
+    x, target = batch(8)
+    model = make().eval()  # dropout and BatchNorm aside
+    modules: list[Any] = [model, piped(make()).eval(), make().eval(), piped(make(), stages=2)]
+    modules[3].eval()
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in modules]
+    always = make().eval()
+    of_always = torch.optim.Adam(always.parameters(), lr=0.01)
+    saved = io.BytesIO()
+    for at, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+        if at:
+            saved.seek(0)
+            states = torch.load(saved)
+            module.load_state_dict(states["model"])
+            optimizer.load_state_dict(states["optimizer"])
+        for trainee, its in ((module, optimizer), (always, of_always)):
+            its.zero_grad()
+            functional.mse_loss(trainee(x), target).backward()
+            its.step()
+        saved = io.BytesIO()
+        torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        assert all(map(closely, module.state_dict().values(), always.state_dict().values()))
+
+
+# ---- randomness ---------------------------------------------------------------------------
+
+CUT = [3, 2, 2, 3]
+PLACED = [
+    (schedule, ranks)
+    for schedule, ranks in itertools.product(SCHEDULES, (1, 2, 4))
+    if schedule == "gpipe" or ranks * SCHEDULES[schedule] == 4
+]
+
+
+@each_door
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_dropout_is_the_same_however_it_is_run(chunks: int, door: str) -> None:
+    """For one cut: the outputs to the bit, the gradients but for the order of their sums."""
+    model = network()
+    x, target = batch(8)
+    outcomes: list[Outcome] = []
+    for (schedule, ranks), runtime, checkpoint in itertools.product(PLACED, RUNTIMES, CHECKPOINTS):
+        pipe = piped(
+            model,
+            chunks=chunks,
+            stages=CUT,
+            devices=["cpu"] * ranks,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            runtime=runtime,
+        )
+        torch.manual_seed(3)
+        outcomes.append(trained(pipe, x, target, door))
+        outcomes.append(trained(pipe, x, target, door))
+    assert not bitwise(outcomes[0].output, outcomes[1].output)
+    for at, found in enumerate(outcomes[2:]):
+        assert bitwise(found.output, outcomes[at % 2].output)
+        assert differences(found, outcomes[at % 2], closely) == []
