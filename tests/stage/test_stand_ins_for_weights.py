@@ -507,9 +507,9 @@ def test_a_module_that_two_threads_use_at_once() -> None:
     output, later = forward(model, x, compute=compute)
     assert type(model.weight) is nn.Parameter
     assert (len(later), len(other[1])) == (1, 0)
-    for output, later in ((output, later), other):
-        backward(output)
-        weight_gradients(later)
+    for made, pairs in ((output, later), other):
+        backward(made)
+        weight_gradients(pairs)
     expected = linear()
     for _ in range(2):
         backward(expected(x.detach()))

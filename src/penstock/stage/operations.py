@@ -121,7 +121,7 @@ def _put_off(
         output, pair = stopped(weight.leaf, operation(given, original), shelf)
     else:
         output = operation(given, original.detach())
-        root = original if original.is_leaf else edge(original)
+        root = original if original is weight.leaf else edge(original)
         assert root is not None
         pair = Pair(weight.leaf, root, given, formula, shelf)
         base = output._base  # a change in place of a view goes around the view's own node
