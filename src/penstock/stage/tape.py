@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.stage.checkpointing import checkpointing, recomputing
 from penstock.stage.context import Context
-from penstock.stage.deferred import Deferral, Later, weight_gradients
+from penstock.stage.deferred import Deferral
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
+from penstock.stage.later import Pair, weight_gradients
 from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
 from penstock.stage.randomness import OwnRandom, seed_of_cell
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
@@ -82,7 +83,7 @@ class Tape:
         self._tracked = tracked
         self._graphs: dict[int, Graph] = {}
         self._kept: dict[int, _Kept] = {}
-        self._later: dict[int, Later] = {}  # weight gradients for a W
+        self._later: dict[int, list[Pair]] = {}  # weight gradients for a W
         self._sums: set[int] = set()  # which of the collected are sums of our own
 
     @property
@@ -235,7 +236,7 @@ class Tape:
 
     @cached_property
     def _deferral(self) -> Deferral:
-        return Deferral(self._modules, self._stand_ins.of)
+        return Deferral(self._modules)
 
     # ---- backward -------------------------------------------------------------------------
 
