@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import RunError
+from penstock.stage.compiled import compiled_parts
 from penstock.stage.graph import ROOT, accumulate
 
 Formula = Callable[[Tensor, Tensor], Tensor]  # of the output's gradient and the input
@@ -156,6 +157,8 @@ def _original(weight: Weight) -> Tensor:
 
 def _keeps_its_own() -> bool:
     """Not where somebody else keeps what backwards need, and may compute it anew."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -168,7 +171,11 @@ class Deferral:
         made: dict[nn.Parameter, Weight] = {}
         self._ledger = Ledger()
         self._homes: list[tuple[dict[str, Any], str, Weight]] = []
+        modules = list(modules)
+        compiled = compiled_parts(modules)
         for module in modules:
+            if module in compiled:
+                continue
             for name, parameter in module._parameters.items():
                 if parameter is not None and _can_wait(learner(parameter)):
                     if parameter not in made:

@@ -17,7 +17,9 @@ import torch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
+    _pop_mode,
     _pop_mode_temporarily,
+    _push_mode,
 )
 from torch.utils._pytree import tree_iter
 
@@ -83,6 +85,19 @@ class OwnRandom(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Whether to load the compiler, which takes seconds, only to keep it from tracing this."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or a compiled layer that was called below this once is never run compiled again."""
+        return True
+
+    def __enter__(self) -> OwnRandom:
+        """For this thread. PyTorch's own way also sets flags that all threads share."""
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop_mode()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

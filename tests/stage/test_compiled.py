@@ -1,0 +1,131 @@
+"""Layers compiled with torch.compile run compiled, below everything that a stage does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._python_dispatch as dispatching
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock import Pipe
+from penstock.stage.compiled import compiled_parts
+from tests.support import batch, closely, each_runtime
+
+pytestmark = [  # the compiler's own
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Block(nn.Module):
+    """Two layers in one."""
+
+    def __init__(self, size: int = 6) -> None:
+        super().__init__()
+        self.a = nn.Linear(size, size, dtype=torch.float64)
+        self.b = nn.Linear(size, size, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+class Backend:
+    """Runs graphs as they are, and counts."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph: Any, example: Any) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            self.runs += 1
+            return graph(*values)
+
+        return run
+
+
+def in_place(block: nn.Module, backend: Backend) -> nn.Module:
+    block.compile(backend=backend)
+    return block
+
+
+def wrapped(block: nn.Module, backend: Backend) -> nn.Module:
+    compiled: Any = torch.compile(block, backend=backend)
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def by_its_forward(block: nn.Module, backend: Backend) -> nn.Module:
+    block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+    return block
+
+
+WAYS: list[Callable[[nn.Module, Backend], nn.Module]] = [in_place, wrapped, by_its_forward]
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()  # type: ignore[attr-defined]
+    yield
+    torch._dynamo.reset()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@each_runtime
+def test_every_call_is_a_compiled_one(runtime: str, schedule: str, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    blocks = [Block() for _ in WAYS]
+    model = nn.Sequential(*copy.deepcopy(blocks))
+    backend = Backend()
+    pipe = Pipe(
+        nn.Sequential(*(way(block, backend) for way, block in zip(WAYS, blocks, strict=True))),
+        2, checkpoint, stages=3, devices=["cpu"] * 3,
+        schedule=schedule, loss_fn=mse_loss, runtime=runtime,
+    )  # fmt: skip
+    x = batch(8)[0]
+    for step in (1, 2):
+        pipe.step(x, target=-x)
+        mse_loss(model(x), -x).backward()
+        assert backend.runs == step * 3 * 2 * (1 + (checkpoint == "always"))
+    found = [p.grad for p in pipe.parameters()]
+    assert all(
+        a is not None and b.grad is not None and closely(a, b.grad)
+        for a, b in zip(found, model.parameters(), strict=True)
+    )
+
+
+@each_way
+def test_what_is_inside_a_compiled_module_is_compiled(way: Callable[..., nn.Module]) -> None:
+    plain, block = Block(), Block()
+    compiled = way(block, Backend())
+    inside = {*compiled.modules()}
+    assert compiled_parts([*plain.modules(), *compiled.modules()]) == inside
+    assert {block.a, block.b} <= inside
+
+
+def test_what_a_layer_compiled_before_it_was_in_a_pipe_stays_compiled() -> None:
+    """A call below a dispatch mode once kept the compiler from ever compiling its code again."""
+    x, backend = batch(4)[0], Backend()
+    in_place(Block(), backend)(x)
+    block = in_place(Block(), backend)
+    pipe = Pipe(nn.Sequential(block, nn.Linear(6, 6).double()), 2, stages=2, devices=["cpu"] * 2)
+    pipe(x).sum().backward()
+    before = backend.runs
+    in_place(Block(), backend)(x)
+    assert backend.runs == before + 1
+
+
+def test_threads_leave_no_flag_behind() -> None:
+    """PyTorch's modes set one flag for all threads, and it stayed set after stages that draw."""
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1)) for _ in range(4)]
+    pipe = Pipe(nn.Sequential(*layers), 8, stages=4, devices=["cpu"] * 4, schedule="1f1b")
+    x = torch.randn(16, 6)
+    for _ in range(10):
+        pipe.step(x, target=x, loss_fn=mse_loss)
+    assert not dispatching.is_in_torch_dispatch_mode()
