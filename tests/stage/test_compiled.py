@@ -60,7 +60,7 @@ def wrapped(block: nn.Module, backend: Backend) -> nn.Module:
 
 
 def by_its_forward(block: nn.Module, backend: Backend) -> nn.Module:
-    block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+    block.forward = torch.compile(block.forward, backend=backend)
     return block
 
 
@@ -70,9 +70,9 @@ each_way = pytest.mark.parametrize("way", WAYS)
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()  # type: ignore[attr-defined]
+    torch._dynamo.reset()
     yield
-    torch._dynamo.reset()  # type: ignore[attr-defined]
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
