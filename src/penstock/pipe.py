@@ -203,7 +203,8 @@ class Pipe(nn.Module):
 
         alone = len(self._split.places) == 1  # then there is nothing to run beside
         crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
-        return Call(stages, self._split.places, self._split.placement, keep, divided, crew, tracked)
+        where = self._split.places, self._split.placement
+        return Call(stages, *where, keep, divided, crew, tracked, schedule.chunks)
 
     def _check_layers(self) -> None:
         known = [name for stage in self._split.partition.stages for name in stage.names]
