@@ -177,16 +177,16 @@ def compiled(model: nn.Sequential) -> None:
 ASKED = [
     Feature(
         "checkpointing",
-        "With each of the three modes; each cell that is to be recomputed is so once a step, counted.",
+        "In each of the three modes; every cell that is to be recomputed is so once a step, "
+        "which is counted.",
         repeated,
         ways=tuple(itertools.product(RUNTIMES, CHECKPOINTS)),
         after=recomputed_once,
     ),
     Feature(
         "autocast",
-        "A float32 model under `torch.autocast` to bfloat16, forward, loss and backward: "
-        "to the bit what the unsplit model gives under the same autocast, one micro-batch after the "
-        "other.",
+        "A float32 model under `torch.autocast` to bfloat16: to the bit what the unsplit model "
+        "gives under autocast, one micro-batch after the other.",
         lambda: blocks(torch.float32),
         in_float32,
         whole=False,
@@ -227,7 +227,7 @@ ASKED = [
     ),
     Feature(
         "uneven batch",
-        "Batches of 7, 5, 1, 3 and 8 rows, in up to four micro-batches, each against the whole batch.",
+        "Batches of 7, 5, 1, 3 and 8 rows, in up to four micro-batches.",
         blocks,
         of_many_sizes,
     ),

@@ -325,8 +325,8 @@ MORE = [
     ),
     Feature(
         "hooks",
-        "Hooks that change gradients of parameters, outputs and inputs of a layer, and the gradient "
-        "that a layer passes on.",
+        "Hooks that change gradients of parameters, outputs and inputs of a layer, and what a "
+        "layer passes back.",
         hooked,
     ),
 ]

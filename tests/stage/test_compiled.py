@@ -121,6 +121,34 @@ def test_what_a_layer_compiled_before_it_was_in_a_pipe_stays_compiled() -> None:
     assert backend.runs == before + 1
 
 
+WHOLE: dict[str, Callable[[Pipe, Tensor], object]] = {
+    "in place": lambda pipe, x: pipe.compile(backend="eager"),
+    "wrapped": lambda pipe, x: torch.compile(pipe, backend="eager")(x),
+    "in a function": lambda pipe, x: torch.compile(
+        lambda: pipe.step(x, target=-x).loss, backend="eager"
+    )(),
+}
+
+
+@each_runtime
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_pipe_that_is_compiled_as_a_whole_runs_as_it_is(how: str, runtime: str) -> None:
+    """The compiler failed with errors of its own, deep inside the library."""
+    model = nn.Sequential(Block(), Block())
+    pipe = Pipe(
+        copy.deepcopy(model), 2, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss, runtime=runtime
+    )
+    x = batch(8)[0]
+    WHOLE[how](pipe, x)
+    pipe.zero_grad()
+    mse_loss(pipe(x), -x).backward()
+    mse_loss(model(x), -x).backward()
+    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        assert closely(found.grad, wanted.grad)
+
+
 def test_threads_leave_no_flag_behind() -> None:
     """PyTorch's modes set one flag for all threads, and it stayed set after stages that draw."""
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1)) for _ in range(4)]

@@ -1,9 +1,10 @@
 """What several stages share: who owns it, what the others compute with, and who gets the gradient.
 
 A parameter is the first stage's that has it; stages of other ranks compute with stand-ins. What
-these learn is added to the owner's `.grad` after the run, by the caller's thread. No stage may
-change what is shared while it computes: in the unsplit model, the layers that share it take turns with
-each row, and stages do not, as soon as there are several micro-batches or ranks.
+these learn is added to the owner's `.grad` after the run, by the caller's thread.
+
+No stage may change what is shared while it computes: in the unsplit model the layers that share it
+take turns, and stages do not, as soon as there are several ranks or micro-batches.
 """
 
 from __future__ import annotations
