@@ -224,8 +224,12 @@ def hooked() -> nn.Sequential:
         parameter.register_hook(lambda gradient: 2 * gradient)
     model[2].register_forward_hook(lambda module, given, output: 1.5 * output)
     model[2].register_forward_pre_hook(lambda module, given: (0.5 * given[0],))
-    model[3].register_full_backward_hook(lambda module, given, _: (3 * given[0],))
+    model[3].register_full_backward_hook(tripled)
     return model
+
+
+def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
+    return (3 * given[0],)
 
 
 # ---- modes --------------------------------------------------------------------------------

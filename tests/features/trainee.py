@@ -49,7 +49,7 @@ def twice(trainee: Trainee, values: Callable[[], Values] = given) -> Iterator[Ou
     with torch.no_grad():
         for parameter in trainee.module.parameters():
             if parameter.grad is not None:
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(parameter.grad, alpha=0.1)
                 parameter.grad = None
     yield trainee.step(values())
 
