@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import Pipe
 from penstock.stage.compiled import compiled_parts
-from tests.support import batch, closely, each_runtime
+from tests.support import RUNTIMES, batch, closely, each_runtime
 
 pytestmark = [  # the compiler's own
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
@@ -119,6 +120,33 @@ def test_what_a_layer_compiled_before_it_was_in_a_pipe_stays_compiled() -> None:
     before = backend.runs
     in_place(Block(), backend)(x)
     assert backend.runs == before + 1
+
+
+class Drops(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
+def test_dropout_in_compiled_layers_is_the_same_however_it_is_run() -> None:
+    """And a recomputation repeats it: the graphs that a compiler makes draw from the cell's own."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Drops(), Drops()), batch(8)[0]
+    found: list[list[Tensor]] = []
+    for schedule, runtime, checkpoint in itertools.product(
+        ("1f1b", "zb-h1"), RUNTIMES, ("never", "always")
+    ):
+        layers = copy.deepcopy(model)
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+        pipe = Pipe(
+            layers, 2, checkpoint, stages=2, devices=["cpu"] * 2,
+            schedule=schedule, loss_fn=mse_loss, runtime=runtime,
+        )  # fmt: skip
+        torch.manual_seed(5)
+        outputs = [pipe.step(x, target=-x, outputs=True).outputs for _ in range(2)]
+        assert not torch.equal(*outputs)
+        found.append([*outputs, *(p.grad for p in pipe.parameters() if p.grad is not None)])
+    assert all(all(map(closely, one, found[0])) for one in found)
 
 
 WHOLE: dict[str, Callable[[Pipe, Tensor], object]] = {
