@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import Pipe, Schedule, loads
 from penstock.checking.reference import difference
 from penstock.ir import schedule_of
-from penstock.stage.batchnorm import DeferredBatchNorm
 from tests.properties.cases import Case
 from tests.properties.losses import LOSSES
 from tests.properties.oracle import (
@@ -53,8 +51,7 @@ def run(case: Case, pipe: Pipe, given: Batch) -> Numbers:
         return numbers_of(pipe, given, result.loss, result.metrics, result.outputs)
     assert pipe.loss_fn is not None
     output = pipe(*given.inputs, **given.side)
-    (target,) = (part.target for part in given.parts([len(given.leaves["x"])]))
-    loss = read(pipe.loss_fn(output, target)).loss
+    loss = read(pipe.loss_fn(output, given.whole().target)).loss
     loss.backward()
     return numbers_of(pipe, given, loss, {}, output)
 
@@ -66,7 +63,7 @@ def evaluated(case: Case, model: nn.Module, given: Batch) -> Numbers:
         if isinstance(model, Pipe):
             output = model(*given.inputs, **given.side)
         else:
-            (part,) = given.parts([len(given.leaves["x"])])
+            part = given.whole()
             output = together([layer_by_layer(model, list(model.children()), part.inputs, part)])
     model.train(case.training)
     return numbers_of(model, given, torch.zeros(()), {}, output)
@@ -93,8 +90,6 @@ def outcomes(case: Case) -> Iterator[tuple[str, Numbers, Numbers, bool]]:
     model = case.model.build().train(case.training)
     by_parts, at_once = copy.deepcopy(model), copy.deepcopy(model)
     pipe = piped(case, model)
-    if case.deferred:
-        by_parts = _deferred(by_parts)
     models: list[nn.Module] = [pipe, by_parts, at_once]
     for step, rows in enumerate(case.rows):
         sizes = [len(part) for part in torch.empty(rows).chunk(case.chunks)]
@@ -121,10 +116,10 @@ def _schedule(pipe: Pipe, sizes: list[int]) -> Schedule:
     return pipe._choice(len(sizes))
 
 
-def _deferred(model: nn.Sequential) -> nn.Sequential:
-    return cast(nn.Sequential, DeferredBatchNorm.convert_deferred_batch_norm(model))
-
-
+@torch.no_grad()
 def _update(model: nn.Module) -> None:
-    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    """As an optimizer does it, which would take longer to be made."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.sub_(parameter.grad, alpha=0.05)
     model.zero_grad()

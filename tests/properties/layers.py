@@ -103,8 +103,11 @@ class Checkpointed(nn.Linear):
     """Recomputed by PyTorch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(lambda x: super(Checkpointed, self).forward(x).sin(), x, use_reentrant=False)
+        y: Tensor = checkpoint(self._again, x, use_reentrant=False)
         return y
+
+    def _again(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
 
 
 class _Product(torch.autograd.Function):
@@ -137,7 +140,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,
     "nothing": nn.Identity,
-    "in place": lambda: nn.ReLU(inplace=True),
+    "in place": lambda: nn.LeakyReLU(0.5, inplace=True),  # which twice is another than once
     "dropout": nn.Dropout,
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch norm of parts": lambda: InParts(nn.BatchNorm1d(2)),
@@ -180,3 +183,8 @@ MIXING = (
 )
 # What they give is theirs alone, and no backward needs it: it may be changed in place.
 FRESH = ("linear", "without bias", "batch norm", "layer norm", "convolution", "adapter")
+# Whose gradients come in the same order, and by the same formulas, in one backward or in two.
+EXACT = (
+    *("linear", "tanh", "nothing", "in place", "dropout", "batch norm", "layer norm", "product"),
+    *("without bias", "convolution", "weight norm", "memory", "skip"),
+)

@@ -31,13 +31,14 @@ def numbers(rows: int) -> Tensor:
 def masked(rows: int) -> dict[str, Any]:
     """Some rows count twice, some not at all; the last one does."""
     counts = torch.randint(0, 3, (rows,))
+    counts[: rows // 2] *= int(torch.rand(()) < 0.5)
     counts[-1] = 1
     return {"y": numbers(rows), "counts": counts, "none": None, "times": 2}
 
 
 def classes(rows: int) -> Tensor:
     found = torch.randint(0, WIDTH, (rows,))
-    found[torch.rand(rows) < 0.5] = -100
+    found[torch.rand(rows) < 0.7] = -100
     found[-1] = 1
     return found
 

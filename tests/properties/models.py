@@ -218,7 +218,7 @@ class Model:
         return frozenset(name for k in self.kinds if k in SIDED for name in SIDED[k].takes)
 
     def build(self) -> nn.Sequential:
-        torch.manual_seed(len(self.layers))
+        torch.default_generator.manual_seed(len(self.layers))
         made = [self._unit(at) for at in range(len(self.layers))]
         for tie in self.ties:
             owner, other = made[tie.owner], made[tie.other]

@@ -1,23 +1,23 @@
 """What a case should give: the numbers of the unsplit model.
 
-It goes layer by layer over micro-batches that `torch.split` has cut, in the order in which each stage
-takes them: statistics of batches depend on that, and random numbers on the cell. Where nothing does, it
-also goes through the whole batch at once.
+It goes over micro-batches that `torch.split` has cut, in the order in which each stage takes them:
+statistics of batches depend on that, and random numbers on the cell. Where nothing does, it also
+goes through the whole batch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from penstock import Chunk, NoChunk, Op, Schedule, added_losses
-from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
 from penstock.stage.skip import Skips, use_skips
 from tests.properties.cases import Case
@@ -46,6 +46,10 @@ class Batch:
         columns = [_parts(v, sizes) for v in (self.inputs, self.side, self.target)]
         return [Batch(self.leaves, *values) for values in zip(*columns, strict=True)]
 
+    def whole(self) -> Batch:
+        """As the unsplit model is given it."""
+        return self.parts([len(self.leaves["x"])])[0]
+
 
 def _parts(value: Any, sizes: Sequence[int]) -> list[Any]:
     def part(leaf: Any, at: int) -> Any:
@@ -53,7 +57,10 @@ def _parts(value: Any, sizes: Sequence[int]) -> list[Any]:
             return leaf.tensor
         if isinstance(leaf, Chunk):
             return leaf.tensor.split(list(sizes), leaf.dim)[at]
-        return leaf.split(list(sizes))[at] if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found = leaf.split(list(sizes))[at]
+        return found if leaf.requires_grad else found.data  # changes in place are counted apart
 
     leaves, spec = pytree.tree_flatten(value)
     made = [[part(leaf, at) for leaf in leaves] for at in range(len(sizes))]
@@ -62,7 +69,7 @@ def _parts(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 def batch(case: Case, rows: int, seed: int) -> Batch:
     """The same for the same seed; its tensors are nobody else's."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # which takes a hundredth of torch.manual_seed's time
     leaves = {
         "x": numbers(rows),
         "gate": torch.rand(rows, 1, dtype=torch.float64),
@@ -107,9 +114,6 @@ def forwards(
 
     Each stage takes them in its order, and draws what a pipe's cells draw.
     """
-    for layer in model.modules():
-        if isinstance(layer, DeferredBatchNorm):
-            layer.begin(len(parts))
     seed, drew = next_seed(), False
     values = [part.inputs for part in parts]
     added: list[list[Tensor]] = [[] for _ in parts]
@@ -126,6 +130,27 @@ def forwards(
     if drew:
         move_on()
     return values, added
+
+
+@contextmanager
+def deferred_statistics(model: nn.Module) -> Iterator[None]:
+    """Within, running statistics advance once, by all that a BatchNorm has been given."""
+    given: dict[nn.BatchNorm1d, list[Tensor]] = {}
+    with ExitStack() as stack:
+        for layer in model.modules():
+            if isinstance(layer, nn.BatchNorm1d) and layer.training:
+                given[layer] = []
+                layer.track_running_stats = False
+                hook = layer.register_forward_pre_hook(lambda l, args: given[l].append(args[0]))
+                stack.callback(hook.remove)
+        yield
+    for layer, seen in given.items():
+        layer.track_running_stats = True
+        with torch.no_grad():
+            functional.batch_norm(
+                torch.cat(seen), layer.running_mean, layer.running_var, training=True
+            )
+            layer.num_batches_tracked += 1  # type: ignore[operator]
 
 
 def together(outputs: Sequence[Any]) -> Any:
@@ -175,17 +200,18 @@ def stepped(
     loss = LOSSES[case.loss]
     loss_fn = loss.function(case.model.output)
     parts = given.parts(sizes)
-    outputs, added = forwards(case, model, parts, _order(schedule, Op.F))
+    with deferred_statistics(model) if case.deferred else nullcontext():
+        outputs, added = forwards(case, model, parts, _order(schedule, Op.F))
     backwards = _order(schedule, Op.B, Op.I)[-1]
     if case.door == "call":
-        total = _backwards_of_call(outputs, loss_fn, given.parts([sum(sizes)])[0].target, backwards, model, given)
+        total = _backwards_of_call(outputs, loss_fn, backwards, model, given)
         return numbers_of(model, given, total, {}, together(outputs))
     scores = [read(loss_fn(o, part.target)) for o, part in zip(outputs, parts, strict=True)]
     losses = [_plus(score.loss, extra) for score, extra in zip(scores, added, strict=True)]
     weights = weights_of(loss, parts, sizes)
     for i in backwards:
         if weights[i] and losses[i].requires_grad:
-            (losses[i] * weights[i]).backward()
+            (losses[i] * weights[i]).backward(retain_graph=True)  # inputs may be computed
     metrics = {}
     for name in scores[0].metrics:
         column = [score.metrics[name] for score in scores]
@@ -209,15 +235,16 @@ def _order(schedule: Schedule, *ops: Op) -> list[list[int]]:
 def _backwards_of_call(
     outputs: Sequence[Any],
     loss_fn: Callable[..., Any],
-    target: Any,
     order: Sequence[int],
     model: nn.Module,
     given: Batch,
 ) -> Tensor:
     """The loss of the whole output; the gradients of the micro-batches are summed, then added."""
     tensors = [[t for t in pytree.tree_leaves(o) if _learns(t)] for o in outputs]
-    ends = pytree.tree_map(lambda t: t.detach().requires_grad_() if _learns(t) else t, list(outputs))
-    total = read(loss_fn(together(ends), target)).loss
+    ends = pytree.tree_map(
+        lambda t: t.detach().requires_grad_() if _learns(t) else t, list(outputs)
+    )
+    total = read(loss_fn(together(ends), given.whole().target)).loss
     total.backward()
     leaves = [t for t in (*model.parameters(), *given.leaves.values()) if t.requires_grad]
     sums: dict[Tensor, Tensor] = {}
@@ -227,7 +254,7 @@ def _backwards_of_call(
         if not pairs:
             continue
         roots, seeds = zip(*pairs, strict=True)
-        found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+        found = torch.autograd.grad(roots, leaves, seeds, retain_graph=True, allow_unused=True)
         for leaf, gradient in zip(leaves, found, strict=True):
             if gradient is not None:
                 sums[leaf] = sums[leaf] + gradient if leaf in sums else gradient
@@ -242,7 +269,7 @@ def _learns(value: Any) -> bool:
 
 def whole(case: Case, model: nn.Sequential, given: Batch) -> Numbers:
     """A step of the unsplit model on the batch as it is."""
-    (part,) = given.parts([len(given.leaves["x"])])
+    part = given.whole()
     loss_fn = LOSSES[case.loss].function(case.model.output)
     with added_losses() as extra:
         output = layer_by_layer(model, list(model), part.inputs, part)

@@ -28,9 +28,7 @@ def sound_schedules(draw: st.DrawFn) -> tuple[Schedule, StageGraph]:
 
 
 @st.composite
-def orders(
-    draw: st.DrawFn, graph: StageGraph, stages: int, ranks: int, chunks: int
-) -> Schedule:
+def orders(draw: st.DrawFn, graph: StageGraph, stages: int, ranks: int, chunks: int) -> Schedule:
     """Any placement, B or I and W; the actions in a random order that can be done."""
     placement = tuple(draw(st.integers(0, ranks - 1)) for _ in range(stages))
     left = []
