@@ -85,7 +85,6 @@ def test_training_goes_as_with_the_unsplit_model(
     devices = [pipe._split.place_of(stage).device for stage in (0, 3)]
     assert pipe[0].weight.device == pipe[1].table.device == devices[0]
     assert pipe[6].bias.device == devices[1]
-    assert pipe[5].table is pipe[1].table
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
         for m in (model, pipe)

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +19,27 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.stage.checkpointing import checkpointing, recomputing
 from penstock.stage.context import Context
-from penstock.stage.deferred import Deferral, Later, weight_gradients
+from penstock.stage.deferred import Deferral
+from penstock.stage.exchange import (
+    Apart,
+    Values,
+    apart,
+    cloned,
+    differentiable,
+    in_graph,
+    parcels_of,
+    plain_values,
+    values_inside,
+    versions_in,
+)
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
-from penstock.stage.parcel import Layout, Parcel, check_open, put_together, taken_apart, versions
+from penstock.stage.later import Pair, weight_gradients
+from penstock.stage.parcel import Parcel
 from penstock.stage.randomness import OwnRandom, seed_of_cell
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
-from penstock.stage.sharing import check_unchanged, mark_shared, memory, protect
-from penstock.stage.stage import OUTSIDE, Stage
+from penstock.stage.sharing import check_unchanged, memory, protect
+from penstock.stage.stage import Stage
 from penstock.stage.stand_ins import StandIns, real
-
-Values = dict[int, tuple[Any, ...]]  # by neighbour
-Apart = dict[int, tuple[list[Tensor], Layout | None]]  # the same, taken apart
 
 
 class Keep(Enum):
@@ -82,7 +91,7 @@ class Tape:
         self._tracked = tracked
         self._graphs: dict[int, Graph] = {}
         self._kept: dict[int, _Kept] = {}
-        self._later: dict[int, Later] = {}  # weight gradients for a W
+        self._later: dict[int, list[Pair]] = {}  # weight gradients for a W
         self._sums: set[int] = set()  # which of the collected are sums of our own
 
     @property
@@ -103,17 +112,17 @@ class Tape:
         if keep is Keep.INPUTS and not self._learns(arrived):
             keep = Keep.GRAPH  # of nothing, and so its outputs need no gradient
         read_only = [parcel for parcel in arrived.values() if parcel.shared]
-        before = _versions(read_only) if read_only else []
+        before = versions_in(read_only) if read_only else []
         if keep is Keep.GRAPH:
             self._graphs[microbatch], outputs = self._build(microbatch, arrived)
-            parcels = _parcels(outputs, _in_graph)
+            parcels = parcels_of(outputs, in_graph)
         elif keep is Keep.INPUTS:
             with torch.no_grad():
                 self._kept[microbatch], outputs = self._watched(microbatch, arrived)
-            parcels = _parcels(outputs, _differentiable)
+            parcels = parcels_of(outputs, differentiable)
         else:
-            outputs = _apart(self._run(microbatch, _plain_values(arrived)))
-            parcels = _parcels(outputs, lambda tensor: False)
+            outputs = apart(self._run(microbatch, plain_values(arrived)))
+            parcels = parcels_of(outputs, lambda tensor: False)
         if read_only:
             check_unchanged(read_only, before)
         self._protect(parcels, outputs, read_only)
@@ -146,7 +155,7 @@ class Tape:
         if kept is None:
             return
         self.recomputes = True
-        same_inputs = _versions(kept.arrived.values()) == kept.versions
+        same_inputs = versions_in(kept.arrived.values()) == kept.versions
         same_buffers = not changed(kept.others)
         if not (
             same_inputs and same_buffers and self._state_of_parameters() == self._of_parameters
@@ -157,7 +166,7 @@ class Tape:
                 "recomputation needs it as it was: clone what you change, and change parameters "
                 "after the backward"
             )
-        arrived = _cloned(kept.arrived) if self._habits.mutates else kept.arrived
+        arrived = cloned(kept.arrived) if self._habits.mutates else kept.arrived
         as_before = training_as(self._modules, self._training)
         with recomputing(), as_before, rewound(self._buffered, kept.buffers):
             self._graphs[microbatch], _ = self._build(microbatch, arrived)
@@ -175,12 +184,12 @@ class Tape:
     def _watched(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[_Kept, Apart]:
         """Compute the cell, and keep what it needs to be computed again as it was before."""
         habits = self._habits
-        kept = arrived if habits.mutates is False else _cloned(arrived)
+        kept = arrived if habits.mutates is False else cloned(arrived)
         buffers = copied(self._buffered)
-        before = _versions(arrived.values())
+        before = versions_in(arrived.values())
         with checkpointing():
-            outputs = self._run(microbatch, _plain_values(arrived))
-        mutated = before != _versions(arrived.values())
+            outputs = self._run(microbatch, plain_values(arrived))
+        mutated = before != versions_in(arrived.values())
         if mutated and habits.mutates is False:
             raise RunError(
                 "the layers changed their input in place, which they had not done before, so it "
@@ -191,7 +200,7 @@ class Tape:
         kept = kept if mutated else arrived
         written = changed(buffers)
         others = untouched(buffers, written)
-        return _Kept(kept, _versions(kept.values()), written, others), _apart(outputs)
+        return _Kept(kept, versions_in(kept.values()), written, others), apart(outputs)
 
     def _build(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[Graph, Apart]:
         habits = self._habits
@@ -200,12 +209,12 @@ class Tape:
             beginning = Beginning.leaves(outer)  # type: ignore[arg-type]
         else:
             beginning = Beginning.entry(outer)  # type: ignore[arg-type]
-        before = _versions(arrived.values()) if habits.mutates is None else []
-        values = _values_inside(arrived, beginning.inside)
-        outputs = _apart(self._run(microbatch, values, self._divided(microbatch)))
+        before = versions_in(arrived.values()) if habits.mutates is None else []
+        values = values_inside(arrived, beginning.inside)
+        outputs = apart(self._run(microbatch, values, self._divided(microbatch)))
         beginning.inside = ()
         if habits.mutates is None:
-            habits.mutates = before != _versions(arrived.values())
+            habits.mutates = before != versions_in(arrived.values())
         roots = {dst: tuple(map(edge, tensors)) for dst, (tensors, _) in outputs.items()}
         entered = {source: parcel.needs for source, parcel in arrived.items()}
         graph = Graph(roots, entered, beginning)
@@ -235,7 +244,7 @@ class Tape:
 
     @cached_property
     def _deferral(self) -> Deferral:
-        return Deferral(self._modules, self._stand_ins.of)
+        return Deferral(self._modules)
 
     # ---- backward -------------------------------------------------------------------------
 
@@ -294,63 +303,7 @@ class Tape:
         self.collected = None
 
 
-_detached = Tensor.detach
-
-
 def learning(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters that want a gradient, each once."""
     found = [real(p) for module in modules for p in module._parameters.values() if p is not None]
     return [p for p in dict.fromkeys(found) if p.requires_grad]
-
-
-def _plain_values(arrived: Mapping[int, Parcel]) -> Values:
-    return {s: put_together(p.tensors, p.layout) for s, p in arrived.items()}  # type: ignore[arg-type]
-
-
-def _values_inside(arrived: Mapping[int, Parcel], inside: Sequence[Tensor]) -> Values:
-    """What arrived, with the tensors that begin the graph in their places."""
-    if len(arrived) == 1:
-        ((source, parcel),) = arrived.items()
-        if parcel.layout is None and inside:
-            return {source: (inside[0],)}
-    each = iter(inside)
-    values = {}
-    for source, parcel in arrived.items():
-        needs = parcel.needs
-        tensors: Any = [next(each) if n else t for t, n in zip(parcel.tensors, needs, strict=True)]
-        values[source] = put_together(tensors, parcel.layout)
-    return values
-
-
-def _cloned(arrived: Mapping[int, Parcel]) -> dict[int, Parcel]:
-    return {source: parcel.moved(Tensor.clone) for source, parcel in arrived.items()}
-
-
-def _versions(parcels: Iterable[Parcel]) -> list[int]:
-    return versions(t for parcel in parcels for t in parcel.tensors)
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _in_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad
-
-
-def _apart(values: Values) -> Apart:
-    apart = {neighbour: taken_apart(value) for neighbour, value in values.items()}
-    for neighbour, (_, layout) in apart.items():
-        if layout is not None and neighbour != OUTSIDE:
-            check_open(layout)
-    return apart
-
-
-def _parcels(outputs: Apart, needs: Callable[[Tensor], bool]) -> dict[int, Parcel]:
-    parcels = {
-        dst: Parcel(tuple(map(_detached, tensors)), layout, tuple(map(needs, tensors)))
-        for dst, (tensors, layout) in outputs.items()
-    }
-    if sum(len(parcel.tensors) for parcel in parcels.values()) > 1:
-        mark_shared(parcels.values())
-    return parcels

@@ -1,0 +1,446 @@
+"""Which operations leave their weights' gradients to W, and that these are what they would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.stage.halves import put_off
+
+
+@pytest.fixture(autouse=True)
+def _in_double(monkeypatch: pytest.MonkeyPatch) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def randn(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+class Own(nn.Module):
+    """Some weights by name, and a function of them and the input."""
+
+    def __init__(self, function: Callable[..., Any], **weights: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, weight in weights.items():
+            setattr(self, name, nn.Parameter(weight.detach()))
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def own(function: Callable[..., Any], *shape: int) -> Own:
+    return Own(function, weight=torch.randn(*shape))
+
+
+# ---- linear -------------------------------------------------------------------------------
+
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "1-D": lambda: randn(4),
+    "2-D": lambda: randn(3, 4),
+    "3-D": lambda: randn(2, 3, 4),
+    "4-D": lambda: randn(2, 3, 2, 4),
+    "transposed": lambda: randn(2, 4, 3).detach().mT.requires_grad_(),
+    "sliced": lambda: randn(2, 6, 8).detach()[:, ::2, ::2].requires_grad_(),
+    "expanded": lambda: randn(4).detach().expand(2, 3, 4).requires_grad_(),
+    "of no rows": lambda: randn(0, 4),
+    "of no rows, 3-D": lambda: randn(2, 0, 4),
+}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("bias", ["learns", "frozen", "none"])
+@pytest.mark.parametrize("learns", [True, False])
+def test_linear(given: str, bias: str, learns: bool) -> None:
+    layer = nn.Linear(4, 5, bias=bias != "none")
+    if bias == "frozen":
+        layer.bias.requires_grad_(False)
+    x = INPUTS[given]().detach().requires_grad_(learns)
+    assert put_off(layer, x) == ["weight"]
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_followed_by_work_in_place(given: str, bias: bool) -> None:
+    """The output of a linear may be a view of what was computed: a change of it goes around it."""
+    model = nn.Sequential(nn.Linear(4, 5, bias=bias), nn.ReLU(inplace=True))
+    assert put_off(model, INPUTS[given]()) == ["0.weight"]
+
+    def compute(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model[0](x)
+        y += 1
+        y.mul_(2)
+        y[..., :2] *= 3
+        return y
+
+    assert put_off(model, INPUTS[given](), compute=compute) == ["0.weight"]
+
+
+def test_linear_by_keywords_and_of_odd_shapes() -> None:
+    named = own(lambda m, x: functional.linear(weight=m.weight, input=x), 5, 4)
+    assert put_off(named, randn(3, 4)) == ["weight"]
+    vector = Own(lambda m, x: functional.linear(x, m.weight[0]), weight=torch.randn(5, 4))
+    assert put_off(vector, randn(3, 4)) == []
+    matrix = own(lambda m, x: functional.linear(x, m.weight, torch.ones(3, 5)), 5, 4)
+    assert put_off(matrix, randn(3, 4)) == ["weight"]
+    empty = own(lambda m, x: functional.linear(x, m.weight), 3, 0)
+    assert put_off(empty, randn(2, 5, 0)) == ["weight"]
+
+
+# ---- products -----------------------------------------------------------------------------
+
+PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], bool]] = {
+    "x @ w": (lambda w, x: x @ w, (4, 5), (3, 4), True),
+    "x @ w, 3-D": (lambda w, x: x @ w, (4, 5), (2, 3, 4), True),
+    "x @ w, both 3-D": (lambda w, x: x @ w, (2, 4, 5), (2, 3, 4), True),
+    "x @ w.T": (lambda w, x: x @ w.T, (5, 4), (3, 4), True),
+    "x @ w.mT": (lambda w, x: x @ w.mT, (2, 5, 4), (2, 3, 4), True),
+    "matmul": (lambda w, x: torch.matmul(x, w), (4, 5), (2, 2, 3, 4), True),
+    "matmul by name": (lambda w, x: torch.matmul(input=x, other=w), (4, 5), (3, 4), True),
+    "x.matmul": (lambda w, x: x.matmul(w), (4, 5), (3, 4), True),
+    "mm": (lambda w, x: torch.mm(x, w), (4, 5), (3, 4), True),
+    "mm by name": (lambda w, x: torch.mm(x, mat2=w), (4, 5), (3, 4), True),
+    "x.mm": (lambda w, x: x.mm(w), (4, 5), (3, 4), True),
+    "bmm": (lambda w, x: torch.bmm(x, w), (2, 4, 5), (2, 3, 4), True),
+    "bmm by name": (lambda w, x: torch.bmm(input=x, mat2=w), (2, 4, 5), (2, 3, 4), True),
+    "x.bmm": (lambda w, x: x.bmm(w), (2, 4, 5), (2, 3, 4), True),
+    "addmm": (lambda w, x: torch.addmm(x[:, :1], x, w), (4, 5), (3, 4), True),
+    "addmm of a matrix": (lambda w, x: torch.addmm(x, x, w), (4, 4), (3, 4), True),
+    "addmm to what does not learn": (
+        lambda w, x: torch.addmm(torch.ones(5), x, w), (4, 5), (3, 4), True,
+    ),
+    "no rows": (lambda w, x: x @ w, (4, 5), (0, 4), True),
+    "a vector": (lambda w, x: x @ w, (4, 5), (4,), False),
+    "from the left": (lambda w, x: w @ x, (5, 4), (4, 3), False),
+    "from the left, 3-D": (lambda w, x: torch.bmm(w, x), (2, 5, 4), (2, 4, 3), False),
+    "one for all": (lambda w, x: x @ w, (1, 4, 5), (2, 3, 4), False),
+    "all for one": (lambda w, x: x @ w, (2, 4, 5), (3, 4), False),
+    "4-D": (lambda w, x: x @ w, (2, 2, 4, 5), (2, 2, 3, 4), False),
+    "factors": (lambda w, x: torch.addmm(x, x, w, alpha=2, beta=3), (4, 4), (3, 4), False),
+    "a factor": (lambda w, x: torch.addmm(x, x, w, beta=3), (4, 4), (3, 4), False),
+    "baddbmm": (lambda w, x: torch.baddbmm(x, x, w), (2, 4, 4), (2, 3, 4), False),
+    "einsum": (lambda w, x: torch.einsum("bi,io->bo", x, w), (4, 5), (3, 4), False),
+    "with itself": (lambda w, x: x @ (w @ w), (4, 4), (3, 4), False),
+    "with itself, transposed": (lambda w, x: x.sum() * torch.mm(w, w.t()), (4, 5), (3,), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products(product: str) -> None:
+    function, weight, given, waits = PRODUCTS[product]
+    model = own(lambda m, x: function(m.weight, x), *weight)
+    assert put_off(model, randn(*given)) == ["weight"] * waits
+    still = own(lambda m, x: function(m.weight, x), *weight)
+    assert put_off(still, randn(*given).detach()) == ["weight"] * waits
+
+
+def test_a_product_into_a_tensor_is_an_error_as_ever() -> None:
+    model = own(lambda m, x: torch.mm(x, m.weight, out=torch.empty(3, 5)), 4, 5)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        put_off(model, randn(3, 4))
+
+
+# ---- convolutions -------------------------------------------------------------------------
+
+CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.Conv1d(4, 6, 3),
+    "without bias": lambda: nn.Conv1d(4, 6, 3, bias=False),
+    "stride": lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1),
+    "dilation": lambda: nn.Conv1d(4, 6, 3, dilation=2, padding=2),
+    "groups": lambda: nn.Conv1d(4, 6, 3, groups=2),
+    "valid": lambda: nn.Conv1d(4, 6, 3, padding="valid"),
+    "reflect": lambda: nn.Conv1d(4, 6, 3, padding=1, padding_mode="reflect"),
+    "transposed": lambda: nn.ConvTranspose1d(4, 6, 3),
+    "transposed, all": lambda: nn.ConvTranspose1d(
+        4, 6, 3, stride=3, padding=2, output_padding=1, groups=2, dilation=2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", CONVOLUTIONS)
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("rows", [3, 0])
+def test_convolutions(layer: str, learns: bool, rows: int) -> None:
+    x = torch.randn(rows, 4, 9, requires_grad=learns)
+    assert put_off(CONVOLUTIONS[layer](), x) == ["weight"]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_convolutions_of_more_dimensions(n: int, transposed: bool) -> None:
+    made = getattr(nn, f"Conv{'Transpose' * transposed}{n}d")
+    layer = made(2, 4, 2, stride=2, groups=2)
+    model = nn.Sequential(layer, nn.ReLU(inplace=True))
+    assert put_off(model, randn(2, 2, *[4] * n)) == ["0.weight"]
+    last = torch.channels_last if n == 2 else torch.channels_last_3d
+    assert put_off(layer.to(memory_format=last), randn(2, 2, *[4] * n)) == ["weight"]
+
+
+def test_convolutions_that_change_their_input_first_are_not_put_off() -> None:
+    assert put_off(nn.Conv1d(4, 6, 3), randn(4, 9)) == []
+    assert put_off(nn.Conv1d(4, 6, 3, padding="same"), randn(3, 4, 9)) == []
+    x = torch.randn(3, 4, 9, dtype=torch.complex128, requires_grad=True)
+    assert put_off(nn.Conv1d(4, 6, 3, dtype=torch.complex128), x) == []
+
+
+def test_convolutions_by_keywords() -> None:
+    def compute(model: Any, x: Tensor) -> Tensor:
+        f = functional.conv1d
+        a = f(stride=2, bias=None, weight=model.weight, input=x, padding=(1,))
+        return a + f(x, model.weight, None, 2, padding=1) + f(x, model.weight, None, 2, (1,))
+
+    assert put_off(own(compute, 6, 4, 3), randn(2, 4, 9)) == ["weight"]
+
+
+# ---- embeddings ---------------------------------------------------------------------------
+
+INDICES = torch.tensor([[1, 2, 2], [0, 6, 1]])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding_idx": 2},
+        {"max_norm": 0.5},
+        {"scale_grad_by_freq": True},
+        {"sparse": True},
+    ],
+    ids=str,
+)
+def test_embeddings(options: Any) -> None:
+    model = nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 4))
+    assert put_off(model, INDICES) == ["0.weight", "1.weight"]
+    assert put_off(nn.Embedding(7, 4, **options), INDICES[:, :0]) == ["weight"]
+
+
+def test_an_embedding_that_is_changed_in_place() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Embedding(7, 4))
+
+    def compute(model: Any, indices: Tensor) -> Tensor:
+        y = model[0](indices)
+        y *= 2
+        y[:, 0].add_(1)
+        return model[1](y) + model[2](indices).relu_()  # type: ignore[no-any-return]
+
+    assert put_off(model, INDICES, compute=compute) == ["0.weight", "1.weight", "2.weight"]
+
+
+def test_a_tied_embedding() -> None:
+    """One weight: put off as a table, put off as a matrix, and used in a way of its own."""
+    both = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
+    both[1].weight = both[0].weight
+
+    def compute(model: Any, indices: Tensor) -> Tensor:
+        return model(indices) + model[0].weight.norm()  # type: ignore[no-any-return]
+
+    assert put_off(both, INDICES) == ["0.weight"]
+    assert put_off(both, INDICES, compute=compute) == ["0.weight"]
+
+
+# ---- modules ------------------------------------------------------------------------------
+
+
+def masks(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).triu(1)
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "embedding bag": (lambda: nn.EmbeddingBag(7, 4), lambda: (INDICES,)),
+    "bilinear": (lambda: nn.Bilinear(3, 4, 5), lambda: (randn(2, 3), randn(2, 4))),
+    "LSTM": (lambda: nn.LSTM(4, 5, 2, dropout=0.3), lambda: (randn(3, 2, 4),)),
+    "GRU": (lambda: nn.GRU(4, 5, bidirectional=True), lambda: (randn(3, 2, 4),)),
+    "RNN cell": (lambda: nn.RNNCell(4, 5), lambda: (randn(2, 4),)),
+    "a norm of matrices": (lambda: nn.LayerNorm([3, 4]), lambda: (randn(2, 3, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_modules_learn_in_i(name: str) -> None:
+    model, inputs = OTHERS[name]
+    assert put_off(model(), *inputs()) == []
+
+
+def test_lists_and_dicts_of_parameters() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.list = nn.ParameterList([torch.randn(4, 4), torch.randn(4, 4)])
+            self.dict = nn.ParameterDict({"w": torch.randn(5, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.list:
+                x = x @ weight
+            return functional.linear(x, self.dict["w"])
+
+    assert put_off(Listed(), randn(3, 4)) == ["list.0", "list.1", "dict.w"]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"dropout": 0.2},
+        {"add_bias_kv": True},
+        {"add_zero_attn": True},
+        {"batch_first": True},
+    ],
+    ids=str,
+)
+def test_attention(options: Any, need_weights: bool) -> None:
+    x, y = randn(3, 3, 4), randn(3, 3, 4)
+
+    def to_itself(model: Any, x: Tensor) -> Any:
+        return model(x, x, x, need_weights=need_weights, attn_mask=masks(3))
+
+    def to_another(model: Any, x: Tensor, y: Tensor) -> Any:
+        return model(x, y, y, need_weights=need_weights, key_padding_mask=masks(3))
+
+    def to_others(model: Any, x: Tensor, y: Tensor) -> Any:
+        return model(x, y, y + x, need_weights=need_weights)
+
+    model = nn.MultiheadAttention(4, 2, **options)
+    for compute, given in ((to_itself, (x,)), (to_another, (x, y)), (to_others, (x, y))):
+        assert put_off(model, *given, compute=compute) == ["in_proj_weight", "out_proj.weight"]
+
+
+def test_attention_with_weights_apart() -> None:
+    model = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
+    weights = ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"]
+    assert put_off(model, randn(3, 2, 4), randn(6, 2, 3), randn(6, 2, 5)) == weights
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_transformer_layers_leave_all_their_matrices_to_w(
+    norm_first: bool, activation: str
+) -> None:
+    options: Any = {"dropout": 0.2, "norm_first": norm_first, "activation": activation}
+    for layer, inputs in (
+        (nn.TransformerEncoderLayer(4, 2, 8, **options), (randn(3, 2, 4),)),
+        (nn.TransformerDecoderLayer(4, 2, 8, **options), (randn(3, 2, 4), randn(5, 2, 4))),
+    ):
+        matrices = [name for name, p in layer.named_parameters() if p.dim() > 1]
+        assert put_off(layer, *inputs) == matrices
+        assert len(matrices) == len(inputs) * 2 + 2
+
+
+def test_attention_asks_for_functions_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may put another in the place of PyTorch's own, at any time."""
+    model = nn.MultiheadAttention(4, 2)
+    x = randn(3, 2, 4)
+    compute = lambda model, x: model(x, x, x, need_weights=False)  # noqa: E731
+    put_off(model, x, compute=compute)
+    own = functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", lambda *given, **more: 2 * own(*given, **more)
+    )
+    assert put_off(model, x, compute=compute) == ["in_proj_weight", "out_proj.weight"]
+
+
+# ---- views --------------------------------------------------------------------------------
+
+VIEWS: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "t": (lambda w, x: x @ w.t(), True),
+    "torch.t": (lambda w, x: x @ torch.t(w), True),
+    "T": (lambda w, x: x @ w.T, True),
+    "mT": (lambda w, x: x @ w.mT, True),
+    "transpose": (lambda w, x: x @ w.transpose(0, 1), True),
+    "transpose by name": (lambda w, x: x @ torch.transpose(input=w, dim0=0, dim1=1), False),
+    "permute": (lambda w, x: x @ w.permute(1, 0), True),
+    "chunk": (lambda w, x: [functional.linear(x, part) for part in w.chunk(3)], True),
+    "split": (lambda w, x: [functional.linear(x, part) for part in w.split([1, 2, 3])], True),
+    "torch.split": (lambda w, x: [x @ part.t() for part in torch.split(w, 4)], True),
+    "only one chunk": (lambda w, x: functional.linear(x, w.chunk(3)[1]), True),
+    "unbind": (lambda w, x: [x @ part.view(4, 1) for part in w.unbind()], True),
+    "slices": (lambda w, x: functional.linear(x, w[1:5:2]), True),
+    "integers": (lambda w, x: functional.linear(x, w[2]), False),
+    "dots": (lambda w, x: functional.linear(x[..., :2], w[..., 2:]), True),
+    "indices": (lambda w, x: functional.linear(x, w[torch.tensor([1, 1, 4])]), True),
+    "booleans": (lambda w, x: functional.linear(x, w[torch.tensor([True, False] * 3)]), True),
+    "view": (lambda w, x: torch.bmm(x.expand(2, 3, 4), w.view(2, 3, 4).mT), True),
+    "reshape": (lambda w, x: x @ w.t().reshape(4, 6), True),
+    "to": (lambda w, x: x.float() @ w.to(torch.float32).t(), True),
+    "to the same": (lambda w, x: x @ w.to(x.dtype).t(), True),
+    "a view twice": (lambda w, x: [functional.linear(x, w[1:]) + (x * 2) @ w[1:].t()], True),
+    "a copy twice": (
+        lambda w, x: (lambda part: [x @ part.t(), 2 * x @ part.t()])(w[torch.tensor([1, 1])]),
+        True,
+    ),
+    "detached": (lambda w, x: x @ w.detach().t() + w.sum(), False),
+    "data": (lambda w, x: x @ w.data.t() + w.sum(), False),
+    "bits": (lambda w, x: x * w.view(torch.int64).sign().sum() + w.sum(), False),
+    "cloned": (lambda w, x: x @ w.clone().t(), False),
+    "scaled": (lambda w, x: x @ (w * 2).t(), False),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_weights(view: str) -> None:
+    function, waits = VIEWS[view]
+    assert put_off(own(lambda m, x: function(m.weight, x), 6, 4), randn(3, 4)) == ["weight"] * waits
+
+
+# ---- dtypes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex128])
+def test_dtypes(dtype: torch.dtype) -> None:
+    layer = nn.Linear(4, 5, dtype=dtype)
+    assert put_off(layer, randn(3, 4, dtype=dtype)) == ["weight"]
+    assert put_off(layer, randn(2, 3, 4, dtype=dtype)) == ["weight"]
+    product = Own(lambda m, x: x @ m.weight, weight=torch.randn(2, 4, 5, dtype=dtype))
+    assert put_off(product, randn(2, 3, 4, dtype=dtype)) == ["weight"]
+    if not dtype.is_complex:
+        conv = nn.Conv1d(4, 5, 2, dtype=dtype)
+        assert put_off(conv, randn(2, 4, 6, dtype=dtype)) == ["weight"]
+
+
+AUTOCAST: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (lambda m, x: functional.linear(x, m.weight), (5, 4), (3, 4)),
+    "linear, 3-D": (lambda m, x: functional.linear(x, m.weight), (5, 4), (2, 3, 4)),
+    "matmul": (lambda m, x: x @ m.weight, (4, 5), (2, 3, 4)),
+    "mm": (lambda m, x: torch.mm(x, m.weight), (4, 5), (3, 4)),
+    "bmm": (lambda m, x: torch.bmm(x, m.weight), (2, 4, 5), (2, 3, 4)),
+    "addmm": (lambda m, x: torch.addmm(torch.ones(5), x, m.weight), (4, 5), (3, 4)),
+    "conv": (lambda m, x: functional.conv1d(x, m.weight), (5, 4, 2), (2, 4, 6)),
+    "conv 2": (lambda m, x: functional.conv2d(x, m.weight), (5, 4, 2, 2), (2, 4, 6, 6)),
+    "conv 3": (lambda m, x: functional.conv3d(x, m.weight), (2, 1, 2, 2, 2), (1, 1, 3, 3, 3)),
+    "transposed": (lambda m, x: functional.conv_transpose1d(x, m.weight), (4, 5, 2), (2, 4, 6)),
+    "transposed 2": (
+        lambda m, x: functional.conv_transpose2d(x, m.weight), (4, 5, 2, 2), (2, 4, 6, 6),
+    ),
+    "transposed 3": (
+        lambda m, x: functional.conv_transpose3d(x, m.weight), (1, 1, 2, 2, 2), (1, 1, 3, 3, 3),
+    ),
+    "embedding": (lambda m, x: functional.embedding(INDICES, m.weight), (7, 4), (1,)),
+    "tied": (
+        lambda m, x: functional.linear(functional.linear(x, m.weight), m.weight), (4, 4), (3, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+@pytest.mark.parametrize("learns", [True, False])
+def test_autocast(name: str, learns: bool) -> None:
+    function, weight, given = AUTOCAST[name]
+
+    def compute(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(model, x.tanh())
+
+    torch.set_default_dtype(torch.float32)
+    x = torch.randn(*given, requires_grad=learns)
+    assert put_off(own(function, *weight), x, compute=compute) == ["weight"]
