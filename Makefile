@@ -1,5 +1,6 @@
 # make demo   train a small model over a pipeline, compare, check, and save pictures; a minute
 # make test   everything that must hold: format, lint, types, import contracts, tests
+# make fuzz   thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them
 # make docs   build the documentation into site/
 # make bench  measure; prints tables
 
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench format clean
+.PHONY: demo test lint fuzz docs bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -20,6 +21,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.properties.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

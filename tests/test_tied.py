@@ -705,7 +705,7 @@ def test_names_and_states_are_those_of_the_unsplit_model(kind: str) -> None:
 class Scaled(nn.Module):
     """Uses a weight, but in no product that W could be left with."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 

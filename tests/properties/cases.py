@@ -172,7 +172,7 @@ def _skips(draw: st.DrawFn, places: Sequence[int]) -> list[Skip]:
         several = min(draw(st.sampled_from([1, 2, 3, 3])), len(left))
         targets = sorted(draw(st.permutations(left))[:several])
         left = [place for place in left if place not in targets]
-        found.append(Skip(draw(st.sampled_from(SKIPS)), source, tuple(targets)))
+        found.append(Skip(draw(st.sampled_from(list(SKIPS))), source, tuple(targets)))
     return found
 
 

@@ -36,8 +36,9 @@ class InParts(nn.Module):
         self.inner, self.shape = inner, shape or (2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Any = self.inner(x.reshape(-1, *self.shape))
-        return (y[0] if isinstance(y, tuple) else y).reshape(-1, WIDTH)
+        found: Any = self.inner(x.reshape(-1, *self.shape))
+        y: Tensor = found[0] if isinstance(found, tuple) else found
+        return y.reshape(-1, WIDTH)
 
 
 class Attention(nn.MultiheadAttention):

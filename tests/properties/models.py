@@ -6,7 +6,7 @@ layers these travel in one of several forms: bare, in trees, in parts, beside ot
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,28 +89,28 @@ class Unit(nn.Module):
 class Gated(Unit):
     takes = ("gate",)
 
-    def forward(self, *values: Any, gate: Tensor) -> Any:
+    def forward(self, *values: Any, gate: Tensor) -> Any:  # type: ignore[override]
         return packed(self.after, self.rows(values) * gate)
 
 
 class Shifted(Unit):
     takes = ("shift", "factor")
 
-    def forward(self, *values: Any, shift: Tensor, factor: float = 1.0) -> Any:
+    def forward(self, *values: Any, shift: Tensor, factor: float = 1.0) -> Any:  # type: ignore[override]
         return packed(self.after, self.rows(values) + shift * factor)
 
 
 class Crossed(Unit):
     takes = ("columns",)
 
-    def forward(self, *values: Any, columns: Tensor) -> Any:
+    def forward(self, *values: Any, columns: Tensor) -> Any:  # type: ignore[override]
         return packed(self.after, self.rows(values) * columns.t())
 
 
 class Noted(Unit):
     takes = ("note", "gate")
 
-    def forward(self, *values: Any, note: dict[str, Any], gate: Tensor) -> Any:
+    def forward(self, *values: Any, note: dict[str, Any], gate: Tensor) -> Any:  # type: ignore[override]
         assert note["none"] is None
         return packed(self.after, self.rows(values) + note["parts"][0] * note["times"] - gate)
 
@@ -118,26 +118,21 @@ class Noted(Unit):
 SIDED = {"gated": Gated, "shifted": Shifted, "crossed": Crossed, "noted": Noted}
 
 
-def _stashed(kind: str, x: Tensor) -> Any:
-    values = {
-        "used": lambda: 2 * x,
-        "unused": lambda: 2 * x,
-        "itself": lambda: x,
-        "integers": lambda: (x > 0).long(),
-        "none": lambda: None,
-        "detached": lambda: x.detach() + 1,
-        "tree": lambda: {"a": [x.sin()], "b": None, "c": (x > 0, 2)},
-    }
-    return values[kind]()
-
-
-SKIPS = ("used", "unused", "itself", "integers", "none", "detached", "tree")
+SKIPS: dict[str, Callable[[Tensor], Any]] = {
+    "used": lambda x: 2 * x,
+    "unused": lambda x: 2 * x,
+    "itself": lambda x: x,
+    "integers": lambda x: (x > 0).long(),
+    "none": lambda x: None,
+    "detached": lambda x: x.detach() + 1,
+    "tree": lambda x: {"a": [x.sin()], "b": None, "c": (x > 0, 2)},
+}
 
 
 class _Stashing(Unit):
     def forward(self, *values: Any) -> Generator[Any, Any, Any]:
         x = self.rows(values)
-        yield stash("skip", _stashed(self.kind, x))
+        yield stash("skip", SKIPS[self.kind](x))
         return packed(self.after, x)
 
 

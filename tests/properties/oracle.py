@@ -150,7 +150,7 @@ def deferred_statistics(model: nn.Module) -> Iterator[None]:
             functional.batch_norm(
                 torch.cat(seen), layer.running_mean, layer.running_var, training=True
             )
-            layer.num_batches_tracked += 1  # type: ignore[operator]
+            layer.num_batches_tracked += 1  # type: ignore[assignment, operator]
 
 
 def together(outputs: Sequence[Any]) -> Any:
