@@ -703,6 +703,48 @@ def test_names_and_states_are_those_of_the_unsplit_model(kind: str) -> None:
     assert closely(other(x), pipe(x))
 
 
+class Scaled(nn.Module):
+    """Uses a weight, but in no product that W could be left with."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[0]
+
+
+@both_places
+@each_checkpoint
+@each_runtime
+def test_weights_of_a_loss_and_a_tie_that_one_rank_uses_in_w_and_in_i(
+    checkpoint: str, runtime: str
+) -> None:
+    """What W had added to the rank's stand-in was set aside as an earlier step's, and lost."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    model = nn.Sequential(first, Scaled(first.weight), last, nn.Linear(4, 4)).double()
+
+    def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return functional.mse_loss(output, target), len(target)
+
+    pipe = Pipe(
+        copy.deepcopy(model),
+        chunks=2,
+        stages=4,
+        devices=["cpu"] * 2,
+        schedule="zb-v",
+        checkpoint=checkpoint,
+        runtime=runtime,
+        loss_fn=counted,
+    )
+    x, target = torch.randn(2, 7, 4, dtype=torch.float64)
+    for _ in range(2):
+        expected = whole(model, x, target, functional.mse_loss)
+        assert differences(trained(pipe, x, target, "step"), expected, closely) == []
+
+
 @each_kind
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]

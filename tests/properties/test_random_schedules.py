@@ -1,4 +1,4 @@
-"""Schedules that nobody designed: random orders that respect the rule, and random damage."""
+"""Schedules that nobody designed are sound, and random damage to them is found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from penstock import (
     Cost,
     Deadlock,
     Message,
-    Op,
     Program,
     Schedule,
     Send,
@@ -28,45 +27,9 @@ from penstock import (
     verify,
 )
 from penstock.ir import consumes, follows, produces
+from tests.properties.random_schedules import sound_schedules
 
 QUICK = settings(max_examples=150, deadline=None)
-
-
-@st.composite
-def graphs(draw: st.DrawFn, stages: int) -> StageGraph:
-    pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
-    skips = draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []
-    return StageGraph.chain(stages, skips)
-
-
-@st.composite
-def sound_schedules(draw: st.DrawFn) -> tuple[Schedule, StageGraph]:
-    """Any placement, any graph, B or I and W; the actions in a random order that can be done."""
-    stages = draw(st.integers(1, 5))
-    chunks = draw(st.integers(1, 4))
-    ranks = draw(st.integers(1, 4))
-    placement = tuple(draw(st.integers(0, ranks - 1)) for _ in range(stages))
-    graph = draw(graphs(stages))
-    left = []
-    for stage in range(stages):
-        for i in range(chunks):
-            ops = draw(st.sampled_from([(Op.F, Op.B), (Op.F, Op.I, Op.W), (Op.F, Op.R, Op.B)]))
-            left += [Compute(op, stage, i) for op in ops]
-    all_of_them, done, sent = set(left), set(), set()
-    lanes: list[list[Compute]] = [[] for _ in range(ranks)]
-    while left:
-        possible = [
-            action
-            for action in left
-            if all(earlier in done for earlier in follows(action) if earlier in all_of_them)
-            and all(message in sent for message in consumes(action, graph))
-        ]
-        action = draw(st.sampled_from(possible))
-        left.remove(action)
-        done.add(action)
-        sent.update(produces(action, graph))
-        lanes[placement[action.stage]].append(action)
-    return Schedule(placement, chunks, tuple(map(tuple, lanes))), graph
 
 
 @QUICK

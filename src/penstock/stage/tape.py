@@ -276,8 +276,12 @@ class Tape:
         weight_gradients(self._later.pop(microbatch))
 
     def leaves(self, microbatch: int) -> list[Tensor]:
-        """What the next backward of the cell may add to: parameters, registered or not."""
-        return [*self.parameters, *self._graphs[microbatch].leaves()]
+        """What the backwards of the cell may add to: parameters, registered or not.
+
+        A stand-in whose gradient is left for W is not in the graph.
+        """
+        used = map(self._stand_ins.of, self.parameters)
+        return [*self.parameters, *used, *self._graphs[microbatch].leaves()]
 
     def collect(self) -> None:
         """Let the next backwards sum gradients of parameters here, not in `.grad`."""

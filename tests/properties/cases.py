@@ -1,0 +1,194 @@
+"""A case: a random model, batches for it, and a way to run it as a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from penstock import StageGraph, dumps
+from tests.properties.layers import EXACT, FRESH, LAYERS, MIXING, TIED
+from tests.properties.losses import LOSSES, MEANS, PLAIN
+from tests.properties.models import FORMS, SIDED, SKIPS, Layer, Model, Skip, Tie
+from tests.properties.random_schedules import orders
+from tests.support import CHECKPOINTS, DOORS, RUNTIMES, SCHEDULES
+
+FREE = ("gpipe", "naive", "interleaved", "looped-bfs", "interleaved-zb")  # any stages a rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that a run depends on; its repr makes it again."""
+
+    model: Model
+    counts: tuple[int, ...]  # layers of each stage
+    ranks: int
+    rows: tuple[int, ...]  # of each step's batch
+    chunks: int
+    schedule: str  # a name, or one written out
+    loss: str = "mean"
+    door: str = "step"
+    runtime: str = "inline"
+    checkpoint: str = "never"
+    learns: bool = False  # the inputs, too
+    updates: bool = False  # the parameters after each step; else gradients add up
+    training: bool = True
+    deferred: bool = False
+
+    @property
+    def by_name(self) -> bool:
+        return "\n" not in self.schedule
+
+    @property
+    def mixes(self) -> bool:
+        """Does it matter how the batch is cut?"""
+        scaled = "added" in self.model.kinds and self.loss not in MEANS
+        return scaled or (self.training and not self.model.kinds.isdisjoint(MIXING))
+
+    @property
+    def home(self) -> list[int]:
+        """The stage of each layer."""
+        return [stage for stage, count in enumerate(self.counts) for _ in range(count)]
+
+    @property
+    def bitwise(self) -> bool:
+        """Is every sum of gradients made in the unsplit model's order?"""
+        home = self.home
+        popped = [[home[t] for t in skip.targets] for skip in self.model.skips]
+        return (
+            self.by_name
+            and not self.model.ties
+            and not self.model.takes
+            and self.loss in (*MEANS, "sum")
+            and not (self.deferred and "batch norm" in self.model.kinds)
+            and self.model.kinds.issubset(EXACT)
+            and all(len(set(stages)) == len(stages) for stages in popped)
+        )
+
+
+# ---- drawing ------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rows = tuple(draw(st.lists(st.integers(1, 17), min_size=1, max_size=3)))
+    chunks, ranks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    named = draw(st.sampled_from([*SCHEDULES, *["random"] * 4]))
+    stages = _stages(draw, named, ranks)
+    size = stages + draw(st.integers(0, 5))
+    edges = sorted(draw(st.permutations(range(1, size)))[: stages - 1])
+    counts = tuple(b - a for a, b in zip([0, *edges], [*edges, size], strict=True))
+    door, loss = draw(st.sampled_from(DOORS)), draw(st.sampled_from(["mean", *LOSSES]))
+    learns = draw(st.booleans())
+    banned = {"added"} if door == "call" else set()
+    if min(_smallest(count, chunks) for count in rows) == 1:
+        banned.add("batch norm")
+    model = draw(models(size, banned, loss in PLAIN, learns))
+    schedule = draw(_written(model, counts, ranks, chunks)) if named == "random" else named
+    return Case(
+        model,
+        counts,
+        ranks,
+        rows,
+        chunks,
+        schedule,
+        loss,
+        door,
+        draw(st.sampled_from(RUNTIMES)),
+        draw(st.sampled_from(CHECKPOINTS)),
+        learns,
+        draw(st.booleans()),
+        draw(st.sampled_from([True, True, True, False])),
+        draw(st.booleans()),
+    )
+
+
+def _stages(draw: st.DrawFn, named: str, ranks: int) -> int:
+    if named == "random":
+        return draw(st.integers(1, 6))
+    if named in FREE:
+        return ranks * draw(st.integers(1, 2))
+    return ranks * (draw(st.integers(1, 2)) if named == "fit" else SCHEDULES[named])
+
+
+def _smallest(rows: int, chunks: int) -> int:
+    return min(len(piece) for piece in torch.empty(rows).chunk(chunks))
+
+
+@st.composite
+def _written(draw: st.DrawFn, model: Model, counts: Sequence[int], ranks: int, chunks: int) -> str:
+    """A schedule that nobody designed, for the model's own graph."""
+    home = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    skips = {(home[s.source], home[t]) for s in model.skips for t in s.targets}
+    graph = StageGraph.chain(len(counts), sorted((a, b) for a, b in skips if a != b))
+    return dumps(draw(orders(graph, len(counts), ranks, chunks)))
+
+
+ALL = (*LAYERS, *SIDED, *["skip"] * 6)
+# Few kinds meet more often; some of them promise the same bits.
+PALETTES = st.one_of(
+    st.just(ALL),
+    st.lists(st.sampled_from(ALL), min_size=1, max_size=5).map(tuple),
+    st.just((*EXACT, *["skip"] * 6)),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn, size: int, banned: set[str], plain: bool, learns: bool) -> Model:
+    """So many layers, one of them an ordinary linear layer that learns."""
+    palette = [kind for kind in draw(PALETTES) if kind not in banned] or ["linear"]
+    kinds = [draw(st.sampled_from(palette)) for _ in range(size - 1)]
+    head = draw(st.integers(0, size - 1))
+    kinds.insert(head, "linear")
+    forms = [draw(st.sampled_from(["plain"] * len(FORMS) + list(FORMS))) for _ in range(size)]
+    given = draw(st.sampled_from(["plain", "plain", *FORMS]))
+    if plain:
+        forms[-1] = "plain"
+    skips = draw(_skips([at for at, kind in enumerate(kinds) if kind == "skip"]))
+    ends = {end for skip in skips for end in (skip.source, *skip.targets)}
+    for at, kind in enumerate(kinds):
+        if kind == "skip" and at not in ends:
+            kinds[at] = "nothing"
+        if kind == "in place" and at and at - 1 not in ends:
+            kinds[at - 1] = kinds[at - 1] if kinds[at - 1] in FRESH else "linear"
+            forms[at - 1] = "plain"
+        elif kind == "in place" and (at or learns or given != "plain"):
+            kinds[at] = "tanh"
+    frozen = [draw(st.integers(0, 3)) == 3 and at != head for at in range(size)]
+    layers = map(Layer, kinds, forms, frozen)
+    ties = draw(_ties(kinds))
+    return Model(tuple(layers), given, tuple(skips), tuple(ties), draw(st.booleans()))
+
+
+@st.composite
+def _skips(draw: st.DrawFn, places: Sequence[int]) -> list[Skip]:
+    """Places taken from the left for a stash, and from what is behind it for its pops."""
+    found = []
+    left = list(places)
+    while len(left) > 1:
+        source = left.pop(0)
+        several = min(draw(st.sampled_from([1, 2, 3, 3])), len(left))
+        targets = sorted(draw(st.permutations(left))[:several])
+        left = [place for place in left if place not in targets]
+        found.append(Skip(draw(st.sampled_from(list(SKIPS))), source, tuple(targets)))
+    return found
+
+
+@st.composite
+def _ties(draw: st.DrawFn, kinds: Sequence[str]) -> list[Tie]:
+    """Weights that several layers have; each layer has one tie at most that it did not begin."""
+    found: list[Tie] = []
+    able = (
+        [at for at, kind in enumerate(kinds) if kind in TIED]
+        if draw(st.integers(0, 2)) == 2
+        else []
+    )
+    for at, other in enumerate(able):
+        if not at or not draw(st.booleans()):
+            continue
+        owner = draw(st.sampled_from(able[:at]))
+        ways = ["weight", "module"] if kinds[owner] == kinds[other] else ["weight"]
+        found.append(Tie(draw(st.sampled_from(ways)), owner, other))
+    return found

@@ -1,0 +1,168 @@
+"""Thousands of random models, each as a pipe and unsplit: `make fuzz`.
+
+    python -m tests.properties.fuzz --cases 4000 --seed 1
+    python -m tests.properties.fuzz --case out/fuzz.txt     one case, as it was found
+
+A case that fails is made as small as possible, printed, and saved. The same seed and number of
+cases try the same cases again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.properties.cases import Case, cases
+from tests.properties.comparing import LIMIT, compare
+from tests.properties.models import Layer, Model, Skip, Tie
+
+NAMES = {made.__name__: made for made in (Case, Layer, Model, Skip, Tie)}  # of which a case is made
+FOUND = Path("out/fuzz.txt")
+WORKERS = 2
+
+
+class Passed(NamedTuple):
+    """A case without a difference that matters."""
+
+    worst: float
+    whole: bool
+    bitwise: bool
+
+
+class Failed(NamedTuple):
+    """The smallest case that was found to fail, and how it does."""
+
+    case: str
+    text: str
+
+
+class Ended(NamedTuple):
+    """A worker has nothing left to try."""
+
+
+Tell = Callable[[Passed | Failed | Ended], None]
+
+
+def attempt(start: int, number: int, tell: Tell) -> None:
+    """Try so many cases, and tell of each; after a failure, of the smallest that fails."""
+    warnings.simplefilter("error")
+    failing: list[Case] = []
+
+    @seed(start)
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(cases())
+    def one(case: Case) -> None:
+        try:
+            worst = compare(case)
+        except Exception:
+            failing.append(case)
+            raise
+        if not failing:
+            tell(Passed(worst, not case.mixes, case.bitwise))
+
+    try:
+        one()
+    except Exception as error:
+        text = "".join(traceback.format_exception_only(error))
+        tell(Failed(repr(failing[-1]) if failing else "", text))
+    tell(Ended())
+
+
+def read_case(text: str) -> Case:
+    """A case from what is printed of it."""
+    found = eval(text, NAMES)
+    assert isinstance(found, Case)
+    return found
+
+
+def fuzz(start: int, number: int) -> int:
+    """Try so many cases in several processes; gives the exit status."""
+    print(f"{number} cases of seed {start}, in {WORKERS} processes", flush=True)
+    processes = multiprocessing.get_context("spawn")
+    queue: SimpleQueue[Passed | Failed | Ended] = processes.SimpleQueue()  # type: ignore[assignment]
+    share = -(-number // WORKERS)
+    workers = [
+        processes.Process(target=attempt, args=(start * WORKERS + at, share, queue.put))
+        for at in range(WORKERS)
+    ]
+    for worker in workers:
+        worker.start()
+    passed, failed = _listen(queue, share * WORKERS)
+    for worker in workers:
+        worker.join()
+    whole, bitwise = (sum(getattr(one, name) for one in passed) for name in ("whole", "bitwise"))
+    print(
+        f"{len(passed)} cases equal the unsplit model, {whole} of them also on the whole batch at "
+        f"once, {bitwise} to the last bit; the largest difference is {_worst(passed):.2g}, and "
+        f"{LIMIT:g} is allowed"
+    )
+    return _report(failed)
+
+
+def _listen(
+    queue: SimpleQueue[Passed | Failed | Ended], number: int
+) -> tuple[list[Passed], list[Failed]]:
+    passed, failed = [], []
+    began, running = time.monotonic(), WORKERS
+    while running:
+        news = queue.get()
+        if isinstance(news, Passed):
+            passed.append(news)
+            if len(passed) % 200 == 0:
+                took = time.monotonic() - began
+                print(
+                    f"{len(passed):6} of {number}, {took:.0f} s, {_worst(passed):.2g}", flush=True
+                )
+        elif isinstance(news, Failed):
+            failed.append(news)
+        else:
+            running -= 1
+    return passed, failed
+
+
+def _worst(passed: list[Passed]) -> float:
+    return max((one.worst for one in passed), default=0.0)
+
+
+def _report(failed: list[Failed]) -> int:
+    for one in failed:
+        FOUND.parent.mkdir(exist_ok=True)
+        FOUND.write_text(one.case + "\n")
+        print(f"\n{one.text}\n{one.case}\n")
+        print(f"once more: python -m tests.properties.fuzz --case {FOUND}")
+    return 1 if failed else 0
+
+
+def main(arguments: list[str]) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="fuzz")
+    parser.add_argument("--cases", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--case", type=Path, help="a file with one case")
+    asked = parser.parse_args(arguments)
+    if asked.case is not None:
+        print(f"the largest difference is {compare(read_case(asked.case.read_text())):.2g}")
+        return 0
+    return fuzz(asked.seed, asked.cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

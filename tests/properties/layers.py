@@ -1,0 +1,191 @@
+"""What the layers of random models compute: rows of four numbers from rows of four numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from penstock import add_loss
+
+WIDTH = 4
+
+
+class Weighted(nn.Module):
+    """Has a square weight, which `function` uses as it likes."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+class InParts(nn.Module):
+    """Gives a module the rows as two by two, and flattens what it gives."""
+
+    def __init__(self, inner: nn.Module, *shape: int) -> None:
+        super().__init__()
+        self.inner, self.shape = inner, shape or (2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = self.inner(x.reshape(-1, *self.shape))
+        y: Tensor = found[0] if isinstance(found, tuple) else found
+        return y.reshape(-1, WIDTH)
+
+
+class Attention(nn.MultiheadAttention):
+    """Of the parts to each other."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = super().forward(x, x, x, need_weights=False)[0]
+        return y
+
+
+class Embedded(nn.Embedding):
+    """Adds what is looked up by the numbers' sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward((x.detach().abs().sum(1) * 2).long() % WIDTH)
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and a small one beside it that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(x) + self.up(self.down(x))
+        return y
+
+
+class Penalised(nn.Linear):
+    """Adds a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        add_loss(0.1 * y.square().mean())
+        return y
+
+
+class Remembering(nn.Module):
+    """Adds what it has seen so far: a buffer that a forward reads, then writes or replaces."""
+
+    seen: Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 0.5 * self.seen
+        if self.training:
+            with torch.no_grad():
+                now = 0.5 * self.seen + x.mean(0)
+                if self.replaces:
+                    self.seen = now
+                else:
+                    self.seen.copy_(now)
+        return y
+
+
+class Checkpointed(nn.Linear):
+    """Recomputed by PyTorch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self._again, x, use_reentrant=False)
+        return y
+
+    def _again(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.t() @ gradients[0]
+
+
+def _by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    y: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _twice(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(functional.linear(x, weight).tanh(), weight.t())
+
+
+def _batched(x: Tensor, weight: Tensor) -> Tensor:
+    pieces = x.reshape(-1, 2, 2).transpose(0, 1)
+    return torch.bmm(pieces, weight.view(4, 2, 2)[:2]).transpose(0, 1).reshape(-1, WIDTH)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "tanh": nn.Tanh,
+    "nothing": nn.Identity,
+    "in place": lambda: nn.LeakyReLU(0.5, inplace=True),  # which twice is another than once
+    "dropout": nn.Dropout,
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "batch norm of parts": lambda: InParts(nn.BatchNorm1d(2)),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "product": lambda: Weighted(lambda x, weight: x @ weight),
+    "sum": lambda: Weighted(lambda x, weight: torch.addmm(x, x, weight)),
+    "batched": lambda: Weighted(_batched),
+    "each": lambda: Weighted(lambda x, weight: x * weight[1] + weight.sum(0)),
+    "twice": lambda: Weighted(_twice),
+    "both ways": lambda: Weighted(lambda x, weight: x @ weight + x * weight[0]),
+    "by hand": lambda: Weighted(_by_hand),
+    "embedding": lambda: Embedded(WIDTH, WIDTH),
+    "convolution": lambda: InParts(nn.Conv1d(2, 2, 3, padding=1)),
+    "plane": lambda: InParts(nn.Conv2d(1, 1, 3, padding=1, bias=False), 1, 2, 2),
+    "transposed": lambda: InParts(nn.ConvTranspose1d(2, 2, 1)),
+    "attention": lambda: InParts(Attention(2, 1, batch_first=True)),
+    "attention with dropout": lambda: InParts(Attention(2, 1, 0.5, batch_first=True)),
+    "block": lambda: InParts(nn.TransformerEncoderLayer(2, 1, 4, 0.3, batch_first=True)),
+    "recurrent": lambda: InParts(nn.GRU(2, 2, batch_first=True)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "adapter": Adapted,
+    "added": lambda: Penalised(WIDTH, WIDTH),
+    "memory": lambda: Remembering(replaces=False),
+    "new memory": lambda: Remembering(replaces=True),
+    "checkpointed": lambda: Checkpointed(WIDTH, WIDTH),
+    "inner chain": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH)),
+}
+
+# Their square weight can be another's, too.
+TIED = (
+    *("linear", "without bias", "product", "sum", "batched", "each", "twice", "both ways"),
+    *("by hand", "embedding"),
+)
+# What they compute of a row depends on other rows, on chance, or on what was computed before.
+MIXING = (
+    *("dropout", "attention with dropout", "block", "batch norm", "batch norm of parts"),
+    *("spectral norm", "memory", "new memory"),
+)
+# What they give is theirs alone, and no backward needs it: it may be changed in place.
+FRESH = ("linear", "without bias", "batch norm", "layer norm", "convolution", "adapter")
+# Whose gradients come in the same order, and by the same formulas, in one backward or in two.
+EXACT = (
+    *("linear", "tanh", "nothing", "in place", "dropout", "batch norm", "layer norm", "product"),
+    *("without bias", "convolution", "weight norm", "memory", "skip"),
+)
