@@ -44,7 +44,7 @@ class Case:
     @property
     def mixes(self) -> bool:
         """Does it matter how the batch is cut?"""
-        scaled = "added" in self.model.kinds and self.loss not in MEANS
+        scaled = "added" in self.model.kinds and LOSSES[self.loss].returned
         return scaled or (self.training and not self.model.kinds.isdisjoint(MIXING))
 
     @property

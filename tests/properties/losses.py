@@ -22,6 +22,7 @@ class Loss:
     target: Callable[[int], Any]
     weight: Callable[[Any], float] | None = None  # by rows
     reduction: str | None = None
+    returned: bool = False  # does the loss say its weight itself?
 
 
 def numbers(rows: int) -> Tensor:
@@ -87,8 +88,8 @@ LOSSES = {
     "mean": Loss(_squares, numbers),
     "module": Loss(lambda form: nn.MSELoss(), numbers),
     "sum": Loss(_sum, numbers, lambda target: 1.0, "sum"),
-    "weighted": Loss(_weighted, masked, _counted),
-    "dict": Loss(_dict, masked, _counted),
+    "weighted": Loss(_weighted, masked, _counted, returned=True),
+    "dict": Loss(_dict, masked, _counted, returned=True),
     "metrics": Loss(_metrics, numbers),
     "classes": Loss(
         lambda form: functional.cross_entropy, classes, lambda target: float((target >= 0).sum())

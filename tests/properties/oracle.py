@@ -207,17 +207,26 @@ def stepped(
         total = _backwards_of_call(outputs, loss_fn, backwards, model, given)
         return numbers_of(model, given, total, {}, together(outputs))
     scores = [read(loss_fn(o, part.target)) for o, part in zip(outputs, parts, strict=True)]
-    losses = [_plus(score.loss, extra) for score, extra in zip(scores, added, strict=True)]
     weights = weights_of(loss, parts, sizes)
+    shares = weights if loss.returned else [size / sum(sizes) for size in sizes]
+    terms = [_term(score.loss, weights[i], added[i], shares[i]) for i, score in enumerate(scores)]
     for i in backwards:
-        if weights[i] and losses[i].requires_grad:
-            (losses[i] * weights[i]).backward(retain_graph=True)  # inputs may be computed
+        if terms[i].requires_grad:
+            terms[i].backward(retain_graph=True)  # inputs may be computed
     metrics = {}
     for name in scores[0].metrics:
         column = [score.metrics[name] for score in scores]
         one_number = isinstance(column[0], Tensor) and not column[0].dim()
         metrics[name] = mean(column, weights) if one_number else together(column)
-    return numbers_of(model, given, mean(losses, weights), metrics, together(outputs))
+    return numbers_of(model, given, torch.stack(terms).sum(), metrics, together(outputs))
+
+
+def _term(loss: Tensor, weight: float, added: Sequence[Tensor], share: float) -> Tensor:
+    """What a micro-batch has in the loss of the step; nothing, if it counts for nothing."""
+    term = loss * weight if weight else torch.zeros_like(loss)
+    for one in added:
+        term = term + one * share
+    return term
 
 
 def _plus(loss: Tensor, extra: Sequence[Tensor]) -> Tensor:

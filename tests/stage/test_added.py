@@ -182,8 +182,29 @@ def test_the_loss_itself_may_add() -> None:
 
 
 @each_checkpoint
-def test_they_are_weighted_with_the_loss(checkpoint: str) -> None:
-    """By weights that the loss returns, and by what counts in the targets."""
+@each_schedule
+def test_they_count_by_rows_whatever_counts_in_the_loss(checkpoint: str, schedule: str) -> None:
+    """As in the whole batch, where each of them is a mean over all rows."""
+    x, _ = batch(7)
+    labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
+    for loss_fn in (functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")):
+        model, pipe = both(
+            loss_fn=loss_fn,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            stages=4,
+            devices=["cpu"] * (4 // SCHEDULES[schedule]),
+        )
+        with added_losses() as extra:
+            output = model(x)
+        loss = loss_fn(output, labels) + sum(e.reshape(()) for e in extra)
+        loss.backward()
+        assert closely(pipe.step(x, target=labels).loss, loss.detach())
+        assert same_gradients(pipe, model)
+
+
+@each_checkpoint
+def test_they_are_part_of_a_loss_that_gives_its_weight(checkpoint: str) -> None:
     x, _ = batch(7)
     labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
 
@@ -200,25 +221,11 @@ def test_they_are_weighted_with_the_loss(checkpoint: str) -> None:
                 total = total + (loss + sum(e.reshape(()) for e in extra)) * count / 4
         return total
 
-    for given in (loss_fn, functional.cross_entropy):
-        model, pipe = both(loss_fn=given, checkpoint=checkpoint)
-        result = pipe.step(x, target=labels)
-        loss = expected(model)
-        loss.backward()
-        assert closely(result.loss, loss.detach())
-        assert same_gradients(pipe, model)
-
-
-def test_sums() -> None:
-    model, pipe = both(loss_fn=nn.MSELoss(reduction="sum"))
-    x, target = batch(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    for part, its in zip(x.chunk(3), target.chunk(3), strict=True):
-        with added_losses() as extra:
-            loss = loss + functional.mse_loss(model(part), its, reduction="sum")
-        loss = loss + sum(e.reshape(()) for e in extra)
+    model, pipe = both(loss_fn=loss_fn, checkpoint=checkpoint)
+    result = pipe.step(x, target=labels)
+    loss = expected(model)
     loss.backward()
-    assert closely(pipe.step(x, target=target).loss, loss.detach())
+    assert closely(result.loss, loss.detach())
     assert same_gradients(pipe, model)
 
 

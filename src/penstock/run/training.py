@@ -61,7 +61,7 @@ def train(
     scores = ledger.scores
     asked = [score.beside.output[0] for score in scores if score.beside.output]
     return StepResult(
-        ledger.combined([score.loss for score in scores]).detach(),
+        ledger.total(),
         gather(asked, fed.rows) if asked else None,
         _metrics(ledger, fed.rows),
         call.measured(program),

@@ -40,6 +40,7 @@ class Score(NamedTuple):
 
     loss: Tensor
     beside: Beside = NOTHING
+    added: Tensor | None = None  # by layers
 
 
 class Ledger:
@@ -56,6 +57,7 @@ class Ledger:
         scale: Tensor | None = None,
     ) -> None:
         self._sums, self._scale = reduction.sums, scale
+        self._rows = shares
         self._shares: Sequence[float] = [1] * len(shares) if reduction.sums else shares
         self._scores: dict[int, Score] = {}
         self._first: Beside | None = None
@@ -73,11 +75,18 @@ class Ledger:
     # ---- while the step runs --------------------------------------------------------------
 
     def answer(self, microbatch: int, made: Parcel) -> Parcel:
-        """The gradients with which a micro-batch's backward begins: only its loss has one."""
+        """The gradients with which a micro-batch's backward begins: of its loss, and of no other.
+
+        What layers have added stands last. It is a mean by rows, whatever the loss is.
+        """
         score = Score(*put_together(made.tensors, made.layout))  # type: ignore[arg-type]
         self._check_alike(score.beside)
         self._scores[microbatch] = score
-        return Parcel((self._seed(microbatch, score), *(None for _ in made.tensors[1:])))
+        seeds: list[Tensor | None] = [None for _ in made.tensors]
+        seeds[0] = self._seed(microbatch, score)
+        if score.added is not None:
+            seeds[-1] = self._scaled(torch.full_like(score.added, self._rows[microbatch]))
+        return Parcel(tuple(seeds))
 
     def prepare(self, tape: Tape, microbatch: int) -> None:
         """Before a cell's backward: set earlier gradients aside, if these are of another unit."""
@@ -93,7 +102,10 @@ class Ledger:
                 self._unit = weight.masked_fill(weight == 0, 1) * len(self._shares)
                 self._aside = Aside()
             seed = weight / self._unit
-        return (seed if self._scale is None else seed * self._scale).to(loss.dtype)
+        return self._scaled(seed).to(loss.dtype)
+
+    def _scaled(self, seed: Tensor) -> Tensor:
+        return seed if self._scale is None else (seed * self._scale).to(seed.dtype)
 
     def _check_alike(self, new: Beside) -> None:
         first = self._first = self._first or new
@@ -130,6 +142,14 @@ class Ledger:
         terms = [(n.to(w.device) * w).masked_fill(w == 0, 0) for n, w in pairs]
         mean = _total(terms) / _total(weights)
         return mean.to(numbers[0].dtype) if numbers[0].is_floating_point() else mean
+
+    def total(self) -> Tensor:
+        """The step's loss, with what layers have added."""
+        total = self.combined([score.loss for score in self.scores])
+        for score, share in zip(self.scores, self._rows, strict=True):
+            if score.added is not None:
+                total = total + score.added.to(total.device) * share
+        return total.detach()
 
     def finish(self) -> Tensor | None:
         """Add this step's gradients to the earlier ones. Gives what others are to be multiplied by.

@@ -1,8 +1,8 @@
 """Losses that layers add from inside: `penstock.add_loss`.
 
 In a training step such a loss goes with the message to the last stage that its stage feeds, and
-from there on, until the last stage of all adds it to the micro-batch's loss. It is weighted,
-reported and differentiated with it.
+from there on, until the last stage of all gives it out beside the micro-batch's loss. There it is
+weighted by rows, reported and differentiated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _here = _InThisThread()
 
 
 def add_loss(value: Tensor) -> None:
-    """In a layer: add one number to the loss, as if `loss_fn` had added it for this micro-batch.
+    """In a layer: add one number to the loss, a mean over the rows of this micro-batch.
 
     It counts in `Pipe.step`, and within `added_losses`. Elsewhere, one that wants a gradient is an
     error, and any other is dropped.

@@ -48,7 +48,8 @@ class Scored:
     """The last stage's computation, and the loss of its output.
 
     From outside comes the target, after the batch if this is also the first stage; outside go
-    the loss and what is beside it, if anything.
+    the loss, what is beside it, and what layers have added, if anything. If the loss has a weight
+    of its own, what was added is a part of it: by rows it could be weighted only at the end.
     """
 
     def __init__(
@@ -77,17 +78,19 @@ class Scored:
             (output,) = departing[OUTSIDE]
             found = self._loss_fn(output, *targets) if self._loss_fn else output
         loss, beside = read_loss(found, self._source)
+        extra = summed(added).to(loss.device, copy=True) if added else None
         if beside.weight is not None:
             _keep_out_of(output, beside.weight)
+            loss, extra = loss if extra is None else loss + extra, None
         elif self._counting is not None and targets and isinstance(targets[0], Tensor):
             weight = self._counting(targets[0])
             beside = beside._replace(weight=weight)
             if self._counting.classes is not None:  # else what is ignored has no gradient anyway
                 _keep_out_of(output, weight)
-        if added:
-            loss = loss + summed(added).to(loss.device)
         if self._outputs:
             beside = beside._replace(output=(output,))
+        if extra is not None:
+            return {**departing, OUTSIDE: (loss, beside, extra)}
         return {**departing, OUTSIDE: (loss,) if beside is NOTHING else (loss, beside)}
 
 
