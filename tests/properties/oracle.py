@@ -218,7 +218,7 @@ def stepped(
         column = [score.metrics[name] for score in scores]
         one_number = isinstance(column[0], Tensor) and not column[0].dim()
         metrics[name] = mean(column, weights) if one_number else together(column)
-    return numbers_of(model, given, torch.stack(terms).sum(), metrics, together(outputs))
+    return numbers_of(model, given, _plus(terms[0], terms[1:]), metrics, together(outputs))
 
 
 def _term(loss: Tensor, weight: float, added: Sequence[Tensor], share: float) -> Tensor:
