@@ -241,6 +241,26 @@ def test_hooks_would_see_gradients_too_early(kind: str) -> None:
     assert closely(pipe[0].weight.grad, 2 * before)
 
 
+def test_a_leaf_that_only_a_later_micro_batch_uses() -> None:
+    """Earlier gradients were set aside for what the first one used, and for parameters."""
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        late = bool(target.sum())
+        return (output * scale if late else output).square().mean(), 3.0 if late else 1.0
+
+    model, pipe = both(loss_fn=loss_fn, chunks=2, schedule="1f1b")
+    x, target = batch(4)[0], torch.tensor([0, 0, 1, 1])
+    for _ in range(2):
+        pipe.step(x, target=target)
+    found, scale.grad = scale.grad, None
+    for _ in range(2):
+        (loss_fn(model(x[2:]), target[2:])[0] * 3 / 4).backward()
+    assert found is not None
+    assert scale.grad is not None
+    assert closely(found, scale.grad)
+
+
 def test_half_precision_keeps_its_dtype() -> None:
     _, pipe = both(plain(torch.bfloat16), loss_fn=as_tuple)
     x, target = uneven(7)
