@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -151,16 +152,10 @@ def _watched(subject: Subject, values: Values, chunks: int, training: bool) -> _
             if name:
                 hook = module.register_forward_hook(_noting(calls, name), with_kwargs=True)
                 hooks.callback(hook.remove)
-        result = unsplit(_with_chunks(subject, chunks), model, values, whole=chunks == 1)
+        result = unsplit(replace(subject, chunks=chunks), model, values, whole=chunks == 1)
     after = _attributes(model)
     changed = [name for name, value in after.items() if _other(before.get(name), value)]
     return _Trace(calls, outcome(model, *result), changed)
-
-
-def _with_chunks(subject: Subject, chunks: int) -> Subject:
-    return Subject(
-        subject.model, subject.values, subject.loss_fn, subject.reduction, subject.stages, chunks
-    )
 
 
 def _noting(calls: list[_Call], name: str) -> Callable[..., None]:
