@@ -94,7 +94,8 @@ def _of_the_cut(
         yield (
             "the outputs are equal, and the losses of the micro-batches, weighted by their rows, "
             "are not the loss of the batch (equal with chunks=1): the loss is no mean by rows "
-            "(ignore_index, weights of classes, a sum); see 'Loss and reduction' in the guide"
+            "(ignore_index, weights of classes, a sum, a mean that a layer adds to another kind of "
+            "loss); see 'Loss and reduction' in the guide"
         )
     elif numbers:
         yield (

@@ -26,7 +26,7 @@ from penstock.stage.reduction import LossFn, Reduction, reduction_of
 
 @dataclass(frozen=True)
 class Values:
-    """What a step is given: positional and keyword inputs, and the target."""
+    """What a step is given: positional and side inputs, and the target."""
 
     batch: tuple[Any, ...]
     side: dict[str, Any] = field(default_factory=dict)
