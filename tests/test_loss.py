@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -259,6 +261,35 @@ def test_a_leaf_that_only_a_later_micro_batch_uses() -> None:
     assert found is not None
     assert scale.grad is not None
     assert closely(found, scale.grad)
+
+
+@pytest.mark.parametrize(("runtime", "stages"), [("threads", 4), ("inline", 4), ("threads", 1)])
+def test_steps_of_several_threads_take_turns(runtime: str, stages: int) -> None:
+    """One took the other's gradients for earlier ones, and the other multiplied them."""
+    _, pipe = both(loss_fn=as_tuple, runtime=runtime, stages=stages)
+    x, target = uneven(7)
+    pipe.step(x, target=target)
+    once = [p.grad for p in pipe.parameters()]
+    pipe.zero_grad()
+
+    def train() -> None:
+        for _ in range(30):
+            pipe.step(x, target=target)
+
+    threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert closely(parameter.grad, 60 * gradient)
 
 
 def test_half_precision_keeps_its_dtype() -> None:
