@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -239,6 +241,55 @@ def test_hooks_would_see_gradients_too_early(kind: str) -> None:
     hook.remove()
     pipe.step(x, target=target)
     assert closely(pipe[0].weight.grad, 2 * before)
+
+
+def test_a_leaf_that_only_a_later_micro_batch_uses() -> None:
+    """Earlier gradients were set aside for what the first one used, and for parameters."""
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        late = bool(target.sum())
+        return (output * scale if late else output).square().mean(), 3.0 if late else 1.0
+
+    model, pipe = both(loss_fn=loss_fn, chunks=2, schedule="1f1b")
+    x, target = batch(4)[0], torch.tensor([0, 0, 1, 1])
+    for _ in range(2):
+        pipe.step(x, target=target)
+    found, scale.grad = scale.grad, None
+    for _ in range(2):
+        (loss_fn(model(x[2:]), target[2:])[0] * 3 / 4).backward()
+    assert found is not None
+    assert scale.grad is not None
+    assert closely(found, scale.grad)
+
+
+@pytest.mark.parametrize(("runtime", "stages"), [("threads", 4), ("inline", 4), ("threads", 1)])
+def test_steps_of_several_threads_take_turns(runtime: str, stages: int) -> None:
+    """One took the other's gradients for earlier ones, and the other multiplied them."""
+    _, pipe = both(loss_fn=as_tuple, runtime=runtime, stages=stages)
+    x, target = uneven(7)
+    pipe.step(x, target=target)
+    once = [p.grad for p in pipe.parameters()]
+    pipe.zero_grad()
+
+    def train() -> None:
+        for _ in range(30):
+            pipe.step(x, target=target)
+
+    threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert closely(parameter.grad, 60 * gradient)
 
 
 def test_half_precision_keeps_its_dtype() -> None:

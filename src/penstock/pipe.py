@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -158,10 +159,10 @@ class Pipe(nn.Module):
         stages = ending_in_loss(
             self._split.partition.stages, loss_fn, rule.counting, bool(extra), outputs
         )
-        call = self._call(program, stages)
         scale = loss_scale(scaler, self._split.place_of(len(stages) - 1).device)
         ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
-        result = train(call, program, phase, fed, ledger)
+        with self._turn():
+            result = train(self._call(program, stages), program, phase, fed, ledger)
         if torch.is_grad_enabled():
             self._made.last = result.measured
         return result
@@ -208,6 +209,12 @@ class Pipe(nn.Module):
         crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
         where = self._split.places, self._split.placement
         return Call(stages, *where, keep, divided, crew, tracked, schedule.chunks)
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """Within, no other thread takes a step: it would find gradients of another unit."""
+        if self._made.crew is not None:
+            self._made.crew.check_caller()
+        return self._made.stepping
 
     def _check_layers(self) -> None:
         known = [name for stage in self._split.partition.stages for name in stage.names]
@@ -303,6 +310,7 @@ class _Made:
 
     crew: Crew | None = None
     making: Lock = field(default_factory=Lock)
+    stepping: AbstractContextManager[object] = field(default_factory=RLock)
     last: Measured | None = None
     wrapped: bool = False  # in DistributedDataParallel
 

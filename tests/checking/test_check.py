@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock import NoChunk, PipeSequential, Report, WithDevice, schedules
+from penstock import Chunk, NoChunk, PipeSequential, Report, WithDevice, schedules
 from penstock.checking.report import Compared
 from penstock.schedules.registry import FAMILIES
 from tests.support import Do, batch, crews, network, plain
@@ -110,7 +110,17 @@ def test_an_input_that_is_given_whole_and_one_that_is_no_tensor() -> None:
 
     x, _ = batch(8, torch.float32)
     model = nn.Sequential(Scaled(), *plain(torch.float32))
-    assert checked(model, x, NoChunk(torch.rand(6)), 0.5, schedules=FEW).ok
+    report = checked(model, x, NoChunk(torch.rand(6)), 0.5, schedules=FEW)
+    assert report.ok
+    assert not report.refused  # memory is measured with a micro-batch, and that is not cut either
+
+
+def test_rows_on_another_dim_and_no_loss() -> None:
+    """The loss that stands in for the missing one depended on where the rows were."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    report = checked(model, Chunk(torch.randn(5, 6, 3), dim=1), chunks=3, schedules=FEW)
+    assert report.ok, str(report)
+    assert "6 rows in micro-batches of 2, 2, 2" in str(report)
 
 
 def test_a_loss_with_weights_of_its_own_is_in_float64_too() -> None:
@@ -215,6 +225,21 @@ def test_what_a_w_needs_goes_with_it(schedule: str) -> None:
     """The stand-ins for the weights kept those of the last cell."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
     report = checked(model, torch.randn(16, 6), schedules=[schedule], runtimes=["inline"])
+    assert report.ok, str(report)
+
+
+def with_weights(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return functional.cross_entropy(output, target), len(target)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), with_weights])
+def test_gradients_that_a_step_makes_anew_are_no_activations(loss_fn: Any) -> None:
+    """Those of a tied parameter on another rank, and all of a step whose loss has weights."""
+    words, head = nn.Embedding(50, 16), nn.Linear(16, 50)
+    head.weight = words.weight
+    model = nn.Sequential(words, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), head)
+    x = torch.arange(10) * 5
+    report = checked(model, x, target=x, loss_fn=loss_fn, schedules=["1f1b", "zb-h1"])
     assert report.ok, str(report)
 
 

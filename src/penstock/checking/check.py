@@ -163,8 +163,7 @@ def _runs(
 def _described(subject: Subject) -> str:
     numbers = sum(parameter.numel() for parameter in subject.model.parameters())
     cuts = " + ".join(str(len(names)) for names in subject.layers)
-    pieces, _ = subject.values.cut(subject.chunks)
-    rows = [len(next(iter(piece.inputs().values()))) for piece in pieces]
+    rows = subject.values.cut(subject.chunks)[1].counts
     return (
         f"{numbers:,} parameters; stages of {cuts} layers; "
         f"{sum(rows)} rows in micro-batches of {', '.join(map(str, rows))}"

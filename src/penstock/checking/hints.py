@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ def _of_the_cut(
         yield (
             "the outputs are equal, and the losses of the micro-batches, weighted by their rows, "
             "are not the loss of the batch (equal with chunks=1): the loss is no mean by rows "
-            "(ignore_index, weights of classes, a sum); see 'Loss and reduction' in the guide"
+            "(ignore_index, weights of classes, a sum, a mean that a layer adds to another kind of "
+            "loss); see 'Loss and reduction' in the guide"
         )
     elif numbers:
         yield (
@@ -151,16 +153,10 @@ def _watched(subject: Subject, values: Values, chunks: int, training: bool) -> _
             if name:
                 hook = module.register_forward_hook(_noting(calls, name), with_kwargs=True)
                 hooks.callback(hook.remove)
-        result = unsplit(_with_chunks(subject, chunks), model, values, whole=chunks == 1)
+        result = unsplit(replace(subject, chunks=chunks), model, values, whole=chunks == 1)
     after = _attributes(model)
     changed = [name for name, value in after.items() if _other(before.get(name), value)]
     return _Trace(calls, outcome(model, *result), changed)
-
-
-def _with_chunks(subject: Subject, chunks: int) -> Subject:
-    return Subject(
-        subject.model, subject.values, subject.loss_fn, subject.reduction, subject.stages, chunks
-    )
 
 
 def _noting(calls: list[_Call], name: str) -> Callable[..., None]:

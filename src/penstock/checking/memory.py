@@ -159,8 +159,8 @@ class Scales:
     """Weighs cells, each kind once."""
 
     def __init__(self, subject: Subject) -> None:
-        first = subject.values.cut(subject.chunks)[0][0]
-        self._subject = subject.with_values(first).without_metrics()
+        first = subject.values.first_of(subject.chunks)
+        self._subject = subject.with_values(first).activations_only()
         self._stages = len(subject.layers)
         self._known: dict[Manner, Footprints] = {}
 
@@ -235,7 +235,7 @@ def peak_on_paper(program: Program, scales: Scales) -> tuple[int, ...]:
 
 def weigh(subject: Subject, scales: Scales, schedule: Asked, ranks: int, checkpoint: str) -> Memory:
     """Measured and on paper."""
-    subject = subject.without_metrics()
+    subject = subject.activations_only()
     places = [Metered(rank) for rank in range(ranks)]
     pipe = subject.pipe(schedule, ranks, checkpoint, "inline", places)
     reading = measured(subject, pipe, places)

@@ -26,7 +26,7 @@ from penstock.stage.reduction import LossFn, Reduction, reduction_of
 
 @dataclass(frozen=True)
 class Values:
-    """What a step is given: positional and keyword inputs, and the target."""
+    """What a step is given: positional and side inputs, and the target."""
 
     batch: tuple[Any, ...]
     side: dict[str, Any] = field(default_factory=dict)
@@ -64,18 +64,18 @@ class Values:
             tuple(inputs[:size]), dict(zip(self.side, inputs[size:], strict=True)), target
         )
 
-    def half(self) -> Values:
-        """The first half of the rows; what is not cut stays as it was given."""
+    def first_of(self, parts: int) -> Values:
+        """The first of so many parts of the rows; what is not cut stays as it was given."""
         mine, spec = pytree.tree_flatten((self.batch, self.side, self.target))
-        piece = self.cut(2)[0][0]
+        piece = self.cut(parts)[0][0]
         cut = pytree.tree_leaves((piece.batch, piece.side, piece.target))
 
-        def halved(given: Any, found: Any) -> Any:
+        def shortened(given: Any, found: Any) -> Any:
             if isinstance(given, Chunk):
                 return Chunk(found, given.dim)
             return found if isinstance(given, Tensor) else given
 
-        leaves = [halved(given, found) for given, found in zip(mine, cut, strict=True)]
+        leaves = [shortened(given, found) for given, found in zip(mine, cut, strict=True)]
         return Values(*pytree.tree_unflatten(leaves, spec))
 
     def inputs(self) -> dict[str, Tensor]:
@@ -193,9 +193,16 @@ class Subject:
         pipe = self.pipe("naive", number, "never", "inline")
         return [stage.names for stage in pipe._split.partition.stages]
 
-    def without_metrics(self) -> Subject:
-        """The same with a loss that comes alone: a step keeps metrics until its end."""
-        return replace(self, loss_fn=partial(_alone, self.loss_fn))
+    def activations_only(self) -> Subject:
+        """The same without what a step keeps until its end, by rights.
+
+        Those are metrics, and gradients that it makes anew: of weighted losses, and of stand-ins
+        for tied parameters. So the loss comes alone, and no layers share anything.
+        """
+        model = self.fresh()
+        for name, layer in model._modules.items():
+            model._modules[name] = copy.deepcopy(layer)
+        return replace(self, model=model, loss_fn=partial(_alone, self.loss_fn))
 
     def with_values(self, values: Values) -> Subject:
         """The same model with another batch."""
@@ -204,9 +211,7 @@ class Subject:
 
 def _alone(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
     found = output if loss_fn is None else loss_fn(output, *target)
-    if not isinstance(found, dict):
-        return found
-    return (found["loss"], found["weight"]) if "weight" in found else found["loss"]
+    return read_loss(found, "the loss gave")[0]
 
 
 def called(model: nn.Module, values: Values) -> Any:
@@ -234,13 +239,11 @@ def ranks_for(schedule: str | Schedule, stages: int) -> int:
 
 
 def of_its_own(output: Any) -> Tensor:
-    """A loss for models that come without one: a mean by rows, in which every number counts."""
+    """A loss for models that come without one: a mean by rows, whichever dim these are on."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf):
-            rows = leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
-            signs = torch.arange(rows.size(1), dtype=leaf.dtype).cos()
-            total = total + (rows * signs + rows.square()).mean()
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and leaf.numel():
+            total = total + (leaf.sin() + leaf.square()).mean()
     return total
 
 

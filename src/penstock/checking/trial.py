@@ -42,7 +42,7 @@ def expect(subject: Subject) -> Expected:
     second = outcome(model, *unsplit(subject, model, values, nature.whole), values)
     evaluated = [("the batch", subject.values, _evaluated(subject, model, subject.values, calm))]
     with suppress(Exception):  # a mask that is cut by mistake, say: training will show it
-        half = subject.values.half()
+        half = subject.values.first_of(2)
         evaluated.append(("half of the batch", half, _evaluated(subject, model, half, calm)))
     return Expected(first, second, tuple(evaluated), nature, learning)
 

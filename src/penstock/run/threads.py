@@ -37,16 +37,20 @@ class Crew:
         """Do the threads exist in this process? A fork has none."""
         return self._pid == os.getpid()
 
-    def do(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
-        """Do the jobs, one a thread, and wait for all. When one fails, `stop` the others.
-
-        The first error is raised here, as it was raised there.
-        """
+    def check_caller(self) -> None:
+        """It is none of the crew: that one would wait for itself."""
         if threading.get_ident() in self._idents:
             raise RunError(
                 "a pipe was called by one of its own workers, in a layer or a hook, and would wait "
                 "for itself: call it after the step, or make another Pipe for this"
             )
+
+    def do(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+        """Do the jobs, one a thread, and wait for all. When one fails, `stop` the others.
+
+        The first error is raised here, as it was raised there.
+        """
+        self.check_caller()
         if not self.here:
             raise RunError(
                 "this pipe was called in another process, whose threads a fork does not have: call "

@@ -174,16 +174,13 @@ class Aside:
 
     def __init__(self) -> None:
         self._kept: dict[Tensor, Tensor | None] = {}
-        self._stages: set[int] = set()
         self._one_at_a_time = threading.Lock()
 
     def take(self, tape: Tape, microbatch: int) -> None:
-        """Those that the stage's backwards would add to, once."""
+        """Those that the cell's backward would add to, once; another cell may add to others."""
+        leaves = dict.fromkeys(tape.leaves(microbatch))
         with self._one_at_a_time:
-            if tape.stage.index in self._stages:
-                return
-            self._stages.add(tape.stage.index)
-            for leaf in dict.fromkeys(tape.leaves(microbatch)):
+            for leaf in leaves:
                 if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
                     raise RunError(
                         f"a parameter of shape {tuple(leaf.shape)} has a hook, and the weights "
