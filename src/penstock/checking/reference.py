@@ -7,7 +7,7 @@ itself, run over one micro-batch after another with the draws of the pipe's cell
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.batch import gather
 from penstock.checking.report import Difference
-from penstock.checking.subject import Subject, Values
+from penstock.checking.subject import Called, Subject, Values
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
 
@@ -141,28 +141,29 @@ def unsplit(subject: Subject, model: nn.Module, values: Values, whole: bool) -> 
         if isinstance(layer, DeferredBatchNorm):
             layer.begin(len(pieces))
     draws = _Draws(subject, model)
-    outputs, losses, weights = [], [], []
+    calls = []
     for microbatch, piece in enumerate(pieces):
         with draws.of(microbatch):
-            output, loss, weight = subject.call(model, piece)
-        outputs.append(output)
-        losses.append(loss)
-        weights.append(weight)
+            calls.append(subject.call(model, piece))
     draws.end()
-    shares = [1.0] * len(pieces) if whole or subject.rule.sums else rows.shares()
-    total = _reduced(losses, shares, [w for w in weights if w is not None] if not whole else [])
+    total = _reduced(calls, [1.0] if whole else rows.shares(), subject.rule.sums)
     if torch.is_grad_enabled() and total.requires_grad:
         total.backward()
-    return total.detach(), gather(outputs, rows)
+    return total.detach(), gather([call.output for call in calls], rows)
 
 
-def _reduced(losses: list[Tensor], shares: list[float], weights: list[Tensor]) -> Tensor:
+def _reduced(calls: Sequence[Called], shares: Sequence[float], sums: bool) -> Tensor:
     """The loss of a batch, from those of its parts: by weights, if there are some."""
-    if not weights:
-        return torch.stack([x * share for x, share in zip(losses, shares, strict=True)]).sum()
-    pairs = zip(losses, weights, strict=True)
-    counted = [loss * weight for loss, weight in pairs if weight]
-    return torch.stack(counted or losses).sum() / torch.stack(weights).sum()
+    weights = [call.weight for call in calls if call.weight is not None]
+    parts: list[float | Tensor] = [1.0 if sums else share for share in shares]
+    if weights and len(calls) > 1:
+        parts = [weight / torch.stack(weights).sum() for weight in weights]
+    total = torch.zeros((), dtype=torch.float64)
+    for call, share, part in zip(calls, shares, parts, strict=True):
+        total = total + call.added * share
+        if not isinstance(part, Tensor) or part:  # what counts for nothing may be no number
+            total = total + call.loss * part
+    return total
 
 
 class _Draws:

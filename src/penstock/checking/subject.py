@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,15 @@ def in_float64(tensor: Tensor) -> Tensor:
     return mine.requires_grad_(tensor.requires_grad)
 
 
+class Called(NamedTuple):
+    """What a model gives for some rows; `added` counts by rows, the loss by its weight if any."""
+
+    output: Any
+    loss: Tensor
+    added: Tensor
+    weight: Tensor | None
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model, a batch and a loss; nothing here is the user's own, and the model is never run."""
@@ -167,19 +176,19 @@ class Subject:
         """The one place where a pipe is given a batch."""
         return pipe.step(*values.batch, target=values.target, outputs=outputs, **values.side)
 
-    def call(self, model: nn.Module, values: Values) -> tuple[Any, Tensor, Tensor | None]:
-        """The one place where a model is: its output, the loss of it, and what that counts for."""
+    def call(self, model: nn.Module, values: Values) -> Called:
+        """The one place where a model is."""
         given = () if values.target is None else (values.target,)
         with added_losses() as extra:
             output = called(model, values)
             found = output if self.loss_fn is None else self.loss_fn(output, *given)
         loss, beside = read_loss(found, "the loss gave")
-        for added in extra:
-            loss = loss + added
-        weight = beside.weight
-        if weight is None and self.rule.counting is not None and given:
-            weight = self.rule.counting(given[0])
-        return output, loss, weight
+        added = torch.stack([torch.zeros_like(loss), *extra]).sum()
+        if beside.weight is not None:
+            return Called(output, loss + added, torch.zeros_like(loss), beside.weight)
+        counting = self.rule.counting
+        weight = None if counting is None or not given else counting(given[0])
+        return Called(output, loss, added, weight)
 
     @cached_property
     def rule(self) -> Reduction:
