@@ -84,6 +84,7 @@ class Pipe(nn.Module):
         super().__init__()
         check_children(module)
         _check_options(chunks, checkpoint, runtime, reduction)
+        _check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.reduction, self.runtime = reduction, runtime
@@ -148,6 +149,7 @@ class Pipe(nn.Module):
                 "forward, and step is none: call the wrapper, or leave it away and average .grad "
                 "after each step with torch.distributed.all_reduce"
             )
+        _check_loss(loss_fn)
         loss_fn = loss_fn or self.loss_fn
         extra = () if target is None else (target,)
         fed = feed(self._split, self.chunks, inputs, side, extra)
@@ -337,3 +339,11 @@ def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | 
         if value not in known:
             listed = ", ".join(repr(one) for one in known)
             raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
+
+
+def _check_loss(loss_fn: Any) -> None:
+    if isinstance(loss_fn, type) or (loss_fn is not None and not callable(loss_fn)):
+        raise KindError(
+            f"loss_fn is called as loss_fn(output, target), and {loss_fn!r} cannot be: give a "
+            "function, or a loss such as nn.CrossEntropyLoss()"
+        )

@@ -74,6 +74,10 @@ def _check_wish(wish: Wish) -> None:
             f"devices is a list with one for each rank, such as ['{devices}', '{devices}'], not "
             f"'{devices}'"
         )
+    if isinstance(devices, int):
+        raise ArgumentError(
+            f"devices is a list with one for each rank, not their number, {devices}"
+        )
     if devices is not None and not len(devices):
         raise ArgumentError("devices is empty: give at least one, or leave it out")
 

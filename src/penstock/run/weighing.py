@@ -8,11 +8,13 @@ gradients of such a step are in a unit of their own, apart from earlier ones, un
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import KindError, RunError
 from penstock.stage.loss import NOTHING, Beside
@@ -63,6 +65,7 @@ class Ledger:
         self._first: Beside | None = None
         self._unit: Tensor | None = None  # what the gradients' weights are divided by
         self._aside: Aside | None = None
+        self._targets = targets
         given = [target for values in targets for target in values if isinstance(target, Tensor)]
         if reduction.counting is not None and len(given) == len(shares):
             self._unit = torch.stack([reduction.counting(target) for target in given]).sum()
@@ -146,6 +149,13 @@ class Ledger:
     def total(self) -> Tensor:
         """The step's loss, with what layers have added."""
         total = self.combined([score.loss for score in self.scores])
+        if not self._sums and not self._weights and _ignores(self._targets):
+            warnings.warn(
+                "there is a -100 among the targets, which PyTorch's losses ignore, and this "
+                "loss_fn, which is none of them, gives no weight, so that each micro-batch counts "
+                "by its rows: return (loss, weight), with the number of targets that count",
+                stacklevel=4,
+            )
         for score, share in zip(self.scores, self._rows, strict=True):
             if score.added is not None:
                 total = total + score.added.to(total.device) * share
@@ -209,6 +219,14 @@ class Aside:
         """The earlier ones alone."""
         for leaf, earlier in self._kept.items():
             leaf.grad = earlier
+
+
+def _ignores(targets: Sequence[tuple[Any, ...]]) -> bool:
+    """Those on the host alone are looked at: others would have to be waited for."""
+    found = [
+        t for t in pytree.tree_leaves(list(targets)) if isinstance(t, Tensor) and not t.is_cuda
+    ]
+    return any(bool((t == -100).any()) for t in found if t.dtype == torch.int64)
 
 
 def _total(numbers: Sequence[Tensor]) -> Tensor:

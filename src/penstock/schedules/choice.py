@@ -51,6 +51,8 @@ def read(asked: Asked) -> str | Schedule | None:
         return None
     if isinstance(asked, Schedule | Program):
         return schedule_of(asked)
+    if not isinstance(asked, str | PathLike):
+        raise ArgumentError(f"schedule is a name, a Schedule or the path of a file, not {asked!r}")
     if isinstance(asked, str) and (asked in FAMILIES or not Path(asked).suffix):
         return asked
     if not Path(asked).is_file():

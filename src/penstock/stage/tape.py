@@ -38,7 +38,7 @@ from penstock.stage.parcel import Parcel
 from penstock.stage.randomness import OwnRandom, seed_of_cell
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
 from penstock.stage.sharing import check_unchanged, memory, protect
-from penstock.stage.stage import Stage
+from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stand_ins import StandIns, real
 
 
@@ -263,6 +263,7 @@ class Tape:
         elif microbatch not in self._kept:
             self._graphs[microbatch] = graph
         if self.collected is None:
+            self._check_loss(graph, gradients)
             return graph.accumulate(gradients, retain)
         leaves = [self._stand_ins.of(parameter) for parameter in self.parameters]
         found, of_parameters = graph.collect(gradients, leaves, retain)
@@ -270,6 +271,15 @@ class Tape:
             if gradient is not None:
                 self._add(at, gradient)
         return found
+
+    def _check_loss(self, graph: Graph, gradients: Mapping[int, Gradients]) -> None:
+        """If anything here learns, then by the loss, too."""
+        learns = self._learns or any(any(needs) for needs in graph.entered.values())
+        if learns and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
+            raise RunError(
+                "the loss has no gradient, though there is something to learn: it was detached, or "
+                "does not depend on the output"
+            )
 
     def backward_weights(self, microbatch: int) -> None:
         """The gradients that the backward of the inputs has left."""
