@@ -108,6 +108,21 @@ def test_under_every_schedule(schedule: str, checkpoint: str) -> None:
     assert agrees(model, pipe, *uneven(7), masked)
 
 
+@pytest.mark.parametrize("rows", [5, 9])
+@each_schedule
+def test_with_ties_under_every_schedule(schedule: str, rows: int) -> None:
+    """A stand-in may get its first gradient in a W, and another in a whole backward."""
+    layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(6)]
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    devices = ["cpu"] * (6 // SCHEDULES[schedule])
+    options = {"stages": 6, "chunks": 6, "schedule": schedule, "loss_fn": as_tuple}
+    model, pipe = both(nn.Sequential(*layers), devices=devices, **options)
+    x, (_, mask) = uneven(rows)
+    for _ in range(2):
+        assert agrees(model, pipe, x, (x, mask.repeat(1, 2)), masked)
+
+
 def test_a_micro_batch_that_counts_for_nothing() -> None:
     """Also the first, whose weight is the unit; its mean is nan, and its gradients are none."""
     for nothing in ([0, 1, 2], [3, 4, 5], [6], [0, 1, 2, 6]):

@@ -276,8 +276,9 @@ class Tape:
         weight_gradients(self._later.pop(microbatch))
 
     def leaves(self, microbatch: int) -> list[Tensor]:
-        """What the next backward of the cell may add to: parameters, registered or not."""
-        return [*self.parameters, *self._graphs[microbatch].leaves()]
+        """What the cell may add to, in B, I or W: parameters, registered or not, and stand-ins."""
+        doubles = map(self._stand_ins.of, self.parameters)
+        return [*self.parameters, *doubles, *self._graphs[microbatch].leaves()]
 
     def collect(self) -> None:
         """Let the next backwards sum gradients of parameters here, not in `.grad`."""
