@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock import Pipe
+from penstock import KindError, Pipe, RunError
 from penstock.stage.reduction import Reduction, reduction_of
 from tests.support import (
     SCHEDULES,
@@ -106,6 +106,21 @@ def test_under_every_schedule(schedule: str, checkpoint: str) -> None:
         devices=["cpu"] * (4 // SCHEDULES[schedule]),
     )
     assert agrees(model, pipe, *uneven(7), masked)
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+@each_schedule
+def test_with_ties_under_every_schedule(schedule: str, rows: int) -> None:
+    """A stand-in may get its first gradient in a W, and another in a whole backward."""
+    layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(6)]
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    devices = ["cpu"] * (6 // SCHEDULES[schedule])
+    options = {"stages": 6, "chunks": 6, "schedule": schedule, "loss_fn": as_tuple}
+    model, pipe = both(nn.Sequential(*layers), devices=devices, **options)
+    x, (_, mask) = uneven(rows)
+    for _ in range(2):
+        assert agrees(model, pipe, x, (x, mask.repeat(1, 2)), masked)
 
 
 def test_a_micro_batch_that_counts_for_nothing() -> None:
@@ -636,3 +651,39 @@ def test_a_scaler_that_is_none() -> None:
     pipe.step(x, target=target, scaler=off)
     F.mse_loss(model(x), target).backward()
     assert same_gradients(pipe, model)
+
+
+# ---- losses that would go wrong in silence ------------------------------------------------
+
+
+@each_checkpoint
+def test_a_loss_that_was_detached_is_refused(checkpoint: str) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 3)).double(), 3, checkpoint)
+    x, target = batch(7)
+    with pytest.raises(RunError, match="the loss has no gradient"):
+        pipe.step(x, target=target, loss_fn=lambda y, t: F.mse_loss(y.detach(), t))
+
+
+def test_targets_that_a_function_of_ones_own_may_ignore() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(6, 3)).double(), 3)
+    x, _ = batch(7)
+    labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
+
+    def around(y: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(y, labels)
+
+    with pytest.warns(UserWarning, match="there is a -100 among the targets"):
+        pipe.step(x, target=labels, loss_fn=around)
+    pipe.step(x, target=labels.clamp(0), loss_fn=around)
+    pipe.step(x, target=labels, loss_fn=F.cross_entropy)
+    pipe.step(x, target=labels, loss_fn=lambda y, t: (around(y, t), (t != -100).sum()))
+
+
+@pytest.mark.parametrize("given", [3, nn.CrossEntropyLoss])
+def test_what_is_no_loss(given: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 3)).double()
+    with pytest.raises(KindError, match="loss_fn is called as"):
+        Pipe(model, loss_fn=given)
+    x, target = batch(7)
+    with pytest.raises(KindError, match="loss_fn is called as"):
+        Pipe(model).step(x, target=target, loss_fn=given)

@@ -64,6 +64,8 @@ def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
         ("checkpoint", None, "checkpoint is one of"),
         ("runtime", "processes", "runtime is one of 'threads', 'inline', not 'processes'"),
         ("reduction", "none", "reduction is one of None, 'mean', 'sum', not 'none'"),
+        ("devices", 2, "a list with one for each rank, not their number, 2"),
+        ("schedule", 3, "schedule is a name, a Schedule or the path of a file, not 3"),
         ("schedule", "2f2b", "there is no schedule '2f2b'"),
         ("schedule", "forward-only", "forward-only has no backwards"),
     ],

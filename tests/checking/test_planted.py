@@ -139,6 +139,7 @@ def test_a_loss_that_is_no_mean_by_rows() -> None:
     assert "the loss is no mean by rows" in hints(report)
 
 
+@pytest.mark.filterwarnings("ignore:there is a -100")
 def test_a_loss_that_is_no_mean_by_rows_beside_dropout() -> None:
     labels = torch.tensor([0, 1, -100, -100, -100, 2, 1, 0])
     report = checked(

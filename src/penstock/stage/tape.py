@@ -274,7 +274,7 @@ class Tape:
 
     def _check_loss(self, graph: Graph, gradients: Mapping[int, Gradients]) -> None:
         """If anything here learns, then by the loss, too."""
-        learns = self._learns or any(any(needs) for needs in graph.entered.values())
+        learns = self.parameters or any(any(needs) for needs in graph.entered.values())
         if learns and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
             raise RunError(
                 "the loss has no gradient, though there is something to learn: it was detached, or "
