@@ -158,7 +158,7 @@ def _reduced(calls: Sequence[Called], shares: Sequence[float], sums: bool) -> Te
     parts: list[float | Tensor] = [1.0 if sums else share for share in shares]
     if weights and len(calls) > 1:
         parts = [weight / torch.stack(weights).sum() for weight in weights]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros_like(calls[0].loss)
     for call, share, part in zip(calls, shares, parts, strict=True):
         total = total + call.added * share
         if not isinstance(part, Tensor) or part:  # what counts for nothing may be no number
