@@ -126,12 +126,12 @@ def _written(draw: st.DrawFn, model: Model, counts: Sequence[int], ranks: int, c
     return dumps(draw(orders(graph, len(counts), ranks, chunks)))
 
 
-ALL = (*LAYERS, *SIDED, *["skip"] * 6)
+ALL = (*LAYERS, *SIDED, *["skip"] * 6, *["in place", "added"] * 3)
 # Few kinds meet more often; some of them promise the same bits.
 PALETTES = st.one_of(
     st.just(ALL),
     st.lists(st.sampled_from(ALL), min_size=1, max_size=5).map(tuple),
-    st.just((*EXACT, *["skip"] * 6)),
+    st.just((*EXACT, *["skip"] * 10)),
 )
 
 
