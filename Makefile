@@ -1,14 +1,15 @@
-# make demo   train a small model over a pipeline, compare, check, and save pictures; a minute
-# make test   everything that must hold: format, lint, types, import contracts, tests
-# make fuzz   thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them
-# make docs   build the documentation into site/
-# make bench  measure; prints tables
+# make demo      train a small model over a pipeline, compare, check, and save pictures; a minute
+# make test      everything that must hold: format, lint, types, import contracts, tests
+# make fuzz      thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them
+# make docs      build the documentation into site/
+# make features  rewrite docs/features.md from a run of its tests; a minute
+# make bench     measure; prints tables
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint fuzz docs bench format clean
+.PHONY: demo test lint fuzz docs features bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -27,6 +28,9 @@ fuzz: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+features: $(READY)
+	$(BIN)/python -m tests.features
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -102,7 +102,10 @@ def _end_of(folder: Path, rank: int, process: BaseProcess) -> Failure:
     code = process.exitcode
     if code == -signal.SIGKILL:
         return Failure(rank, "no answer within the time limit", at=inf)
-    said = [line for line in (folder / f"{rank}.err").read_text().splitlines() if "what()" in line]
+    log = folder / f"{rank}.err"  # not there, if it died before its first line
+    said = (
+        [line for line in log.read_text().splitlines() if "what()" in line] if log.exists() else []
+    )
     cause = f": {_bare(said[0].partition('what():')[2])}" if said else ""
     how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
     return Failure(rank, f"the process died, {how}{cause}", at=-inf)  # others noticed it later

@@ -30,6 +30,7 @@ from penstock.run.weighing import Ledger, loss_scale
 from penstock.schedules.choice import Asked, check_trains, choose, read
 from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.compiled import never_compiled
 from penstock.stage.loss import ending_in_loss
 from penstock.stage.reduction import LossFn, reduction_of
 from penstock.stage.skip import verify_skippables
@@ -108,6 +109,7 @@ class Pipe(nn.Module):
 
     # ---- the two doors --------------------------------------------------------------------
 
+    @never_compiled
     def forward(self, *inputs: Any, **side: Any) -> Any:
         """What the model computes of a batch; `loss.backward()` runs the backwards.
 
@@ -121,6 +123,7 @@ class Pipe(nn.Module):
         tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
         return gather(passage.outputs(tensors), fed.rows)
 
+    @never_compiled
     def step(
         self,
         *inputs: Any,
@@ -203,7 +206,8 @@ class Pipe(nn.Module):
 
         alone = len(self._split.places) == 1  # then there is nothing to run beside
         crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
-        return Call(stages, self._split.places, self._split.placement, keep, divided, crew, tracked)
+        where = self._split.places, self._split.placement
+        return Call(stages, *where, keep, divided, crew, tracked, schedule.chunks)
 
     def _check_layers(self) -> None:
         known = [name for stage in self._split.partition.stages for name in stage.names]

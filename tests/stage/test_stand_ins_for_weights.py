@@ -555,15 +555,9 @@ def test_an_input_and_a_gradient_do_not_keep_what_they_are_a_part_of() -> None:
 def test_a_stopped_operation_keeps_its_inputs_alone() -> None:
     model = nn.Embedding(10, 4, dtype=torch.float64)
     output, later = forward(model, torch.tensor([1, 2]))
-    size = output.untyped_storage().nbytes()
     gone = weakref.ref(output.untyped_storage())
     backward(output * 2)
     del output
-    held = [
-        t for t in gc.get_objects() if type(t) is Tensor and t.untyped_storage().nbytes() == size
-    ]
-    (pair,) = later
-    assert [t for t in held if t is not pair._gradient] == []
     assert gone() is None
     weight_gradients(later)
     assert model.weight.grad is not None

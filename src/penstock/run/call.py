@@ -38,11 +38,12 @@ class Call:
         divided: Callable[[int, int], bool],
         crew: Crew | None,
         tracked: bool,
+        chunks: int,
     ) -> None:
         self.desk = Desk()
         self._places, self._placement, self._crew = places, placement, crew
         self.context = Context.here(frozenset(place.device.type for place in places))
-        self._ties = Ties(stages, places, placement, hooked=tracked)
+        self._ties = Ties(stages, places, placement, tracked, chunks)
         self.tapes = [
             Tape(
                 stage,

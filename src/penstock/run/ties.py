@@ -1,11 +1,15 @@
-"""What several ranks share: who owns it, what the others compute with, and who gets the gradient.
+"""What several stages share: who owns it, what the others compute with, and who gets the gradient.
 
 A parameter is the first stage's that has it; stages of other ranks compute with stand-ins. What
 these learn is added to the owner's `.grad` after the run, by the caller's thread.
+
+No stage may change what is shared while it computes: in the unsplit model the layers that share it
+take turns, and stages do not, as soon as there are several ranks or micro-batches.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -25,16 +29,19 @@ class Ties:
         places: Sequence[Place],
         placement: Sequence[int],
         hooked: bool,
+        chunks: int,
     ) -> None:
         modules = [[real(module) for module in stage.modules()] for stage in stages]
         ranks = [placement[stage.index] for stage in stages]
-        owners = _owners(stages, ranks, modules) if len(places) > 1 else {}
+        held = [_held(those) for those in modules]
+        shared = _shared(held)
+        owners = _owners(stages, ranks, held) if shared and len(places) > 1 else {}
         self._doubles = [
             Doubles(place.device, {key for key, owner in owners.items() if owner != rank}, hooked)
             for rank, place in enumerate(places)
         ]
         self.stand_ins = [
-            StandIns(those, self._doubles[rank], owners)
+            StandIns(those, self._doubles[rank], shared if chunks > 1 else owners)
             for rank, those in zip(ranks, modules, strict=True)
         ]
 
@@ -49,24 +56,30 @@ class Ties:
             torch.autograd.backward(owners, [g.to(owner.device) for owner, g in learned])
 
 
+def _shared(held: Sequence[set[int]]) -> set[int]:
+    """The ids that several stages have."""
+    once: set[int] = set().union(*held)
+    if len(once) == sum(map(len, held)):
+        return set()  # as for most models
+    counts = Counter(key for ids in held for key in ids)
+    return {key for key, times in counts.items() if times > 1}
+
+
 def _owners(
-    stages: Sequence[Stage], ranks: Sequence[int], modules: Sequence[Sequence[nn.Module]]
+    stages: Sequence[Stage], ranks: Sequence[int], held: Sequence[set[int]]
 ) -> dict[int, int]:
     """The ids of modules, parameters and buffers that several ranks have, with their owners.
 
     It is the rank of the first stage; that of a layer of the pipe itself is its own stage's.
     """
-    held = [(rank, _held(those)) for rank, those in zip(ranks, modules, strict=True)]
-    if len(set().union(*(ids for _, ids in held))) == sum(len(ids) for _, ids in held):
-        return {}  # as for most models
     first = {id(layer): rank for s, rank in zip(stages, ranks, strict=True) for layer in s.layers}
-    shared: dict[int, int] = {}
-    for rank, ids in held:
+    owners: dict[int, int] = {}
+    for rank, ids in zip(ranks, held, strict=True):
         for key in ids:
             owner = first.setdefault(key, rank)
             if owner != rank:
-                shared[key] = owner
-    return shared
+                owners[key] = owner
+    return owners
 
 
 def _held(modules: Sequence[nn.Module]) -> set[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.stage.compiled import compiled_parts
 from penstock.stage.later import Pair, Shelf
 from penstock.stage.operations import Weight
 
@@ -20,7 +21,7 @@ class Deferral:
         self._shelf = Shelf()
         self._homes: list[tuple[dict[str, Any], str, nn.Parameter, Weight]] = []
         made: dict[nn.Parameter, Weight] = {}
-        closed = _closed(modules)
+        closed = compiled_parts(modules)
         for module in modules:
             if module in closed:
                 continue
@@ -55,13 +56,3 @@ def _can_wait(parameter: nn.Parameter) -> bool:
         and not parameter._backward_hooks
         and not parameter._post_accumulate_grad_hooks
     )
-
-
-def _closed(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Modules that are compiled, with all inside: they know their parameters by themselves."""
-    found: set[nn.Module] = set()
-    for module in modules:
-        compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        if compiled or isinstance(module, torch.jit.ScriptModule):
-            found.update(module.modules())
-    return found

@@ -17,7 +17,9 @@ import torch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
+    _pop_mode,
     _pop_mode_temporarily,
+    _push_mode,
 )
 from torch.utils._pytree import tree_iter
 
@@ -84,6 +86,19 @@ class OwnRandom(TorchDispatchMode):
         """Whether to load the compiler, which takes seconds, only to keep it from tracing this."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or a compiled layer that was called below this once is never run compiled again."""
+        return True
+
+    def __enter__(self) -> OwnRandom:
+        """For this thread. PyTorch's own way also sets flags that all threads share."""
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop_mode()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -143,8 +158,11 @@ def _shared_generator(device: torch.device) -> torch.Generator:
 def _refuse_inside_checkpoint() -> None:
     """Its repetition, in the backward, would be outside of this mode and draw other numbers."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals["__name__"] != "penstock.stage.tape":
-        if frame.f_globals["__name__"] == "torch.utils.checkpoint":
+    while frame is not None:
+        module = frame.f_globals.get("__name__")  # code that a compiler made has none
+        if module == "penstock.stage.tape":
+            return
+        if module == "torch.utils.checkpoint":
             raise RunError(
                 "this layer draws random numbers inside torch.utils.checkpoint, which could not "
                 "draw the same ones again beside the other stages: leave that checkpoint out, and "

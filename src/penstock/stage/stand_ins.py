@@ -101,7 +101,7 @@ class _Swap(NamedTuple):
 class StandIns:
     """Of one stage: `modules` is what it computes with, once the stand-ins are `used`.
 
-    What is `shared` with other ranks must not change meanwhile.
+    What is `shared` with other stages must not change meanwhile.
     """
 
     def __init__(
@@ -164,9 +164,9 @@ class StandIns:
         ):
             if was is not now or version != later:
                 raise RunError(
-                    f"a layer changed '{name}', which layers of several ranks share, while it "
+                    f"a layer changed '{name}', which layers of several stages share, while it "
                     "computed, so that the others may have seen it before or after: put the layers "
-                    "that share it on one rank, or give each its own"
+                    "that share it into one stage, or give each its own"
                 )
 
 

@@ -1,0 +1,1 @@
+"""What a pipe can do, under every schedule: run, compared, and written into the docs."""

@@ -1,0 +1,145 @@
+"""Where a pipe has limits: what it does not compute, it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import Pipe, skippable, stash
+from penstock.checking.subject import Values
+from tests.features.asked import SIZE, Block, blocks, made_of
+from tests.features.more import of_counted_rows, penalised
+from tests.features.trainee import Feature, Trainee, called
+from tests.support import Pop
+
+
+def sharing_statistics() -> nn.Sequential:
+    """A BatchNorm in the first and the last stage."""
+    first, second, third, last = blocks()
+    norm = nn.BatchNorm1d(SIZE)
+    return made_of(nn.Sequential(first, norm), second, third, nn.Sequential(norm, last))
+
+
+def with_a_hook() -> nn.Sequential:
+    model = blocks()
+    for parameter in model[1].parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def differentiated(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+    """A gradient penalty: the gradient of the input is part of the loss."""
+    output = pipe(*values.batch)
+    (gradient,) = torch.autograd.grad(output.sum(), values.batch, create_graph=True)
+    loss = (output - values.target).square().mean() + gradient.square().mean()
+    loss.backward()
+    return loss, output
+
+
+class DrawsInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.drawn, x, use_reentrant=False)
+        return y
+
+    def drawn(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2)
+
+
+def drawing_inside() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(Block(), DrawsInside(), Block(), Block())
+
+
+class OwnGenerator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return super().forward(x * noise)
+
+
+def own_generators() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(Block(), OwnGenerator(), Block(), Block())
+
+
+class Changes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@skippable(stash=["far"])
+class StashAsIs(nn.Module):
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("far", x)
+        return x
+
+
+def changing_what_others_read() -> nn.Sequential:
+    """What is stashed is passed on, too, and changed by the stage that gets it."""
+    first, second, third, last = blocks()
+    return made_of(
+        nn.Sequential(first, StashAsIs()),
+        nn.Sequential(Changes(), second),
+        third,
+        nn.Sequential(Pop(), last),
+    )
+
+
+def only_refused(feature: Feature) -> Trainee:
+    """For what the oracle cannot run either: it is never compared."""
+    raise AssertionError(f"{feature.name}: the pipe ran, and nothing says what is right")
+
+
+RECOMPUTED = (("inline", "always"), ("threads", "always"))
+
+LIMITS = [
+    Feature(
+        "shared BatchNorm",
+        "The first and the last stage share a BatchNorm, in training.",
+        sharing_statistics,
+        whole=False,
+    ),
+    Feature(
+        "in place, read by others",
+        "A stage stashes a tensor and passes it on, and the next stage changes it in place.",
+        changing_what_others_read,
+    ),
+    Feature(
+        "hook and weights",
+        "Hooks on parameters, and a loss that comes with weights.",
+        with_a_hook,
+        loss_fn=of_counted_rows,
+    ),
+    Feature(
+        "added loss, pipe(x)",
+        "`penstock.add_loss` behind `pipe(x)`, which has no loss to add it to.",
+        penalised,
+        step=called,
+    ),
+    Feature(
+        "gradient penalty",
+        "Second derivatives: `create_graph=True` behind `pipe(x)`.",
+        blocks,
+        step=differentiated,
+    ),
+    Feature(
+        "drawing in a checkpoint",
+        "A layer uses `torch.utils.checkpoint` with dropout inside.",
+        drawing_inside,
+        reference=only_refused,
+    ),
+    Feature(
+        "own generator",
+        "A layer draws from a `torch.Generator` of its own, under recomputation.",
+        own_generators,
+        ways=RECOMPUTED,
+        reference=only_refused,
+    ),
+]

@@ -1,0 +1,56 @@
+"""The verdict of a cell: equal, or refused with a message. Anything else is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.schedules.registry import FAMILIES
+from tests.features.trainee import Feature, Way
+
+SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit"]
+
+
+@dataclass(frozen=True)
+class Equal:
+    """All numbers are those of the unsplit model, in every way it was run."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The pipe said that it does not do this, in every way it was run."""
+
+    message: str
+
+
+Verdict = Equal | Refused
+
+
+class InBetween(AssertionError):
+    """Neither: some number differs, or one way of running it says this and another that."""
+
+
+def verdict(feature: Feature, schedule: str) -> Verdict:
+    """Run it in every way that the feature asks for; in both runtimes, that is."""
+    ways = [Way(schedule, *way) for way in feature.ways]
+    found = {way: _of_run(feature, way) for way in ways}
+    different = set(found.values())
+    if len(different) > 1:
+        raise InBetween("\n".join(f"{way}: {one}" for way, one in found.items()))
+    return different.pop()
+
+
+def _of_run(feature: Feature, way: Way) -> Verdict:
+    try:
+        found = feature.found(way)
+    except PenstockError as error:
+        return Refused(str(error))
+    wrong = [
+        f"step {at}: {difference}"
+        for at, pair in enumerate(zip(found, feature.expected, strict=True))
+        for difference in pair[0].against(pair[1])
+        if not difference.size <= feature.tolerance
+    ]
+    if wrong:
+        raise InBetween(f"{feature.name} under {way}:\n" + "\n".join(wrong))
+    return Equal()

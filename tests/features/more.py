@@ -1,0 +1,336 @@
+"""What else models and scripts are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from penstock import NoChunk, Pipe, add_loss
+from penstock.checking.reference import Outcome, outcome
+from penstock.checking.subject import Values
+from tests.features.asked import SIZE, Block, blocks, made_of, normalised
+from tests.features.trainee import Feature, Trainee, Unsplit, called, given, twice
+
+# ---- inputs -------------------------------------------------------------------------------
+
+
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * mask + table)
+
+
+def masked() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(Masked(), Block(), Masked(), Block())
+
+
+def with_side_inputs() -> Values:
+    values = given()
+    generator = torch.Generator().manual_seed(3)
+    mask, table = (
+        torch.rand(rows, SIZE, generator=generator, dtype=torch.float64) for rows in (8, 1)
+    )
+    side = {"mask": mask.requires_grad_(), "table": NoChunk(table)}
+    return Values(values.batch, side, values.target)
+
+
+class Splits(Block):
+    """Sends a dict on: tensors that learn and that do not, a number, nothing."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return {"y": y, "pair": (x, y.detach() > 0), "times": 3, "none": None}
+
+
+class Joins(Block):
+    def forward(self, parts: Any) -> Tensor:
+        x, positive = parts["pair"]
+        return super().forward(parts["y"] * positive + parts["times"] * x.T.contiguous().T)
+
+
+def passing_trees() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(Splits(), Joins(), Splits(), Joins())
+
+
+# ---- losses -------------------------------------------------------------------------------
+
+
+class Penalised(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        add_loss(0.1 * y.square().mean())
+        return y
+
+
+def penalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(Penalised(), Block(), Penalised(), Block())
+
+
+def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows with a positive first number count; the loss is their mean, and comes with how many."""
+    counts = (target[:, 0] > 0).double()
+    number = counts.sum()
+    loss = ((output - target).square().mean(1) * counts).sum() / number.clamp(min=1)
+    return loss, number
+
+
+def scaled(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+    """A step with a scaler, and `scaler.unscale_`."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    result = pipe.step(*values.batch, target=values.target, outputs=True, scaler=scaler)
+    scaler.unscale_(torch.optim.SGD([*pipe.parameters(), *values.batch]))
+    return result.loss, result.outputs
+
+
+# ---- layers -------------------------------------------------------------------------------
+
+
+class ByTheBatch(Unsplit):
+    """Normalises one micro-batch after the other; its statistics are those of whole batches."""
+
+    def __init__(self, feature: Feature) -> None:
+        super().__init__(feature)
+        self.statistics = feature.model()
+
+    def step(self, values: Values) -> Outcome:
+        own = dict(self.statistics.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                own[name].copy_(parameter)
+            self.statistics(*values.batch)
+        found = super().step(values)
+        buffers = outcome(self.statistics, torch.zeros(()), ()).numbers
+        return Outcome({key: buffers[key] if key[0] == "buffers" else value
+                        for key, value in found.numbers.items()})  # fmt: skip
+
+
+def normalised_once() -> nn.Sequential:
+    first, *others = blocks()
+    return made_of(nn.Sequential(first, nn.BatchNorm1d(SIZE)), *others)
+
+
+class Squared(torch.autograd.Function):
+    """A matrix product, squared."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = x @ weight
+        ctx.save_for_backward(x, weight, y)
+        return y.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, y = ctx.saved_tensors
+        inner = 2 * y * gradients[0]
+        return inner @ weight.T, x.T @ inner
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Squared.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+
+def own_functions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(OwnFunction(), Block(), OwnFunction(), Block())
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def parametrized() -> nn.Sequential:
+    torch.manual_seed(0)
+    square = nn.Linear(SIZE, SIZE)
+    parametrize.register_parametrization(square, "weight", Symmetric())
+    normed = parametrizations.weight_norm(nn.Linear(SIZE, SIZE))
+    return made_of(square, nn.Tanh(), normed, Block())
+
+
+def sharing_a_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    shared = Block()
+    return made_of(nn.Sequential(shared), Block(), nn.Sequential(shared), Block())
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+def checkpointed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(Block(), Checkpointed(), Checkpointed(), Block())
+
+
+class Attends(nn.Module):
+    """Attention over six positions of one number each, a convolution, a functional product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.convolution = nn.Conv1d(1, 4, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(1, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolution(x[:, None]).transpose(1, 2)
+        attended, _ = self.attention(y, y, y)
+        return x + linear(torch.tanh(attended), self.weight)[..., 0]
+
+
+def attending() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(*(Attends() for _ in range(4)))
+
+
+class Looks(Block):
+    """An embedding of the signs of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table((x[:, 0] > 0).long()))
+
+
+def looking_up() -> nn.Sequential:
+    torch.manual_seed(0)
+    return made_of(*(Looks() for _ in range(4)))
+
+
+# ---- hooks --------------------------------------------------------------------------------
+
+
+def hooked() -> nn.Sequential:
+    """Hooks that change what they see: of parameters, of layers, forward and backward."""
+    model = blocks()
+    for parameter in model[1].parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    model[2].register_forward_hook(lambda module, given, output: 1.5 * output)
+    model[2].register_forward_pre_hook(lambda module, given: (0.5 * given[0],))
+    model[3].register_full_backward_hook(tripled)
+    return model
+
+
+def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
+    return (3 * given[0],)
+
+
+# ---- modes --------------------------------------------------------------------------------
+
+
+def evaluated(trainee: Trainee) -> Iterator[Outcome]:
+    """Trained a step, then in eval mode without gradients, also on a smaller batch."""
+    yield trainee.step(given())
+    trainee.module.eval()
+    with torch.no_grad():
+        for rows in (8, 3):
+            yield trainee.step(given(rows).mapped(Tensor.detach))
+
+
+MORE = [
+    Feature(
+        "pipe(x)",
+        "`pipe(x)`, a loss outside and `loss.backward()`; behind it all schedules are `gpipe`.",
+        blocks,
+        step=called,
+    ),
+    Feature(
+        "inputs by name",
+        "A mask that is cut with the batch and wants a gradient, and a table that is not "
+        "(`NoChunk`), go to the first and the third stage.",
+        masked,
+        lambda trainee: twice(trainee, with_side_inputs),
+    ),
+    Feature(
+        "pytrees",
+        "Stages send dicts on, with tuples, masks, numbers and `None` in them.",
+        passing_trees,
+    ),
+    Feature(
+        "weights of the loss",
+        "The loss comes with a weight, the number of rows that count, which differs between "
+        "micro-batches.",
+        blocks,
+        loss_fn=of_counted_rows,
+    ),
+    Feature(
+        "added losses",
+        "Layers of two stages call `penstock.add_loss`.",
+        penalised,
+    ),
+    Feature(
+        "GradScaler",
+        "`step(scaler=...)`, then `scaler.unscale_`: against the unsplit model without a scaler.",
+        blocks,
+        step=scaled,
+    ),
+    Feature(
+        "evaluation",
+        "A step in training; then eval mode without gradients, with 8 rows and with 3.",
+        normalised,
+        evaluated,
+        whole=False,
+    ),
+    Feature(
+        "deferred BatchNorm",
+        "`deferred_batch_norm=True`: outputs and gradients as under BatchNorm, running statistics "
+        "those of a plain BatchNorm that sees the whole batch.",
+        normalised_once,
+        whole=False,
+        options={"deferred_batch_norm": True},
+        reference=ByTheBatch,
+    ),
+    Feature(
+        "attention",
+        "`nn.MultiheadAttention`, `nn.Conv1d` and a functional `linear` in every stage.",
+        attending,
+    ),
+    Feature(
+        "embedding",
+        "An `nn.Embedding` in every stage.",
+        looking_up,
+    ),
+    Feature(
+        "own function",
+        "Layers with a `torch.autograd.Function` of their own, whose weight it takes.",
+        own_functions,
+    ),
+    Feature(
+        "parametrized",
+        "A weight under `weight_norm`, and one under a parametrization of its own.",
+        parametrized,
+    ),
+    Feature(
+        "shared module",
+        "One module is part of the first and of the third stage.",
+        sharing_a_module,
+    ),
+    Feature(
+        "inner checkpoint",
+        "Two layers use `torch.utils.checkpoint` themselves.",
+        checkpointed,
+    ),
+    Feature(
+        "hooks",
+        "Hooks that change gradients of parameters, outputs and inputs of a layer, and what a "
+        "layer passes back.",
+        hooked,
+    ),
+]

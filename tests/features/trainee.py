@@ -1,0 +1,152 @@
+"""A feature as a value, and the two that train with it: the unsplit model, and a pipe.
+
+Both go through the same script. The oracle is that of `penstock.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock import Pipe
+from penstock.checking.reference import Outcome, outcome, unsplit
+from penstock.checking.subject import Subject, Values, ranks_for
+from penstock.stage.reduction import LossFn
+
+STAGES = 4
+
+
+class Trainee(Protocol):
+    """Something that takes training steps."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def step(self, values: Values) -> Outcome: ...
+
+
+Script = Callable[[Trainee], Iterator[Outcome]]
+
+
+def given(rows: int = 8, seed: int = 1, dtype: torch.dtype = torch.float64) -> Values:
+    """A batch of six columns whose gradient is wanted, and its target."""
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (torch.randn(rows, 6, generator=generator).to(dtype) for _ in range(2))
+    return Values((x.requires_grad_(),), {}, target)
+
+
+def twice(trainee: Trainee, values: Callable[[], Values] = given) -> Iterator[Outcome]:
+    """A step, the optimizer's step, and another step."""
+    torch.manual_seed(2)
+    yield trainee.step(values())
+    with torch.no_grad():
+        for parameter in trainee.module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    yield trainee.step(values())
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a pipe is run."""
+
+    schedule: str
+    runtime: str
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column: a model, a script that trains it, and what comes of it compared how."""
+
+    name: str
+    compared: str  # said on the page
+    model: Callable[[], nn.Sequential]
+    script: Script = twice
+    loss_fn: LossFn = mse_loss
+    whole: bool = True  # the reference sees the whole batch; else one micro-batch after another
+    tolerance: float = 1e-10
+    chunks: int = 4
+    ways: tuple[tuple[str, str], ...] = (("inline", "never"), ("threads", "always"))
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the pipe
+    changed: Callable[[nn.Sequential], object] = lambda model: None  # in the pipe only
+    step: Callable[[Pipe, Values], tuple[Tensor, Any]] | None = None  # if it is not pipe.step
+    reference: Callable[[Feature], Trainee] | None = None  # if it is not the oracle's
+    under: Callable[[], AbstractContextManager[Any]] = nullcontext  # each step
+    after: Callable[[Pipe, Way], None] = lambda pipe, way: None  # what else must hold
+
+    @cached_property
+    def expected(self) -> list[Outcome]:
+        """Of the unsplit model."""
+        return list(self.script((self.reference or Unsplit)(self)))
+
+    def found(self, way: Way) -> list[Outcome]:
+        """Of a pipe."""
+        piped = Piped(self, way)
+        found = list(self.script(piped))
+        self.after(piped.module, way)
+        return found
+
+
+class Unsplit:
+    """The model itself."""
+
+    def __init__(self, feature: Feature) -> None:
+        self.module = feature.model()
+        self.whole, self.under = feature.whole, feature.under
+        self.subject = Subject(
+            feature.model(), given(), feature.loss_fn, None, STAGES, feature.chunks
+        )
+
+    def step(self, values: Values) -> Outcome:
+        with self.under():
+            found = unsplit(self.subject, self.module, values, self.whole)
+        return outcome(self.module, *found, values)
+
+
+class Piped:
+    """The same in a pipe."""
+
+    def __init__(self, feature: Feature, way: Way) -> None:
+        model = feature.model()
+        feature.changed(model)
+        self.feature = feature
+        self.module = Pipe(
+            model,
+            feature.chunks,
+            way.checkpoint,
+            stages=STAGES,
+            devices=["cpu"] * ranks_for(way.schedule, STAGES),
+            schedule=way.schedule,
+            loss_fn=feature.loss_fn,
+            runtime=way.runtime,
+            **feature.options,
+        )
+
+    def step(self, values: Values) -> Outcome:
+        with self.feature.under():
+            found = (self.feature.step or stepped)(self.module, values)
+        return outcome(self.module, *found, values)
+
+
+def stepped(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+    """`pipe.step(x, target=y)`."""
+    result = pipe.step(*values.batch, target=values.target, outputs=True, **values.side)
+    return result.loss, result.outputs
+
+
+def called(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+    """`pipe(x)` and `loss.backward()`."""
+    output = pipe(*values.batch, **values.side)
+    assert pipe.loss_fn is not None
+    loss = pipe.loss_fn(output, values.target)
+    loss.backward()
+    return loss, output
