@@ -52,7 +52,8 @@ def run(case: Case, pipe: Pipe, given: Batch) -> Numbers:
     assert pipe.loss_fn is not None
     output = pipe(*given.inputs, **given.side)
     loss = read(pipe.loss_fn(output, given.whole().target)).loss
-    loss.backward()
+    for left in reversed(range(case.backwards)):
+        loss.backward(retain_graph=left > 0)
     return numbers_of(pipe, given, loss, {}, output)
 
 
