@@ -36,6 +36,7 @@ class Case:
     updates: bool = False  # the parameters after each step; else gradients add up
     training: bool = True
     deferred: bool = False
+    backwards: int = 1  # from one forward: behind a call there may be several
 
     @property
     def by_name(self) -> bool:
@@ -57,6 +58,9 @@ class Case:
         """Is every sum of gradients made in the unsplit model's order?"""
         home = self.home
         popped = [[home[t] for t in skip.targets] for skip in self.model.skips]
+        for skip, stages in zip(self.model.skips, popped, strict=True):
+            if skip.kind == "itself":  # the next stage gets it once more, as its input
+                stages.append(home[skip.source] + 1)
         return (
             self.by_name
             and not self.model.ties
@@ -102,6 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.booleans()),
         draw(st.sampled_from([True, True, True, False])),
         draw(st.booleans()),
+        draw(st.sampled_from([1, 1, 2])) if door == "call" else 1,
     )
 
 
@@ -126,12 +131,12 @@ def _written(draw: st.DrawFn, model: Model, counts: Sequence[int], ranks: int, c
     return dumps(draw(orders(graph, len(counts), ranks, chunks)))
 
 
-ALL = (*LAYERS, *SIDED, *["skip"] * 6)
+ALL = (*LAYERS, *SIDED, *["skip"] * 6, *["in place", "added"] * 3)
 # Few kinds meet more often; some of them promise the same bits.
 PALETTES = st.one_of(
     st.just(ALL),
     st.lists(st.sampled_from(ALL), min_size=1, max_size=5).map(tuple),
-    st.just((*EXACT, *["skip"] * 6)),
+    st.just((*EXACT, *["skip"] * 10)),
 )
 
 

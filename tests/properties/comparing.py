@@ -52,7 +52,8 @@ def run(case: Case, pipe: Pipe, given: Batch) -> Numbers:
     assert pipe.loss_fn is not None
     output = pipe(*given.inputs, **given.side)
     loss = read(pipe.loss_fn(output, given.whole().target)).loss
-    loss.backward()
+    for left in reversed(range(case.backwards)):
+        loss.backward(retain_graph=left > 0)
     return numbers_of(pipe, given, loss, {}, output)
 
 
@@ -118,8 +119,8 @@ def _schedule(pipe: Pipe, sizes: list[int]) -> Schedule:
 
 @torch.no_grad()
 def _update(model: nn.Module) -> None:
-    """As an optimizer does it, which would take longer to be made."""
+    """Some way along the gradients, however large they are."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.sub_(parameter.grad, alpha=0.05)
+            parameter.sub_(parameter.grad / (1 + parameter.grad.abs()), alpha=0.05)
     model.zero_grad()

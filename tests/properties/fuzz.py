@@ -1,6 +1,6 @@
 """Thousands of random models, each as a pipe and unsplit: `make fuzz`.
 
-    python -m tests.properties.fuzz --cases 4000 --seed 1
+    python -m tests.properties.fuzz --cases 8000 --seed 1
     python -m tests.properties.fuzz --case out/fuzz.txt     one case, as it was found
 
 A case that fails is made as small as possible, printed, and saved. The same seed and number of
@@ -154,7 +154,7 @@ def _report(failed: list[Failed]) -> int:
 def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="fuzz")
-    parser.add_argument("--cases", type=int, default=4000)
+    parser.add_argument("--cases", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--case", type=Path, help="a file with one case")
     asked = parser.parse_args(arguments)

@@ -204,7 +204,8 @@ def stepped(
         outputs, added = forwards(case, model, parts, _order(schedule, Op.F))
     backwards = _order(schedule, Op.B, Op.I)[-1]
     if case.door == "call":
-        total = _backwards_of_call(outputs, loss_fn, backwards, model, given)
+        for _ in range(case.backwards):
+            total = _backwards_of_call(outputs, loss_fn, backwards, model, given)
         return numbers_of(model, given, total, {}, together(outputs))
     scores = [read(loss_fn(o, part.target)) for o, part in zip(outputs, parts, strict=True)]
     weights = weights_of(loss, parts, sizes)
@@ -284,8 +285,8 @@ def whole(case: Case, model: nn.Sequential, given: Batch) -> Numbers:
         output = layer_by_layer(model, list(model), part.inputs, part)
     score = read(loss_fn(output, part.target))
     total = _plus(score.loss, extra)
-    if total.requires_grad:
-        total.backward()
+    for left in reversed(range(case.backwards)):
+        total.backward(retain_graph=left > 0)
     metrics = score.metrics if case.door == "step" else {}
     return numbers_of(model, given, total, metrics, together([output]))
 

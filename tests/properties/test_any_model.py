@@ -1,4 +1,4 @@
-"""Any model gives its own numbers as a pipe: `make fuzz` tries ten times as many."""
+"""Any model gives its own numbers as a pipe: `make fuzz` tries twenty times as many."""
 
 from __future__ import annotations
 
