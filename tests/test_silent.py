@@ -197,7 +197,9 @@ def test_the_reduction_of_a_partial_is_seen() -> None:
 
 
 def test_a_batch_that_stays_whole_with_a_target_that_is_cut() -> None:
-    pipe = Pipe(nn.Sequential(linear(), linear()), 2, stages=2, loss_fn=lambda y, t: t.mean() + 0 * y.sum())
+    pipe = Pipe(
+        nn.Sequential(linear(), linear()), 2, stages=2, loss_fn=lambda y, t: t.mean() + 0 * y.sum()
+    )
     assert float(pipe.step(NoChunk(rows()), target=torch.arange(4.0)).loss) == 1.5
 
 
