@@ -122,13 +122,12 @@ def main() -> None:
 def report(name: str, rounds: list[Found], base: list[Found], pipe: Pipe, chunks: int) -> None:
     """One line of the table."""
     median = statistics.median
-    placement = pipe.forecast().program.schedule.placement
+    schedule = pipe.forecast().program.schedule
     off = median(found.measured / found.forecast for found in rounds)
     gain = median(b.measured / f.measured for b, f in zip(base, rounds, strict=True))
-    paper = median(on_one_f_one_b(f.cost, placement, chunks) / f.forecast for f in rounds)
-    split = "I" in {str(a)[1] for lane in pipe.forecast().program.schedule.lanes for a in lane}
+    paper = median(on_one_f_one_b(f.cost, schedule.placement, chunks) / f.forecast for f in rounds)
     print(
-        f"| {name} | {shares(rounds[len(rounds) // 2].cost) if split else ''} | "
+        f"| {name} | {shares(rounds[len(rounds) // 2].cost) if schedule.divided else ''} | "
         f"{median(found.measured for found in rounds) * 1e3:.1f} | "
         f"{median(found.forecast for found in rounds) * 1e3:.1f} | {off:.3f} | {gain:.3f} | "
         f"{paper:.3f} |"

@@ -22,7 +22,7 @@ from penstock.stage.parcel import Layout, Parcel, put_together, taken_apart, ver
 Cell = tuple[int, int]  # stage, micro-batch
 
 
-def tensors_of(given: Given) -> dict[Cell, list[Tensor]]:
+def tensors_by_cell(given: Given) -> dict[Cell, list[Tensor]]:
     """The tensors that come from outside into each cell."""
     return {
         (stage, microbatch): taken_apart(values)[0]
@@ -64,7 +64,7 @@ class Passage:
         self.call = call
         self._forward, self._backward = phases
         self._chunks, self._last = len(given[0]), len(call.tapes) - 1
-        found = tensors_of(given)
+        found = tensors_by_cell(given)
         self._cells = list(found)
         self.inputs = [tensor for tensors in found.values() for tensor in tensors]
         call.desk.inputs = from_outside(given)

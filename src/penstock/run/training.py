@@ -14,7 +14,7 @@ from penstock.batch import Rows, gather
 from penstock.ir import Program
 from penstock.run.call import Call, Measured
 from penstock.run.feed import Fed
-from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_of
+from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.weighing import Ledger
 from penstock.timeline import Timeline
@@ -46,7 +46,7 @@ def train(
     ledger: Ledger,
 ) -> StepResult:
     """Run the phase over micro-batches; the ledger says what their losses come to."""
-    given = tensors_of(fed.given)
+    given = tensors_by_cell(fed.given)
     call.desk.inputs = from_outside(fed.given)
     call.desk.answer, call.desk.prepare = ledger.answer, ledger.prepare
     try:

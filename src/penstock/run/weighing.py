@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import KindError, RunError
 from penstock.stage.loss import NOTHING, Beside
 from penstock.stage.parcel import Parcel, put_together
-from penstock.stage.reduction import Reduction
+from penstock.stage.reduction import IGNORED, Reduction
 from penstock.stage.tape import Tape
 
 
@@ -151,7 +151,7 @@ class Ledger:
         total = self.combined([score.loss for score in self.scores])
         if not self._sums and not self._weights and _ignores(self._targets):
             warnings.warn(
-                "there is a -100 among the targets, which PyTorch's losses ignore, and this "
+                f"there is a {IGNORED} among the targets, which PyTorch's losses ignore, and this "
                 "loss_fn, which is none of them, gives no weight, so that each micro-batch counts "
                 "by its rows: return (loss, weight), with the number of targets that count",
                 stacklevel=4,
@@ -226,7 +226,7 @@ def _ignores(targets: Sequence[tuple[Any, ...]]) -> bool:
     found = [
         t for t in pytree.tree_leaves(list(targets)) if isinstance(t, Tensor) and not t.is_cuda
     ]
-    return any(bool((t == -100).any()) for t in found if t.dtype == torch.int64)
+    return any(bool((t == IGNORED).any()) for t in found if t.dtype == torch.int64)
 
 
 def _total(numbers: Sequence[Tensor]) -> Tensor:

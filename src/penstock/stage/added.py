@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.errors import KindError, RunError
 from penstock.stage.checkpointing import is_checkpointing, is_recomputing
+from penstock.stage.context import of_torch_checkpoint
 from penstock.stage.stage import OUTSIDE, Compute, Stage
 
 Take = Callable[[Tensor], object]
@@ -91,7 +92,7 @@ def _repeated_by_torch() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return of_torch_checkpoint(hooks)
 
 
 # ---- on the way to the last stage ---------------------------------------------------------
@@ -103,7 +104,7 @@ class _Carried(NamedTuple):
     loss: Tensor
 
 
-class Collection:
+class Tally:
     """What the layers of a stage add in one step: as much in a recomputation as in a forward."""
 
     def __init__(self) -> None:
@@ -126,12 +127,12 @@ class Adding:
     """A stage's computation; what its layers add goes on, with what came from stages before."""
 
     def __init__(self, compute: Compute) -> None:
-        self._compute, self._collection = compute, Collection()
+        self._compute, self._tally = compute, Tally()
 
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """As the stage's, with the added losses for the last of its destinations."""
         arrived, added = unpacked(arrived)
-        with self._collection.into(added):
+        with self._tally.into(added):
             departing = self._compute(arrived)
         if not added:
             return departing

@@ -60,10 +60,15 @@ class Context:
 def _hooks_on_saved_tensors() -> tuple[Any, Any] | None:
     """Those in use here. PyTorch's checkpoint has some that repeat the whole call: not for us."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+    if of_torch_checkpoint(hooks):
         return _as_it_is, _as_it_is
     found: tuple[Any, Any] | None = hooks
     return found
+
+
+def of_torch_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
+    """Are these hooks on saved tensors those of PyTorch's checkpoint?"""
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
-from penstock.stage.added import Adding, Collection, summed, unpacked
+from penstock.stage.added import Adding, Tally, summed, unpacked
 from penstock.stage.reduction import Counting, LossFn
 from penstock.stage.stage import OUTSIDE, Compute, Stage
 
@@ -62,7 +62,7 @@ class Scored:
     ) -> None:
         self._compute, self._loss_fn, self._counting = compute, loss_fn, counting
         self._has_target, self._outputs = has_target, outputs
-        self._collection = Collection()
+        self._tally = Tally()
         self._source = "loss_fn gave" if loss_fn else "the model, without a loss_fn, gave"
 
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
@@ -73,7 +73,7 @@ class Scored:
             *batch, target = arrived[OUTSIDE]
             arrived = {**arrived, OUTSIDE: tuple(batch)}
             targets = (target,)
-        with self._collection.into(added):
+        with self._tally.into(added):
             departing = self._compute(arrived)
             (output,) = departing[OUTSIDE]
             found = self._loss_fn(output, *targets) if self._loss_fn else output

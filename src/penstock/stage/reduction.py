@@ -23,14 +23,14 @@ _MODULES = tuple(
     for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last since 2.13
     if hasattr(nn, name)
 )
-_IGNORED = -100  # unless the loss says otherwise
+IGNORED = -100  # unless the loss says otherwise
 
 
 @dataclass(frozen=True)
 class Counting:
     """What the targets of a micro-batch count for, on their device; the host does not wait."""
 
-    ignored: int = _IGNORED
+    ignored: int = IGNORED
     classes: Tensor | None = None  # the weight of each
 
     def __call__(self, target: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ def reduction_of(loss_fn: LossFn | None, asked: str | None) -> Reduction:
 def _counting(loss_fn: Any, keywords: dict[str, Any]) -> Counting | None:
     function = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     if function in _FUNCTIONS:
-        return Counting(keywords.get("ignore_index", _IGNORED), keywords.get("weight"))
+        return Counting(keywords.get("ignore_index", IGNORED), keywords.get("weight"))
     for known in _MODULES:
         if isinstance(loss_fn, known) and type(loss_fn).forward is known.forward:
             ignored = loss_fn.ignore_index
-            return Counting(_IGNORED if ignored is None else ignored, loss_fn.weight)
+            return Counting(IGNORED if ignored is None else ignored, loss_fn.weight)
     return None

@@ -109,7 +109,7 @@ class Tape:
     def forward(self, microbatch: int, arrived: dict[int, Parcel]) -> dict[int, Parcel]:
         """Compute the cell from what its sources sent; gives what its destinations get."""
         keep = self._keep(microbatch)
-        if keep is Keep.INPUTS and not self._learns(arrived):
+        if keep is Keep.INPUTS and not self._learns(p.needs for p in arrived.values()):
             keep = Keep.GRAPH  # of nothing, and so its outputs need no gradient
         read_only = [parcel for parcel in arrived.values() if parcel.shared]
         before = versions_in(read_only) if read_only else []
@@ -129,9 +129,9 @@ class Tape:
         self._note_parameters()
         return parcels
 
-    def _learns(self, arrived: Mapping[int, Parcel]) -> bool:
-        """Is there anything that wants a gradient of a cell that got this?"""
-        return bool(self.parameters) or any(any(parcel.needs) for parcel in arrived.values())
+    def _learns(self, needs: Iterable[Sequence[bool]]) -> bool:
+        """Does anything want a gradient of a cell, of whose inputs these need one?"""
+        return bool(self.parameters) or any(map(any, needs))
 
     def _protect(
         self, parcels: Mapping[int, Parcel], outputs: Apart, read_only: Sequence[Parcel]
@@ -274,7 +274,7 @@ class Tape:
 
     def _check_loss(self, graph: Graph, gradients: Mapping[int, Gradients]) -> None:
         """If anything here learns, then by the loss, too."""
-        learns = self.parameters or any(any(needs) for needs in graph.entered.values())
+        learns = self._learns(graph.entered.values())
         if learns and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
             raise RunError(
                 "the loss has no gradient, though there is something to learn: it was detached, or "
