@@ -1,0 +1,130 @@
+"""Two hosts on one machine: network namespaces, joined by a pair of virtual interfaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LIMIT = 90.0  # seconds, for all that is started in a test
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Host(NamedTuple):
+    """A namespace with an address of its own."""
+
+    name: str
+    address: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a shell in the repository, without what another launcher has said."""
+    said = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_", "OMP_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "examples")])
+    return {**kept, "PYTHONPATH": path, "COLUMNS": "200", **more}
+
+
+def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """In a session of its own, so that all of it can be ended."""
+    return subprocess.Popen(
+        list(words),
+        env=dict(env or environment()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+    """Wait for all, but not for longer than the limit; nothing of them is left."""
+    ended = []
+    until = time.monotonic() + LIMIT
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=max(1.0, until - time.monotonic()))
+            ended.append(Ended(process.returncode, out, err))
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    return ended
+
+
+def run(words: Sequence[str], env: Mapping[str, str] | None = None) -> Ended:
+    """One command."""
+    return end([start(words, env)])[0]
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """As long as needed; the test is skipped where this is not allowed."""
+    tag = uuid.uuid4().hex[:6]
+    hosts = Host(f"penstock-{tag}-a", "10.79.0.1"), Host(f"penstock-{tag}-b", "10.79.0.2")
+    made: list[Host] = []
+    try:
+        for host in hosts:
+            if shutil.which("ip") is None or _ip("netns", "add", host.name) != 0:
+                pytest.skip("network namespaces cannot be made here")
+            made.append(host)
+        a, b = (host.name for host in hosts)
+        ends = ["eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b]
+        if _ip("link", "add", *ends) != 0:
+            pytest.skip("virtual interfaces cannot be made here")
+        for host in hosts:
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", host.name, "link", "set", "eth0", "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in made:
+            _clear(host)
+
+
+def _ip(*words: str) -> int:
+    return subprocess.run(["ip", *words], capture_output=True, timeout=10).returncode
+
+
+def _clear(host: Host) -> None:
+    """Whatever still runs in a namespace was started there."""
+    found = subprocess.run(
+        ["ip", "netns", "pids", host.name], capture_output=True, text=True, timeout=10
+    )
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    _ip("netns", "del", host.name)
+
+
+def launch_on(
+    hosts: Sequence[Host], words: Sequence[str], env: Mapping[str, str] | None = None, *more: str
+) -> list[Ended]:
+    """`torchrun` on each host, with one rank there, and what it says."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29517"]
+    nodes = ["--nnodes", str(len(hosts)), "--nproc-per-node", "1", *where]
+    started = []
+    for host in hosts:
+        local = ["--local-addr", host.address, "--rdzv-conf", f"is_host={host is hosts[0]}"]
+        inside = ["ip", "netns", "exec", host.name]
+        started.append(start([*inside, *TORCHRUN, *nodes, *local, *more, *words], env))
+    return end(started)

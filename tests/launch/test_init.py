@@ -1,0 +1,101 @@
+"""`penstock.init` under real launchers: one host, restarts, two hosts."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.hosts import (
+    TORCHRUN,
+    Ended,
+    Host,
+    end,
+    environment,
+    launch_on,
+    run,
+    start,
+    two_hosts,
+)
+
+SCRIPT = str(Path(__file__).parent / "reporting.py")
+
+
+def reports(*ended: Ended) -> dict[int, dict[str, Any]]:
+    """What each rank has found."""
+    for one in ended:
+        assert one.code == 0, one.err
+    found = [json.loads(line) for one in ended for line in one.out.splitlines()]
+    return {report["rank"]: report for report in found}
+
+
+def test_ranks_join_and_leave_without_a_word() -> None:
+    ended = run([*TORCHRUN, "--nproc-per-node", "2", SCRIPT], environment(OMP_NUM_THREADS="1"))
+    assert ended.err == ""
+    found = reports(ended)
+    assert sorted(found) == [0, 1]
+    for report in found.values():
+        assert report["dims"] == ["pp"]
+        assert report["mesh"] == [0, 1]
+        assert (report["device"], report["backend"]) == ("cpu", "gloo")
+        assert report["total"] == 1.0
+        assert report["interface"] == "lo"
+
+
+def test_neighbours_make_a_pipe_and_a_restart_starts_anew() -> None:
+    """Four ranks, the store of the launcher, and what the dead have left in it."""
+    several = ["--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
+    found = reports(run([*TORCHRUN, *several, SCRIPT, "dp=2", "fails=1"]))
+    assert sorted(found) == [0, 1, 2, 3]
+    for report in found.values():
+        assert report["dims"] == ["dp", "pp"]
+        assert report["mesh"] == [[0, 1], [2, 3]]
+        assert report["total"] == 6.0
+
+
+def test_without_a_launcher_of_its_own_the_store_stays_until_the_last_has_left() -> None:
+    """As with mpirun or srun: the variables alone, and rank 0 has the store."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(2):
+        seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        started.append(start([TORCHRUN[0], SCRIPT], environment(**seat, **size, **where)))
+    ended = end(started)
+    assert [one.err for one in ended] == ["", ""]
+    assert sorted(reports(*ended)) == [0, 1]
+
+
+def test_what_is_refused_says_why() -> None:
+    """In one start: the group is the user's own, and after it, a second call."""
+    alone = [*TORCHRUN, "--nproc-per-node", "1", SCRIPT]
+    assert reports(run([*alone, "before", "twice"]))[0]["mesh"] == [0]
+    ended = run([*alone, "twice"])
+    assert ended.code == 1
+    assert "penstock.init() was called before in this process: keep the mesh it gave" in ended.err
+
+
+# ---- two hosts ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as pair:
+        yield pair
+
+
+def test_two_hosts_meet_and_meet_again(hosts: tuple[Host, Host]) -> None:
+    """The name of each host leads to loopback, and the count of restarts differs between them."""
+    ended = launch_on(hosts, [SCRIPT, "fails=1"], environment(), "--max-restarts", "2")
+    found = reports(*ended)
+    assert sorted(found) == [0, 1]
+    for report in found.values():
+        assert report["interface"] == "eth0"
+        assert report["total"] == 1.0
