@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +24,9 @@ LIMIT = 90.0  # seconds, for all that is started in a test
 class Ended(NamedTuple):
     """How a command ended, and what it said."""
 
-    code: int
     out: str
     err: str
+    code: int
 
 
 class Host(NamedTuple):
@@ -58,18 +58,19 @@ def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
 
 def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
     """Wait for all, but not for longer than the limit; nothing of them is left."""
-    ended = []
-    until = time.monotonic() + LIMIT
+    late = threading.Timer(LIMIT, _kill, [started])
+    late.start()
     try:
-        for process in started:
-            out, err = process.communicate(timeout=max(1.0, until - time.monotonic()))
-            ended.append(Ended(process.returncode, out, err))
+        return [Ended(*(*process.communicate(), process.returncode)) for process in started]
     finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    return ended
+        late.cancel()
+        _kill(started)
+
+
+def _kill(started: Sequence[subprocess.Popen[str]]) -> None:
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(words: Sequence[str], env: Mapping[str, str] | None = None) -> Ended:

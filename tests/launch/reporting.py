@@ -1,11 +1,11 @@
 """What a rank does in the tests of `penstock.init`: join, add up, and say what it found.
 
-    reporting.py [dp=2] [fails=1] [twice] [before]
+    reporting.py [dp=2] [fails=FILE] [twice] [before]
 
-dp=2      two pipes
-fails=1   that rank ends at its first start, and the launcher starts all of them again
-twice     init is called again
-before    the user has made the group
+dp=2        two pipes
+fails=FILE  rank 1 ends, unless the file is there, and the launcher starts all of them again
+twice       init is called again
+before      the user has made the group
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,6 @@ def main() -> None:
     mesh = penstock.init(dp=int(given.get("dp", 1)))
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     found = {
         "rank": dist.get_rank(),
         "dims": mesh.mesh_dim_names,
@@ -36,9 +37,13 @@ def main() -> None:
         "total": total.item(),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "backend": dist.get_backend(),
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     }
-    if given.get("fails") == str(dist.get_rank()) and restarts == 0:
-        os._exit(3)
+    if "fails" in given and not Path(given["fails"]).exists():
+        if dist.get_rank() == 1:
+            Path(given["fails"]).touch()
+            os._exit(3)
+        time.sleep(60)  # until the launcher ends it
     if "twice" in given:
         penstock.init()
     sys.stdout.write(json.dumps(found) + "\n")
