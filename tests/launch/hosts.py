@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,6 +43,13 @@ def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "examples")])
     return {**kept, "PYTHONPATH": path, "COLUMNS": "200", **more}
+
+
+def free_port() -> str:
+    """On this host, and free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
 
 
 def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

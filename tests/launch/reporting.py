@@ -1,11 +1,9 @@
 """What a rank does in the tests of `penstock.init`: join, add up, and say what it found.
 
-    reporting.py [dp=2] [fails=FILE] [twice] [before]
+    reporting.py [dp=2] [fails=FILE]
 
 dp=2        two pipes
 fails=FILE  rank 1 ends, unless the file is there, and the launcher starts all of them again
-twice       init is called again
-before      the user has made the group
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import penstock
 
 def main() -> None:
     given = dict(word.partition("=")[::2] for word in sys.argv[1:])
-    if "before" in given:
-        dist.init_process_group("gloo")
     mesh = penstock.init(dp=int(given.get("dp", 1)))
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
@@ -44,8 +40,6 @@ def main() -> None:
             Path(given["fails"]).touch()
             os._exit(3)
         time.sleep(60)  # until the launcher ends it
-    if "twice" in given:
-        penstock.init()
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 

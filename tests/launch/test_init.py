@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tests.launch.hosts import (
     Host,
     end,
     environment,
+    free_port,
     launch_on,
     run,
     start,
@@ -59,27 +60,38 @@ def test_a_restart_starts_anew(tmp_path: Path) -> None:
 
 def test_without_a_launcher_of_its_own_the_store_stays_until_the_last_has_left() -> None:
     """As with mpirun or srun: the variables alone, and rank 0 has the store."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started = []
     for rank in range(2):
         seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         started.append(start([TORCHRUN[0], SCRIPT], environment(**seat, **size, **where)))
     ended = end(started)
     assert [one.err for one in ended] == ["", ""]
     assert sorted(reports(*ended)) == [0, 1]
 
 
-def test_what_is_refused_says_why() -> None:
-    """In one start: the group is the user's own, and after it, a second call."""
-    alone = [*TORCHRUN, "--nproc-per-node", "1", SCRIPT]
-    assert reports(run([*alone, "before", "twice"]))[0]["mesh"] == [0]
-    ended = run([*alone, "twice"])
+ALONE = """
+import torch.distributed as dist, penstock
+dist.init_process_group("gloo")
+assert penstock.init().mesh.tolist() == [0]   # the group is the user's
+assert penstock.init().mesh.tolist() == [0]
+dist.destroy_process_group()
+assert penstock.init().mesh.tolist() == [0]   # now it is its own
+penstock.init()
+"""
+
+
+def test_it_is_called_once_unless_the_group_is_the_users() -> None:
+    seat = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    ended = run([sys.executable, "-c", ALONE], environment(**seat, **where))
     assert ended.code == 1
-    assert "penstock.init() was called before in this process: keep the mesh it gave" in ended.err
+    *_, last = ended.err.strip().splitlines()
+    assert last.endswith(
+        "RunError: penstock.init() was called before in this process: keep the mesh it gave"
+    )
 
 
 # ---- two hosts ----------------------------------------------------------------------------

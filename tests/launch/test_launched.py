@@ -22,11 +22,12 @@ SAID = {
     "MASTER_ADDR": "first",
     "MASTER_PORT": "29500",
 }
-HERE = Launched(5, 8, 1, 4, "first", 29500)
+HERE = Launched(5, 8, 1, 4, "first", 29500, has_store=False)
 
 
 def test_what_torchrun_says() -> None:
     assert launched(SAID) == HERE
+    assert launched({**SAID, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
     assert is_launched(SAID)
     assert not is_launched({})
     assert not HERE.one_host

@@ -12,7 +12,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import RunError
-from penstock.launch.meeting import Met, meet, told
+from penstock.launch.launched import Launched
+from penstock.launch.meeting import Met, meet, open_store, told
+from tests.launch.hosts import free_port
 
 
 def clients(size: int) -> list[Store]:
@@ -76,3 +78,16 @@ def test_told_waits_as_long_as_it_is_said() -> None:
     store.set("a", "")
     assert told(store, ["a"], 0)
     assert not told(store, ["a", "b"], 0.01)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    port = int(free_port())
+    seat = Launched(1, 2, 1, 2, "localhost", port, has_store=True)
+    with pytest.raises(RunError, match=rf"rank 1 on .* store at localhost:{port} within 0.5 s: is"):
+        open_store(seat, 0.5)
+
+
+def test_rank_0_opens_a_store_and_waits_for_nobody() -> None:
+    port = int(free_port())
+    seat = Launched(0, 3, 0, 3, "localhost", port, has_store=False)
+    open_store(seat, 5.0).set("a", "b")

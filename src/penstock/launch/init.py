@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import ArgumentError, RunError
 from penstock.launch.launched import Launched, device_of, identity_of, interface_for, launched
-from penstock.launch.meeting import Met, meet, told
+from penstock.launch.meeting import Met, meet, open_store, told
 
 START = 300.0  # seconds in which all ranks must have started
 FAREWELL = 10.0  # seconds that the rank with the store stays for the others
@@ -25,7 +24,7 @@ FAREWELL = 10.0  # seconds that the rank with the store stays for the others
 LAST_WORK = 0.05
 
 _NCCL = "cpu:gloo,cuda:nccl"
-_mine: list[Met] = []  # the meeting of the group that `init` has made
+_mine: list[tuple[Launched, Met]] = []  # of the group that `init` has made
 
 
 def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = None) -> DeviceMesh:
@@ -70,13 +69,12 @@ def _check_replicas(dp: Any, size: int) -> None:
 def _join(here: Launched, backend: str | None, timeout: float | None) -> str:
     """Make the group; the type of device that all ranks have."""
     device = device_of(here)
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=START)))
-    met = meet(store, rank, size, identity_of(device), START)
-    missing = met.missing(size)
+    met = meet(open_store(here, START), here.rank, here.size, identity_of(device), START)
+    missing = met.missing(here.size)
     if missing:
         raise RunError(
-            f"of {size} ranks, {', '.join(map(str, missing))} did not start within {START:g} s: "
-            "look at what they print, and run  torchrun ... -m penstock doctor"
+            f"of {here.size} ranks, {', '.join(map(str, missing))} did not start within "
+            f"{START:g} s: look at what they print, and run  torchrun ... -m penstock doctor"
         )
     kind = device.type if all(met.words.values()) else "cpu"
     if kind == "cuda":
@@ -85,11 +83,11 @@ def _join(here: Launched, backend: str | None, timeout: float | None) -> str:
     dist.init_process_group(
         backend or backend_for(list(met.words.values())),
         store=met.store,
-        rank=rank,
-        world_size=size,
+        rank=here.rank,
+        world_size=here.size,
         timeout=None if timeout is None else timedelta(seconds=timeout),
     )
-    _mine[:] = [met]
+    _mine[:] = [(here, met)]
     atexit.register(_leave)
     return kind
 
@@ -113,11 +111,11 @@ def _leave() -> None:
     failed = hasattr(sys, "last_value")
     if failed or not _mine or not dist.is_initialized():
         return
-    (store, _), rank, size = _mine.pop(), dist.get_rank(), dist.get_world_size()
+    here, met = _mine.pop()
     dist.destroy_process_group()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return  # the store is the launcher's
-    if rank:
-        store.set(f"left/{rank}", "")
+    if here.has_store:
+        return
+    if here.rank:
+        met.store.set(f"left/{here.rank}", "")
     else:
-        told(store, [f"left/{other}" for other in range(1, size)], FAREWELL)
+        told(met.store, [f"left/{other}" for other in range(1, here.size)], FAREWELL)

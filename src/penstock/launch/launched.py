@@ -21,7 +21,10 @@ _ANYWHERE = "203.0.113.1"  # kept free for documentation: nothing is sent there
 
 
 class Launched(NamedTuple):
-    """One of `size` ranks, of which `local_size` are on this host; rank 0 is at `address`."""
+    """One of `size` ranks, of which `local_size` are on this host.
+
+    Their store is at `address`: the launcher has it, or else rank 0.
+    """
 
     rank: int
     size: int
@@ -29,6 +32,7 @@ class Launched(NamedTuple):
     local_size: int
     address: str
     port: int
+    has_store: bool  # the launcher
 
     @property
     def one_host(self) -> bool:
@@ -58,9 +62,9 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
     if wrong:
         raise RunError(f"these are no numbers: {', '.join(wrong)}; torchrun sets them by itself")
     rank, size, local_rank, local_size = (int(environ[name]) for name in _SAID[:4])
-    return Launched(
-        rank, size, local_rank, local_size, environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    )
+    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launched(rank, size, local_rank, local_size, *where, has_store)
 
 
 # ---- the device ---------------------------------------------------------------------------

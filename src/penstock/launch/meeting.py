@@ -12,14 +12,18 @@ with a token of its own, until they are answered.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import NamedTuple
 from uuid import uuid4
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import RunError
+from penstock.launch.launched import Launched
 
 _START = "penstock/start"
 _AGAIN = 0.25  # seconds after which a rank asks whether rank 0 has started anew
@@ -35,6 +39,30 @@ class Met(NamedTuple):
     def missing(self, size: int) -> list[int]:
         """The ranks that did not come."""
         return [rank for rank in range(size) if rank not in self.words]
+
+
+def open_store(seat: Launched, seconds: float) -> Store:
+    """The store that all ranks have in common."""
+    mine = seat.rank == 0 and not seat.has_store
+    limit = timedelta(seconds=seconds)
+    try:
+        store = TCPStore(
+            seat.address,
+            seat.port,
+            is_master=mine,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        why = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"rank {seat.rank} on {socket.gethostname()} does not reach the ranks' store at "
+            f"{seat.address}:{seat.port} within {seconds:g} s: is rank 0 running there, does the "
+            f"name lead to it, and is the port open? ({why})"
+        ) from error
+    assert isinstance(store, Store)
+    return store
 
 
 def meet(store: Store, rank: int, size: int, word: str, patience: float) -> Met:
