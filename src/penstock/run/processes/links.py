@@ -204,9 +204,9 @@ class NcclLinks:
         self._sent.clear()
 
     def abort(self) -> None:
-        """All communicators."""
+        """All communicators, each in a thread of its own: it may wait."""
         for group in self._groups.values():
-            group.abort()
+            Thread(target=group.abort, name="penstock-abort", daemon=True).start()
 
 
 class _Untaken:
