@@ -87,14 +87,14 @@ def test_ranks_that_disagree_are_told_how(what: str, said: str) -> None:
 
 def made_differently(what: str) -> str:
     odd = dist.get_rank() == 1
-    options: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "chunks": {"chunks": 4},
         "schedule": {"schedule": "1f1b"},
         "data": {"data": "first"},
         "checkpoint": {"checkpoint": "never"},
-    }[what]
+    }
     with pytest.raises(RemoteError) as error:
-        piped(**(options if odd else {}))
+        piped(**(options[what] if odd else {}))
     return str(error.value)
 
 
