@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes.rank import Returned
 from tests.processes.ranks import ranks
 from torch import Tensor, nn
 
@@ -127,6 +128,46 @@ def test_an_error_reaches_all_ranks_and_the_pipe_goes_on(links: str) -> None:
     assert "a layer failed" in other
     assert max(took, also) < 10
     assert loss == same
+
+
+class Ends(nn.Module):
+    """Ends its process in a forward, so many from now."""
+
+    def __init__(self, forwards: int) -> None:
+        super().__init__()
+        self.forwards = forwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards -= 1
+        if not self.forwards:
+            os._exit(7)
+        return x
+
+
+def left_alone(links: str) -> tuple[str, str, float]:
+    model, x, y = model_and_batch()
+    model.append(Ends(7))
+    devices = ["cuda:0"] * 2
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "heartbeat": 3.0}
+    pipe = Pipe(model, 4, "never", group=group_for(links), devices=devices, **options)
+    pipe.step(x, target=y)
+    begin = time.monotonic()
+    try:
+        pipe.step(x, target=y)
+    except RemoteError as error:
+        return error.kind, str(error), time.monotonic() - begin
+    return "nothing", "", 0.0
+
+
+@pytest.mark.parametrize("links", LINKS)
+def test_a_rank_that_dies_does_not_leave_the_other_waiting(links: str) -> None:
+    """Over NCCL the host does not wait, but the GPU does: the communicators are aborted."""
+    first, _ = ranks(2).answers(left_alone, links, within=60.0)
+    assert isinstance(first, Returned)
+    kind, text, took = first.value
+    assert kind == "died"
+    assert "rank 1" in text
+    assert took < 10
 
 
 def without_synchronising(links: str) -> float:
