@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
 from typing import Any
 
@@ -15,14 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.batch import gather
 from penstock.cost import Cost
-from penstock.errors import ArgumentError, KindError, RunError
+from penstock.errors import KindError, RunError
+from penstock.gradients.clip import clip_grad_norm
+from penstock.gradients.overflow import agree_on_overflow
+from penstock.gradients.replicas import Replicas
 from penstock.ir import Program
-from penstock.lower import CHECKPOINT_MODES
-from penstock.partition.sequential import check_children
+from penstock.partition.sequential import check_children, check_unchanged
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Wish, split, ties
+from penstock.partition.wrapping import StageFn, check_apart, wrapped
 from penstock.run.call import Call, Measured
 from penstock.run.feed import feed
+from penstock.run.options import check_loss, check_options
 from penstock.run.passage import Passage
 from penstock.run.programs import Programs, Size
 from penstock.run.threads import Crew
@@ -40,9 +44,6 @@ from penstock.stage.tape import Keep
 from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound
 
-RUNTIMES = ("threads", "inline")
-REDUCTIONS = ("mean", "sum")
-
 
 class Pipe(nn.Module):
     """A Sequential whose stages work on several devices at once, micro-batch by micro-batch.
@@ -56,6 +57,8 @@ class Pipe(nn.Module):
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
+    stage_fn             stage_fn(module, index) gives what computes in the place of a stage's
+                         layers: the module in fully_shard, DistributedDataParallel, torch.compile
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
@@ -80,11 +83,12 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
+        stage_fn: StageFn | None = None,
     ) -> None:
         super().__init__()
         check_children(module)
-        _check_options(chunks, checkpoint, runtime, reduction)
-        _check_loss(loss_fn)
+        check_options(chunks, checkpoint, runtime, reduction)
+        check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.reduction, self.runtime = reduction, runtime
@@ -95,12 +99,17 @@ class Pipe(nn.Module):
             module = converted
         asked = read(schedule)
         self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
+        partition = wrapped(self._split.partition, stage_fn, range(len(self._split.placement)))
+        self._split = replace(self._split, partition=partition)
+        if runtime == "threads":
+            check_apart(partition, self._split.placement)
         self._choice = choose(asked, self._split.placement, chunks, self._split.partition.graph)
         made = self._choice(chunks)
         check_trains(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
         self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
         self._programs = Programs(self._choice, self._split.partition.graph)
+        self._replicas = Replicas(m for s in partition.stages for m in (*s.around, *s.layers))
         self._made = _Made()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
@@ -117,12 +126,19 @@ class Pipe(nn.Module):
 
         Inputs by name go to every layer whose forward names them.
         """
+        if torch.is_grad_enabled() and self._replicas:
+            raise RunError(
+                "a stage is in DistributedDataParallel, replicate or fully_shard, and its "
+                "gradients are reduced at the end of a step: train with pipe.step(x, target=y), "
+                "and call pipe(x) under torch.no_grad()"
+            )
         fed = feed(self._split, self.chunks, inputs, side)
         program, *phases = self._programs.halves(self._size(fed.chunks, torch.is_grad_enabled()))
         stages = behind_call(self._split.partition.stages)
         call = self._call(program, stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), fed.given)
-        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
+        with self._replicas.held():
+            tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
         return gather(passage.outputs(tensors), fed.rows)
 
     @never_compiled
@@ -149,7 +165,7 @@ class Pipe(nn.Module):
                 "forward, and step is none: call the wrapper, or leave it away and average .grad "
                 "after each step with torch.distributed.all_reduce"
             )
-        _check_loss(loss_fn)
+        check_loss(loss_fn)
         loss_fn = loss_fn or self.loss_fn
         extra = () if target is None else (target,)
         fed = feed(self._split, self.chunks, inputs, side, extra)
@@ -164,8 +180,11 @@ class Pipe(nn.Module):
         scale = loss_scale(scaler, self._split.place_of(len(stages) - 1).device)
         ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
         with self._turn():
-            result = train(self._call(program, stages), program, phase, fed, ledger)
+            call = self._call(program, stages)
+            result = train(call, program, phase, fed, ledger, self._replicas)
         if torch.is_grad_enabled():
+            if scaler is not None:
+                agree_on_overflow(list(self.parameters()), ())
             self._made.last = result.measured
         return result
 
@@ -177,8 +196,18 @@ class Pipe(nn.Module):
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
+        parameters = list(self.parameters())
         rest = norm_type, error_if_nonfinite, foreach
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, *rest)
+        return clip_grad_norm(parameters, parameters, None, max_norm, *rest)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, steps do not reduce the gradients of replicas: the first one after it does."""
+        before, self._replicas.reduces = self._replicas.reduces, False
+        try:
+            yield
+        finally:
+            self._replicas.reduces = before
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
@@ -194,7 +223,7 @@ class Pipe(nn.Module):
 
     def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
         schedule = program.schedule
-        self._check_layers()
+        check_unchanged(self._modules, self._split.partition.stages)
         for layer in self._deferred:
             layer.begin(schedule.chunks)
         grad = torch.is_grad_enabled()
@@ -217,21 +246,6 @@ class Pipe(nn.Module):
         if self._made.crew is not None:
             self._made.crew.check_caller()
         return self._made.stepping
-
-    def _check_layers(self) -> None:
-        known = [name for stage in self._split.partition.stages for name in stage.names]
-        if list(self._modules) != known:
-            raise RunError(
-                f"the pipe was made of the layers {', '.join(known)}, and now has "
-                f"{', '.join(self._modules)}: make the Pipe after the change"
-            )
-        for stage in self._split.partition.stages:
-            for name, layer in zip(stage.names, stage.layers, strict=True):
-                if self._modules.get(name) is not layer:
-                    raise RunError(
-                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
-                        "make the Pipe after the change, or change what is inside the layer"
-                    )
 
     def _crew_at_hand(self) -> Crew:
         """The threads: made at the first call, and ended with the pipe."""
@@ -274,6 +288,13 @@ class Pipe(nn.Module):
                 f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
             )
         return "\n".join(lines + [f"  tied {tie}" for tie in ties(self._split)]) + ")"
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Also what is around the stages."""
+        super().train(mode)
+        for module in (m for s in self._split.partition.stages for m in s.around):
+            module.training = mode
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
@@ -325,25 +346,3 @@ def _denied() -> KindError:
         "the stages of a pipe stay on the devices they were given, so moving it is denied: "
         "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
     )
-
-
-def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | None) -> None:
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ArgumentError(f"chunks is a whole number from 1 up, not {chunks!r}")
-    allowed: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "checkpoint": (checkpoint, CHECKPOINT_MODES),
-        "runtime": (runtime, RUNTIMES),
-        "reduction": (reduction, (None, *REDUCTIONS)),
-    }
-    for name, (value, known) in allowed.items():
-        if value not in known:
-            listed = ", ".join(repr(one) for one in known)
-            raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
-
-
-def _check_loss(loss_fn: Any) -> None:
-    if isinstance(loss_fn, type) or (loss_fn is not None and not callable(loss_fn)):
-        raise KindError(
-            f"loss_fn is called as loss_fn(output, target), and {loss_fn!r} cannot be: give a "
-            "function, or a loss such as nn.CrossEntropyLoss()"
-        )

@@ -31,6 +31,8 @@ class Stage:
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
     compute: Compute
+    around: tuple[nn.Module, ...] = ()  # what the user has put around the layers
+    shifting: frozenset[nn.Module] = frozenset()  # whose parameters come and go while it computes
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
