@@ -106,7 +106,7 @@ def _together(norms: Tensor, order: float, groups: Sequence[Group]) -> Tensor:
             ReduceOp.MAX,
             groups,
         )
-        return (sign * most).masked_fill(nan > 0, torch.nan)
+        return most.mul(sign).masked_fill(nan > 0, torch.nan)
     if order == 0:
         return reduce(norms, ReduceOp.SUM, groups)
     powers = reduce(norms.pow(order), ReduceOp.SUM, groups)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.gradients.averaged import Averaged
 from penstock.gradients.sharded import Sharded
 
@@ -35,6 +36,15 @@ class Replicas:
 
     def __bool__(self) -> bool:
         return bool(self._averaged) or bool(self._sharded)
+
+    def check_call(self) -> None:
+        """What is called like the model knows no end of a step."""
+        if self and torch.is_grad_enabled():
+            raise RunError(
+                "a stage is in DistributedDataParallel, replicate or fully_shard, and its "
+                "gradients are reduced at the end of a step: train with pipe.step(x, target=y), "
+                "and call pipe(x) under torch.no_grad()"
+            )
 
     @contextmanager
     def held(self) -> Iterator[Held]:

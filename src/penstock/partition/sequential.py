@@ -75,6 +75,15 @@ class Partition:
     routes: tuple[tuple[SkipKey, int, int], ...]  # skips that cross stages
     takes: tuple[tuple[frozenset[str], ...], ...]  # the side inputs of each stage's layers
 
+    def computing(self) -> list[nn.Module]:
+        """The layers, and what the user has put around them."""
+        return [module for stage in self.stages for module in (*stage.around, *stage.layers)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once."""
+        layers = (layer for stage in self.stages for layer in stage.layers)
+        return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+
 
 def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers."""
