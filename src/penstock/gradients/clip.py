@@ -101,11 +101,8 @@ def _together(norms: Tensor, order: float, groups: Sequence[Group]) -> Tensor:
         return norms
     if abs(order) == inf:
         sign = 1 if order > 0 else -1
-        most, nan = reduce(
-            torch.stack([sign * norms, norms.isnan().double()]).nan_to_num(0.0, inf, -inf),
-            ReduceOp.MAX,
-            groups,
-        )
+        both = torch.stack([sign * norms, norms.isnan().double()]).nan_to_num(0.0, inf, -inf)
+        most, nan = reduce(both, ReduceOp.MAX, groups).unbind()
         return most.mul(sign).masked_fill(nan > 0, torch.nan)
     if order == 0:
         return reduce(norms, ReduceOp.SUM, groups)
