@@ -101,7 +101,8 @@ class Chosen(nn.Module):
         self.at = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weights[self.at]
+        chosen: Tensor = x * self.weights[self.at]
+        return chosen
 
 
 def with_choice() -> nn.Sequential:

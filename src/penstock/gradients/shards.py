@@ -37,7 +37,7 @@ def groups_of(tensor: Tensor, sharded: bool = False) -> list[Group]:
     return [
         mesh.get_group(dim)
         for dim, placement in enumerate(placements)
-        if mesh.size(dim) > 1 and (not sharded or placement.is_shard())
+        if mesh.size(dim) > 1 and not (sharded and placement.is_replicate())
     ]
 
 

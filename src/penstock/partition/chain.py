@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,22 @@ class StageModule(nn.Module):
         if not self._departing:
             return value
         return value, *(skips.pop(key) for key in self._departing)
+
+    def apart(self) -> StageModule:
+        """Itself, with code of its own: a compiler takes equal code of stages for one function.
+
+        What it compiles for one of them would have to fit all, and it soon gives up.
+        """
+        written = type(self).forward
+        code = written.__code__.replace()
+        own = FunctionType(code, written.__globals__, code.co_name, written.__defaults__)
+        self.__dict__["forward"] = MethodType(own, self)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("forward", None)  # it has no name by which to be found again
+        return state
 
     def _through(self, given: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
         """The first layer of all takes the batch as its arguments; later ones, one value."""

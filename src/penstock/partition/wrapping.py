@@ -57,7 +57,7 @@ def _around(stage: Stage, stage_fn: StageFn) -> Stage:
     chain = stage.compute
     assert isinstance(chain, Chain)
     names = list(_names(stage))
-    made = stage_fn(chain.module, stage.index)
+    made = stage_fn(chain.module.apart(), stage.index)
     if not isinstance(made, nn.Module):
         raise KindError(
             f"stage_fn gave {type(made).__name__} for {stage}, and not a module: return what is to "
