@@ -12,8 +12,11 @@ import torch
 
 from penstock.batch import gather
 from penstock.cost import Cost
+from penstock.gradients.overflow import agree_on_overflow
+from penstock.gradients.replicas import Replicas
 from penstock.ir import Program
 from penstock.partition.split import Split
+from penstock.partition.wrapping import check_apart
 from penstock.run.asking import Lesson, Settings, manner_of
 from penstock.run.call import Call, Runtime
 from penstock.run.feed import Batch, feed
@@ -35,20 +38,22 @@ from penstock.timeline import Timeline, simulate
 class OneProcess:
     """Answers a pipe's calls. A copy has threads of its own."""
 
-    def __init__(self, split: Split, programs: Programs) -> None:
-        self._split, self._programs = split, programs
+    def __init__(self, split: Split, programs: Programs, replicas: Replicas) -> None:
+        self._split, self._programs, self._replicas = split, programs, replicas
         self._deferred = deferred_in(split.stages_here)
         self._made = _Made()
 
     def forward(self, settings: Settings, batch: Batch) -> Any:
         """What the model computes of a batch; behind it, an autograd function."""
+        self._replicas.check_call()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         size = settings.size(fed.chunks, torch.is_grad_enabled())
         program, *phases = self._programs.halves(size)
         stages = behind_call(self._split.partition.stages)
         call = self._call(settings, program, stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), fed.given)
-        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
+        with self._replicas.held():
+            tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
         return gather(passage.outputs(tensors), fed.rows)
 
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
@@ -69,8 +74,11 @@ class OneProcess:
         scale = loss_scale(lesson.scaler, self._device_of(len(stages) - 1))
         ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
         with self._turn():
-            result = train(self._call(settings, program, stages), program, phase, fed, ledger)
+            call = self._call(settings, program, stages)
+            result = train(call, program, phase, fed, ledger, self._replicas)
         if torch.is_grad_enabled():
+            if lesson.scaler is not None:
+                agree_on_overflow(self._split.partition.parameters(), ())
             self._made.last = result.measured
         return result
 
@@ -115,6 +123,7 @@ class OneProcess:
         """The threads: made at the first call, and ended with the pipe."""
         with self._made.making:  # one crew, though several threads call
             if self._made.crew is None or not self._made.crew.here:
+                check_apart(self._split.partition, self._split.placement)
                 self._made.crew = Crew(len(self._split.places))
             return self._made.crew
 

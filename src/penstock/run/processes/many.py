@@ -11,6 +11,7 @@ import torch
 from penstock.batch import gather, moved
 from penstock.cost import Cost
 from penstock.errors import RunError
+from penstock.gradients.replicas import Replicas
 from penstock.ir import Message, Program
 from penstock.partition.split import Split
 from penstock.run.asking import Lesson, Settings, manner_of
@@ -31,6 +32,7 @@ from penstock.run.processes.opening import (
 )
 from penstock.run.processes.peers import FIRST_OF_MESSAGES
 from penstock.run.processes.results import Ending, Told, tell
+from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import Team
 from penstock.run.processes.ties import TiesBetween
 from penstock.run.processes.wire import Learned, Wire
@@ -46,15 +48,6 @@ from penstock.stage.randomness import move_on, next_seed
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.timeline import Timeline, simulate
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """Who has the data, who gets the outputs, and whether shapes are learned or sent each time."""
-
-    data: str = "all"
-    outputs: str = "last"
-    shapes: str = "learned"
 
 
 @dataclass(frozen=True)
@@ -75,9 +68,11 @@ class ManyProcesses:
         team: Team,
         split: Split,
         programs: Programs,
+        replicas: Replicas,
         sharing: Sharing,
     ) -> None:
         self.team, self._split, self._programs = team, split, programs
+        self._replicas = replicas
         self._deferred, self._sharing = deferred_in(split.stages_here), sharing
         self._last: HasTimeline | None = None
 
@@ -253,18 +248,20 @@ class ManyProcesses:
         book = Book(ledger, wire, opened.learned)
         call.desk.prepare = book.prepare
         call.desk.answer = book.answer if ends_here else None
-        try:
-            call.run(phase)
-            ending = Ending(drew=call.drew)
-            if ledger is not None:
-                ending = Ending(
-                    ledger.total(), ledger.factor, call.drew, self._has_more(ledger, lesson)
-                )
-            told = tell(self.team.peers, program, call, ending)
-        except BaseException:
-            book.give_up()
-            raise
-        return self._result(call, opened, wire, book, told, lesson)
+        with self._replicas.held() as held:
+            try:
+                call.run(phase)
+                ending = Ending(drew=call.drew)
+                if ledger is not None:
+                    more = self._has_more(ledger, lesson)
+                    ending = Ending(ledger.total(), ledger.factor, call.drew, more)
+                told = tell(self.team.peers, program, call, ending)
+            except BaseException:
+                book.give_up()
+                raise
+            book.finish(told.factor)
+            held.factor = told.factor
+        return self._result(call, opened, wire, book, told)
 
     def _targets(self, call: Call, opened: _Opened) -> list[tuple[Any, ...]]:
         cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
@@ -277,14 +274,12 @@ class ManyProcesses:
         return metrics or (lesson.outputs and self._sharing.outputs == "all")
 
     def _result(
-        self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told, lesson: Lesson
+        self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told
     ) -> StepResult:
-        """After all ranks have told: gradients in their unit, and the same result on each."""
-        book.finish(told.factor)
+        """After all ranks have told: the same result on each."""
         self._end(told, opened, wire)
         self._pass_changes_on(call, opened.fed)
-        factor = None if told.factor is None else torch.tensor(told.factor, dtype=torch.float64)
-        pass_gradients_on(tensors_by_cell(opened.fed.given), call, factor)
+        pass_gradients_on(tensors_by_cell(opened.fed.given), call, told.factor)
         ledger, rows = book.ledger, opened.fed.rows
         outputs, metrics = None, {}
         if ledger is not None:

@@ -46,7 +46,7 @@ class Team:
         members = tuple(dist.get_process_group_ranks(group))
         number = _pipes[members] = _pipes.get(members, -1) + 1
         self._shared = store_of(group, f"pipe{number}")
-        self._place, self._heartbeat, self._nccl = place, heartbeat, nccl
+        self.place, self._heartbeat, self._nccl = place, heartbeat, nccl
         self._openings = 0
         self._calls = 0
         self._turn = threading.Lock()
@@ -104,7 +104,7 @@ class Team:
         gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), self.rank, self.size, _OPERATION)
         self.links = links_of(
             self.rank,
-            self._place,
+            self.place,
             gloo,
             partial(self._communicators, PrefixStore("nccl", store)) if self._nccl else None,
         )
@@ -120,7 +120,7 @@ class Team:
 
     def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
         """One for each pair of ranks and direction, opened now, in the same order on every rank."""
-        assert isinstance(self._place, Gpu)
+        assert isinstance(self.place, Gpu)
         pairs = [(src, dst) for src in range(self.size) for dst in range(self.size) if src != dst]
         made = {}
         for src, dst in pairs:
@@ -128,7 +128,7 @@ class Team:
                 options = dist.ProcessGroupNCCL.Options()
                 ours = PrefixStore(f"{src}-{dst}", store)
                 group = dist.ProcessGroupNCCL(ours, int(self.rank == dst), 2, options)
-                group.eager_connect_single_device(self._place.device)
+                group.eager_connect_single_device(self.place.device)
                 made[src, dst] = group
         return made
 
