@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock, RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.batch import gather
 from penstock.cost import Cost
-from penstock.errors import ArgumentError, KindError, RunError
+from penstock.errors import KindError, RunError
 from penstock.ir import Program
-from penstock.lower import CHECKPOINT_MODES
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Wish, split, ties
 from penstock.run.call import Call, Measured
 from penstock.run.feed import feed
+from penstock.run.options import check_loss, check_options
 from penstock.run.passage import Passage
 from penstock.run.programs import Programs, Size
 from penstock.run.threads import Crew
@@ -40,8 +41,10 @@ from penstock.stage.tape import Keep
 from penstock.timeline import Timeline, simulate
 from penstock.verify import require_sound
 
-RUNTIMES = ("threads", "inline")
-REDUCTIONS = ("mean", "sum")
+if TYPE_CHECKING:
+    from penstock.saving.holding import Holding
+    from penstock.saving.optimizers import Optimizers
+    from penstock.saving.saver import PathLike, Saver, Saving
 
 
 class Pipe(nn.Module):
@@ -83,8 +86,8 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         check_children(module)
-        _check_options(chunks, checkpoint, runtime, reduction)
-        _check_loss(loss_fn)
+        check_options(chunks, checkpoint, runtime, reduction)
+        check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.reduction, self.runtime = reduction, runtime
@@ -149,7 +152,7 @@ class Pipe(nn.Module):
                 "forward, and step is none: call the wrapper, or leave it away and average .grad "
                 "after each step with torch.distributed.all_reduce"
             )
-        _check_loss(loss_fn)
+        check_loss(loss_fn)
         loss_fn = loss_fn or self.loss_fn
         extra = () if target is None else (target,)
         fed = feed(self._split, self.chunks, inputs, side, extra)
@@ -187,6 +190,47 @@ class Pipe(nn.Module):
             cost = self._made.last.timeline.cost
         return simulate(program, cost)
 
+    # ---- checkpoints ----------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: PathLike,
+        optimizer: Optimizers = None,
+        extra: Any = None,
+        background: bool = False,
+    ) -> Saving:
+        """Write a checkpoint that counts only when it is whole, and replaces the one before.
+
+        Parameters, buffers and the optimizers' state, by the names of the unsplit model, and the
+        generator of random numbers; `extra` is given back by `load`. In the background, training
+        may go on at once: the next save, or `wait` of what this returns, waits for it.
+        """
+        return self._saver().save(self._holding(), folder, optimizer, extra, background)
+
+    def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
+        """Read a checkpoint, however it was split; gives its `extra`.
+
+        `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
+        .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        """
+        return self._saver().load(self._holding(), path, optimizer)
+
+    def export(self, file: PathLike) -> Path:
+        """Write parameters and buffers to one .safetensors file."""
+        return self._saver().export(self._holding(), file)
+
+    def _holding(self) -> Holding:
+        from penstock.saving.holding import Holding, tied_names
+
+        return Holding(self, tied_names(self))
+
+    def _saver(self) -> Saver:
+        """Made when first needed: torch.distributed.checkpoint takes a second to import."""
+        from penstock.saving.saver import Saver
+
+        self._made.saver = self._made.saver or Saver()
+        return self._made.saver
+
     # ---- how they are run -----------------------------------------------------------------
 
     def _size(self, chunks: int, trains: bool = True) -> Size:
@@ -194,7 +238,7 @@ class Pipe(nn.Module):
 
     def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
         schedule = program.schedule
-        self._check_layers()
+        self._split.check(self._modules)
         for layer in self._deferred:
             layer.begin(schedule.chunks)
         grad = torch.is_grad_enabled()
@@ -217,21 +261,6 @@ class Pipe(nn.Module):
         if self._made.crew is not None:
             self._made.crew.check_caller()
         return self._made.stepping
-
-    def _check_layers(self) -> None:
-        known = [name for stage in self._split.partition.stages for name in stage.names]
-        if list(self._modules) != known:
-            raise RunError(
-                f"the pipe was made of the layers {', '.join(known)}, and now has "
-                f"{', '.join(self._modules)}: make the Pipe after the change"
-            )
-        for stage in self._split.partition.stages:
-            for name, layer in zip(stage.names, stage.layers, strict=True):
-                if self._modules.get(name) is not layer:
-                    raise RunError(
-                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
-                        "make the Pipe after the change, or change what is inside the layer"
-                    )
 
     def _crew_at_hand(self) -> Crew:
         """The threads: made at the first call, and ended with the pipe."""
@@ -314,6 +343,7 @@ class _Made:
     making: Lock = field(default_factory=Lock)
     stepping: AbstractContextManager[object] = field(default_factory=RLock)
     last: Measured | None = None
+    saver: Saver | None = None
     wrapped: bool = False  # in DistributedDataParallel
 
     def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
@@ -325,25 +355,3 @@ def _denied() -> KindError:
         "the stages of a pipe stay on the devices they were given, so moving it is denied: "
         "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
     )
-
-
-def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | None) -> None:
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ArgumentError(f"chunks is a whole number from 1 up, not {chunks!r}")
-    allowed: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "checkpoint": (checkpoint, CHECKPOINT_MODES),
-        "runtime": (runtime, RUNTIMES),
-        "reduction": (reduction, (None, *REDUCTIONS)),
-    }
-    for name, (value, known) in allowed.items():
-        if value not in known:
-            listed = ", ".join(repr(one) for one in known)
-            raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
-
-
-def _check_loss(loss_fn: Any) -> None:
-    if isinstance(loss_fn, type) or (loss_fn is not None and not callable(loss_fn)):
-        raise KindError(
-            f"loss_fn is called as loss_fn(output, target), and {loss_fn!r} cannot be: give a "
-            "function, or a loss such as nn.CrossEntropyLoss()"
-        )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock import balance as balancing
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, RunError
 from penstock.ir import Schedule
+from penstock.partition.materialise import Blanks, is_on_meta, materialise
 from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import (
     Partition,
@@ -33,6 +34,24 @@ class Split:
     partition: Partition
     places: tuple[Place, ...]
     placement: tuple[int, ...]
+    blanks: Blanks = field(default_factory=Blanks)
+
+    def check(self, modules: Mapping[str, nn.Module | None]) -> None:
+        """These are still the layers that were cut, and there is something in them."""
+        known = [name for stage in self.partition.stages for name in stage.names]
+        if list(modules) != known:
+            raise RunError(
+                f"the pipe was made of the layers {', '.join(known)}, and now has "
+                f"{', '.join(modules)}: make the Pipe after the change"
+            )
+        for stage in self.partition.stages:
+            for name, layer in zip(stage.names, stage.layers, strict=True):
+                if modules[name] is not layer:
+                    raise RunError(
+                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
+                        "make the Pipe after the change, or change what is inside the layer"
+                    )
+        self.blanks.check()
 
     def place_of(self, stage: int) -> Place:
         """Where the stage computes."""
@@ -103,8 +122,13 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    _move(partition, [places[rank].device for rank in placement])
-    return Split(partition, places, placement)
+    devices = [places[rank].device for rank in placement]
+    where = {
+        n: at for stage, at in zip(partition.stages, devices, strict=True) for n in stage.names
+    }
+    blanks = materialise(module, where)
+    _move(partition, devices)
+    return Split(partition, places, placement, blanks)
 
 
 def _move(partition: Partition, devices: Sequence[torch.device]) -> None:
@@ -154,6 +178,11 @@ def _counts(
         return balancing.cut([_parameter_bytes(layer) for layer in module], stages)
     if wish.example is None:
         raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
+    if is_on_meta(module):
+        raise ArgumentError(
+            f"balance='{wanted}' runs the layers, and the model was built on meta: balance by "
+            "parameters, or give the layers of each stage, as in stages=[2, 3]"
+        )
     example = wish.example if isinstance(wish.example, tuple) else (wish.example,)
     unpack = isinstance(module, PipeSequential)
     layers, device = list(module), first.device
