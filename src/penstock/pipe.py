@@ -4,47 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.batch import gather
 from penstock.cost import Cost
 from penstock.errors import KindError, RunError
-from penstock.ir import Program
+from penstock.options import check_chunks, check_loss, check_words
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Wish, split, ties
-from penstock.run.call import Call, Measured
-from penstock.run.feed import feed
-from penstock.run.options import check_loss, check_options
-from penstock.run.passage import Passage
-from penstock.run.programs import Programs, Size
-from penstock.run.threads import Crew
-from penstock.run.training import StepResult, train
-from penstock.run.weighing import Ledger, loss_scale
+from penstock.run.asking import Answers, Lesson, Settings
+from penstock.run.feed import Batch
+from penstock.run.one_process import OneProcess
+from penstock.run.programs import Programs
+from penstock.run.training import StepResult
+from penstock.saving.pending import Pending, Saving
 from penstock.schedules.choice import Asked, check_trains, choose, read
-from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.compiled import never_compiled
-from penstock.stage.loss import ending_in_loss
-from penstock.stage.reduction import LossFn, reduction_of
+from penstock.stage.reduction import LossFn
 from penstock.stage.skip import verify_skippables
-from penstock.stage.stage import Stage
-from penstock.stage.tape import Keep
-from penstock.timeline import Timeline, simulate
+from penstock.timeline import Timeline
 from penstock.verify import require_sound
 
 if TYPE_CHECKING:
-    from penstock.saving.holding import Holding
     from penstock.saving.optimizers import Optimizers
-    from penstock.saving.saver import PathLike, Saver, Saving
+    from penstock.saving.saver import PathLike, Saver
 
 
 class Pipe(nn.Module):
@@ -86,7 +76,8 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         check_children(module)
-        check_options(chunks, checkpoint, runtime, reduction)
+        check_chunks(chunks)
+        check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
         check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
@@ -102,9 +93,11 @@ class Pipe(nn.Module):
         made = self._choice(chunks)
         check_trains(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
-        self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
-        self._programs = Programs(self._choice, self._split.partition.graph)
-        self._made = _Made()
+        deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+        programs = Programs(self._choice, self._split.partition.graph)
+        self._runs: Answers = OneProcess(self._split, programs, deferred)
+        self._noticed = _Noticed()
+        self._saves = Pending()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
         # here on no attribute is set.
@@ -120,13 +113,8 @@ class Pipe(nn.Module):
 
         Inputs by name go to every layer whose forward names them.
         """
-        fed = feed(self._split, self.chunks, inputs, side)
-        program, *phases = self._programs.halves(self._size(fed.chunks, torch.is_grad_enabled()))
-        stages = behind_call(self._split.partition.stages)
-        call = self._call(program, stages, torch.is_grad_enabled())
-        passage = Passage(call, (phases[0], phases[1]), fed.given)
-        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
-        return gather(passage.outputs(tensors), fed.rows)
+        self._check_layers()
+        return self._runs.forward(self._settings(), Batch(inputs, side))
 
     @never_compiled
     def step(
@@ -146,31 +134,17 @@ class Pipe(nn.Module):
         scales the gradients, and not the loss.
         """
         active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
-        if torch.is_grad_enabled() and (self._made.wrapped or active is not None):
+        if torch.is_grad_enabled() and (self._noticed.wrapped or active is not None):
             raise RunError(
                 "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
                 "forward, and step is none: call the wrapper, or leave it away and average .grad "
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        loss_fn = loss_fn or self.loss_fn
-        extra = () if target is None else (target,)
-        fed = feed(self._split, self.chunks, inputs, side, extra)
-        if torch.is_grad_enabled():
-            program, phase = self._programs.whole(self._size(fed.chunks))
-        else:
-            program, phase, _ = self._programs.halves(self._size(fed.chunks, False))
-        rule = reduction_of(loss_fn, self.reduction)
-        stages = ending_in_loss(
-            self._split.partition.stages, loss_fn, rule.counting, bool(extra), outputs
-        )
-        scale = loss_scale(scaler, self._split.place_of(len(stages) - 1).device)
-        ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
-        with self._turn():
-            result = train(self._call(program, stages), program, phase, fed, ledger)
-        if torch.is_grad_enabled():
-            self._made.last = result.measured
-        return result
+        self._check_layers()
+        batch = Batch(inputs, side, () if target is None else (target,))
+        lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        return self._runs.step(self._settings(), batch, lesson)
 
     def clip_grad_norm_(
         self,
@@ -185,10 +159,7 @@ class Pipe(nn.Module):
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
-        program, _ = self._programs.whole(self._size(self.chunks))
-        if cost is None and self._made.last is not None:
-            cost = self._made.last.timeline.cost
-        return simulate(program, cost)
+        return self._runs.forecast(self._settings(), cost)
 
     # ---- checkpoints ----------------------------------------------------------------------
 
@@ -205,7 +176,7 @@ class Pipe(nn.Module):
         generator of random numbers; `extra` is given back by `load`. In the background, training
         may go on at once: the next save, or `wait` of what this returns, waits for it.
         """
-        return self._saver().save(self._holding(), folder, optimizer, extra, background)
+        return self._saver().save(folder, optimizer, extra, background)
 
     def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
         """Read a checkpoint, however it was split; gives its `extra`.
@@ -213,67 +184,44 @@ class Pipe(nn.Module):
         `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
         .safetensors.index.json. With optimizers, random numbers go on where they were, too.
         """
-        return self._saver().load(self._holding(), path, optimizer)
+        return self._saver().load(path, optimizer)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file."""
-        return self._saver().export(self._holding(), file)
-
-    def _holding(self) -> Holding:
-        from penstock.saving.holding import Holding, tied_names
-
-        return Holding(self, tied_names(self))
+        return self._saver().export(file)
 
     def _saver(self) -> Saver:
-        """Made when first needed: torch.distributed.checkpoint takes a second to import."""
-        from penstock.saving.saver import Saver
+        from penstock.saving.holding import Holding, tied_names
+        from penstock.saving.saver import Saver  # its import takes a second
 
-        self._made.saver = self._made.saver or Saver()
-        return self._made.saver
+        return Saver(Holding(self, tied_names(self)), self._saves)
 
     # ---- how they are run -----------------------------------------------------------------
 
-    def _size(self, chunks: int, trains: bool = True) -> Size:
-        return Size(chunks, self.training and trains, self.checkpoint)
+    def _settings(self) -> Settings:
+        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
 
-    def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
-        schedule = program.schedule
-        self._split.check(self._modules)
-        for layer in self._deferred:
-            layer.begin(schedule.chunks)
-        grad = torch.is_grad_enabled()
-
-        def keep(stage: int, microbatch: int) -> Keep:
-            if not grad:
-                return Keep.NOTHING
-            return Keep.INPUTS if (stage, microbatch) in schedule.recomputed else Keep.GRAPH
-
-        def divided(stage: int, microbatch: int) -> bool:
-            return grad and (stage, microbatch) in schedule.divided
-
-        alone = len(self._split.places) == 1  # then there is nothing to run beside
-        crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
-        where = self._split.places, self._split.placement
-        return Call(stages, *where, keep, divided, crew, tracked, schedule.chunks)
-
-    def _turn(self) -> AbstractContextManager[object]:
-        """Within, no other thread takes a step: it would find gradients of another unit."""
-        if self._made.crew is not None:
-            self._made.crew.check_caller()
-        return self._made.stepping
-
-    def _crew_at_hand(self) -> Crew:
-        """The threads: made at the first call, and ended with the pipe."""
-        with self._made.making:  # one crew, though several threads call
-            if self._made.crew is None or not self._made.crew.here:
-                self._made.crew = Crew(len(self._split.places))
-            return self._made.crew
+    def _check_layers(self) -> None:
+        known = [name for stage in self._split.partition.stages for name in stage.names]
+        if list(self._modules) != known:
+            raise RunError(
+                f"the pipe was made of the layers {', '.join(known)}, and now has "
+                f"{', '.join(self._modules)}: make the Pipe after the change"
+            )
+        for stage in self._split.partition.stages:
+            for name, layer in zip(stage.names, stage.layers, strict=True):
+                if self._modules.get(name) is not layer:
+                    raise RunError(
+                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
+                        "make the Pipe after the change, or change what is inside the layer"
+                    )
+        self._split.blanks.check()
 
     # ---- a module like any other ----------------------------------------------------------
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
-            self._made.wrapped = True
+            self._noticed.wrapped = True
         return super().__getattr__(name)
 
     def __len__(self) -> int:
@@ -336,18 +284,13 @@ class Pipe(nn.Module):
 
 
 @dataclass
-class _Made:
-    """What a pipe makes when it is first needed. A copy of the pipe makes its own."""
+class _Noticed:
+    """What was seen of the pipe's surroundings. A copy has its own."""
 
-    crew: Crew | None = None
-    making: Lock = field(default_factory=Lock)
-    stepping: AbstractContextManager[object] = field(default_factory=RLock)
-    last: Measured | None = None
-    saver: Saver | None = None
     wrapped: bool = False  # in DistributedDataParallel
 
-    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
-        return _Made, ()
+    def __reduce__(self) -> tuple[type[_Noticed], tuple[()]]:
+        return _Noticed, ()
 
 
 def _denied() -> KindError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import balance as balancing
-from penstock.errors import ArgumentError, RunError
+from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.partition.materialise import Blanks, is_on_meta, materialise
 from penstock.partition.profile import layer_bytes, layer_times
@@ -35,23 +35,6 @@ class Split:
     places: tuple[Place, ...]
     placement: tuple[int, ...]
     blanks: Blanks = field(default_factory=Blanks)
-
-    def check(self, modules: Mapping[str, nn.Module | None]) -> None:
-        """These are still the layers that were cut, and there is something in them."""
-        known = [name for stage in self.partition.stages for name in stage.names]
-        if list(modules) != known:
-            raise RunError(
-                f"the pipe was made of the layers {', '.join(known)}, and now has "
-                f"{', '.join(modules)}: make the Pipe after the change"
-            )
-        for stage in self.partition.stages:
-            for name, layer in zip(stage.names, stage.layers, strict=True):
-                if modules[name] is not layer:
-                    raise RunError(
-                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
-                        "make the Pipe after the change, or change what is inside the layer"
-                    )
-        self.blanks.check()
 
     def place_of(self, stage: int) -> Place:
         """Where the stage computes."""

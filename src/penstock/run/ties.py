@@ -40,10 +40,10 @@ class Ties:
             Doubles(place.device, {key for key, owner in owners.items() if owner != rank}, hooked)
             for rank, place in enumerate(places)
         ]
-        self.stand_ins = [
-            StandIns(those, self._doubles[rank], shared if chunks > 1 else owners)
-            for rank, those in zip(ranks, modules, strict=True)
-        ]
+        self.stand_ins = {
+            stage.index: StandIns(those, self._doubles[rank], shared if chunks > 1 else owners)
+            for stage, rank, those in zip(stages, ranks, modules, strict=True)
+        }
 
     def settle(self) -> None:
         """Hand over what the stand-ins have learned: in one backward, rank after rank.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
-from threading import Thread
 from typing import Any
 
 import torch
@@ -20,72 +19,24 @@ from penstock.saving.folder import clean, next_place
 from penstock.saving.holding import Holding
 from penstock.saving.one_file import OneFileWriter
 from penstock.saving.optimizers import Optimizers, listed, state_of
+from penstock.saving.pending import Pending, Saving
 from penstock.saving.reading import MODEL, OPTIMIZER, RANDOM
 from penstock.saving.team import Team, decided, each, together
 
 PathLike = str | os.PathLike[str]
 
-_log = logging.getLogger("penstock")
 
-
-class Saving:
-    """A save on its way to the disk, or there. It counts when `wait` has returned."""
-
-    def __init__(self, path: Path, work: Callable[[], None], background: bool) -> None:
-        self.path = path
-        self._error: BaseException | None = None
-        self._work = work
-        self._thread: Thread | None = None
-        if background:
-            self._thread = Thread(target=self._run, name="penstock saving")
-            self._thread.start()
-        else:
-            work()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._error = error
-            _log.error("penstock: a save in the background failed: %s", error)
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would not wait."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Until it is on the disk; gives the path, or raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self.path
-
-
+@dataclass(frozen=True)
 class Saver:
-    """One pipe's saves, one after the other: each waits for the one before it."""
+    """Saves what a process holds. Each waits for the save before it."""
 
-    def __init__(self) -> None:
-        self._last: Saving | None = None
+    holding: Holding
+    pending: Pending
 
-    def wait(self) -> None:
-        """For the save that is under way; raises what went wrong with it."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
-
-    def save(
-        self,
-        holding: Holding,
-        folder: PathLike,
-        optimizer: Optimizers,
-        extra: Any,
-        background: bool,
-    ) -> Saving:
+    def save(self, folder: PathLike, optimizer: Optimizers, extra: Any, background: bool) -> Saving:
         """Plan and, for the background, copy; then write."""
-        self.wait()
-        team, home = holding.team, Path(folder).absolute()
+        self.pending.wait()
+        holding, team, home = self.holding, self.holding.team, Path(folder).absolute()
         doing = f"saving to '{home}'"
         state, packed = each(team, doing, lambda: (_state(holding, optimizer), _packed(extra)))
         place = decided(team, doing, lambda: next_place(home))
@@ -105,13 +56,13 @@ class Saver:
                 writing.write(team, doing, writer, planned)
 
         saving = Saving(place, write, background)
-        self._last = saving if background else None
+        self.pending.last = saving if background else None
         return saving
 
-    def load(self, holding: Holding, path: PathLike, optimizer: Optimizers) -> Any:
+    def load(self, path: PathLike, optimizer: Optimizers) -> Any:
         """Read what this process needs; gives what was saved as `extra`."""
-        self.wait()
-        team = holding.team
+        self.pending.wait()
+        holding, team = self.holding, self.holding.team
         doing = f"loading '{path}'"
         place = decided(team, doing, lambda: reading.found_at(Path(path).absolute()))
         names = together(team, doing, lambda: list(holding.state()))
@@ -128,15 +79,15 @@ class Saver:
 
         return each(team, doing, work)
 
-    def export(self, holding: Holding, file: PathLike) -> Path:
+    def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one file, each rank its own bytes."""
-        self.wait()
+        self.pending.wait()
         path = Path(file).absolute()
         if path.suffix != ".safetensors":
             raise ArgumentError(f"export writes a .safetensors file, and not '{path.name}'")
-        writer = OneFileWriter(path, holding.same)
-        team, doing = holding.team, f"exporting to '{path}'"
-        state = each(team, doing, lambda: _model(holding))
+        team, doing = self.holding.team, f"exporting to '{path}'"
+        writer = OneFileWriter(path, self.holding.same)
+        state = each(team, doing, lambda: _model(self.holding))
         with _undone_by(writer.undo, team):
             planned = writing.plan(team, doing, writer, state)
             writing.write(team, doing, writer, planned)

@@ -1,0 +1,69 @@
+"""What is asked of one call of a pipe, whichever runtime answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from penstock.ir import Schedule
+from penstock.run.call import Manner
+from penstock.run.feed import Batch
+from penstock.run.programs import Size
+from penstock.run.training import StepResult
+from penstock.stage.reduction import LossFn
+from penstock.stage.tape import Keep
+from penstock.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a pipe that may change from call to call."""
+
+    chunks: int
+    checkpoint: str
+    training: bool
+    runtime: str
+    reduction: str | None
+
+    def size(self, chunks: int, trains: bool = True) -> Size:
+        """Of a call with so many micro-batches."""
+        return Size(chunks, self.training and trains, self.checkpoint)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a training step is to do with the outputs."""
+
+    loss_fn: LossFn | None
+    outputs: bool
+    scaler: torch.amp.GradScaler | None
+
+
+class Answers(Protocol):
+    """What runs a pipe: in one process, or as one of several."""
+
+    def forward(self, settings: Settings, batch: Batch) -> Any:
+        """What the model computes of a batch."""
+
+    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+        """Forward, loss and backward."""
+
+    def forecast(self, settings: Settings, cost: Any) -> Timeline:
+        """The timeline of a training step on paper."""
+
+
+def manner_of(schedule: Schedule, tracked: bool = False) -> Manner:
+    """How the schedule has its cells computed, if there are gradients at all."""
+    grad = torch.is_grad_enabled()
+
+    def keep(stage: int, microbatch: int) -> Keep:
+        if not grad:
+            return Keep.NOTHING
+        return Keep.INPUTS if (stage, microbatch) in schedule.recomputed else Keep.GRAPH
+
+    def divided(stage: int, microbatch: int) -> bool:
+        return grad and (stage, microbatch) in schedule.divided
+
+    return Manner(keep, divided, tracked)

@@ -1,0 +1,140 @@
+"""A pipe whose ranks are all in this process: threads, or the caller's thread alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from threading import Lock, RLock
+from typing import Any
+
+import torch
+
+from penstock.batch import gather
+from penstock.cost import Cost
+from penstock.ir import Program
+from penstock.partition.split import Split
+from penstock.run.asking import Lesson, Settings, manner_of
+from penstock.run.call import Call, Measured, Runtime
+from penstock.run.feed import Batch, feed
+from penstock.run.inline import Inline
+from penstock.run.passage import Passage
+from penstock.run.programs import Programs
+from penstock.run.threads import Crew, Threads
+from penstock.run.ties import Ties
+from penstock.run.training import StepResult, train
+from penstock.run.weighing import Ledger, loss_scale
+from penstock.stage.added import behind_call
+from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.loss import ending_in_loss
+from penstock.stage.reduction import reduction_of
+from penstock.stage.stage import Stage
+from penstock.timeline import Timeline, simulate
+
+
+class OneProcess:
+    """Answers a pipe's calls. A copy has threads of its own."""
+
+    def __init__(
+        self, split: Split, programs: Programs, deferred: Sequence[DeferredBatchNorm]
+    ) -> None:
+        self._split, self._programs, self._deferred = split, programs, list(deferred)
+        self._made = _Made()
+
+    def forward(self, settings: Settings, batch: Batch) -> Any:
+        """What the model computes of a batch; behind it, an autograd function."""
+        fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
+        size = settings.size(fed.chunks, torch.is_grad_enabled())
+        program, *phases = self._programs.halves(size)
+        stages = behind_call(self._split.partition.stages)
+        call = self._call(settings, program, stages, torch.is_grad_enabled())
+        passage = Passage(call, (phases[0], phases[1]), fed.given)
+        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
+        return gather(passage.outputs(tensors), fed.rows)
+
+    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+        """Forward, loss and backward of a batch under the schedule."""
+        fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
+        if torch.is_grad_enabled():
+            program, phase = self._programs.whole(settings.size(fed.chunks))
+        else:
+            program, phase, _ = self._programs.halves(settings.size(fed.chunks, False))
+        rule = reduction_of(lesson.loss_fn, settings.reduction)
+        stages = ending_in_loss(
+            self._split.partition.stages,
+            lesson.loss_fn,
+            rule.counting,
+            bool(batch.target),
+            lesson.outputs,
+        )
+        scale = loss_scale(lesson.scaler, self._device_of(len(stages) - 1))
+        ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
+        with self._turn():
+            result = train(self._call(settings, program, stages), program, phase, fed, ledger)
+        if torch.is_grad_enabled():
+            self._made.last = result.measured
+        return result
+
+    def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
+        """With the costs of the last step, if there was one."""
+        program, _ = self._programs.whole(settings.size(settings.chunks))
+        if cost is None and self._made.last is not None:
+            cost = self._made.last.timeline.cost
+        return simulate(program, cost)
+
+    def _call(
+        self,
+        settings: Settings,
+        program: Program,
+        stages: Sequence[Stage],
+        tracked: bool = False,
+    ) -> Call:
+        schedule = program.schedule
+        for layer in self._deferred:
+            layer.begin(schedule.chunks)
+        places, placement = self._split.places, self._split.placement
+        ties = Ties(stages, places, placement, tracked, schedule.chunks)
+        runtime = self._runtime(settings)
+        return Call(
+            stages,
+            dict(enumerate(places)),
+            placement,
+            manner_of(schedule, tracked),
+            runtime,
+            ties,
+        )
+
+    def _runtime(self, settings: Settings) -> Runtime:
+        where = self._split.places, self._split.placement
+        if len(self._split.places) == 1 or settings.runtime == "inline":
+            return Inline(*where)  # of one rank, there is nothing to run beside
+        return Threads(self._crew_at_hand(), *where)
+
+    def _device_of(self, stage: int) -> torch.device:
+        return self._split.place_of(stage).device
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """Within, no other thread takes a step: it would find gradients of another unit."""
+        if self._made.crew is not None:
+            self._made.crew.check_caller()
+        return self._made.stepping
+
+    def _crew_at_hand(self) -> Crew:
+        """The threads: made at the first call, and ended with the pipe."""
+        with self._made.making:  # one crew, though several threads call
+            if self._made.crew is None or not self._made.crew.here:
+                self._made.crew = Crew(len(self._split.places))
+            return self._made.crew
+
+
+@dataclass
+class _Made:
+    """What is made when it is first needed. A copy of the pipe makes its own."""
+
+    crew: Crew | None = None
+    making: Lock = field(default_factory=Lock)
+    stepping: AbstractContextManager[object] = field(default_factory=RLock)
+    last: Measured | None = None
+
+    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
+        return _Made, ()
