@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Cost
 from penstock.errors import KindError, RunError
+from penstock.notation import dumps
 from penstock.options import check_chunks, check_loss, check_words
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
-from penstock.partition.split import Wish, split, ties
+from penstock.partition.split import Site, Wish, in_words, split
+from penstock.partition.tied import tied_names
 from penstock.run.asking import Answers, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
+from penstock.run.processes.joining import check_same, first_decides, group_of, join, place_in
+from penstock.run.processes.many import ManyProcesses, Sharing
+from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
 from penstock.saving.pending import Pending, Saving
@@ -49,6 +55,12 @@ class Pipe(nn.Module):
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
+    mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
+                         holds its own stages alone. The rest is for that:
+    data                 given on all ranks, or on the first alone
+    outputs              on the last rank, or on all
+    shapes               of messages: learned in the first call with such inputs, or sent always
+    heartbeat            seconds after which a rank that does not come on is given up
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
@@ -73,11 +85,18 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        data: str = "all",
+        outputs: str = "last",
+        shapes: str = "learned",
+        heartbeat: float = 10.0,
     ) -> None:
         super().__init__()
         check_children(module)
         check_chunks(chunks)
         check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+        check_words(data=data, outputs=outputs, shapes=shapes)
         check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
@@ -88,20 +107,47 @@ class Pipe(nn.Module):
             assert isinstance(converted, nn.Sequential)
             module = converted
         asked = read(schedule)
-        self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
+        wish = Wish(stages, devices, balance, example, chunks)
+        processes = group_of(mesh, group)
+        team = None
+        if processes is None:
+            self._split = split(module, wish, asked)
+        else:
+            place = place_in(processes, devices)
+            team = join(processes, place, heartbeat)
+            site = Site(team.rank, team.size, place, first_decides(team))
+            self._split = split(module, wish, asked, site)
         self._choice = choose(asked, self._split.placement, chunks, self._split.partition.graph)
         made = self._choice(chunks)
         check_trains(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
-        deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
         programs = Programs(self._choice, self._split.partition.graph)
-        self._runs: Answers = OneProcess(self._split, programs, deferred)
+        self._runs: Answers = OneProcess(self._split, programs)
+        if team is not None:
+            schedule_text = dumps(made)
+            check_same(
+                team,
+                module,
+                chunks=chunks,
+                checkpoint=checkpoint,
+                schedule=schedule_text,
+                data=data,
+                outputs=outputs,
+                shapes=shapes,
+                reduction=reduction,
+            )
+            begin_alike(self._split.ties, team.peers)
+            self._runs = ManyProcesses(team, self._split, programs, Sharing(data, outputs, shapes))
         self._noticed = _Noticed()
         self._saves = Pending()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
         # here on no attribute is set.
-        self._modules.update(module._modules)
+        self._modules.update(
+            (name, layer)
+            for stage in self._split.stages_here
+            for name, layer in zip(stage.names, stage.layers, strict=True)
+        )
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
 
@@ -176,7 +222,8 @@ class Pipe(nn.Module):
         generator of random numbers; `extra` is given back by `load`. In the background, training
         may go on at once: the next save, or `wait` of what this returns, waits for it.
         """
-        return self._saver().save(folder, optimizer, extra, background)
+        with self._runs.calling("saving"):
+            return self._saver().save(folder, optimizer, extra, background)
 
     def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
         """Read a checkpoint, however it was split; gives its `extra`.
@@ -184,17 +231,20 @@ class Pipe(nn.Module):
         `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
         .safetensors.index.json. With optimizers, random numbers go on where they were, too.
         """
-        return self._saver().load(path, optimizer)
+        with self._runs.calling("loading"):
+            return self._saver().load(path, optimizer)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file."""
-        return self._saver().export(file)
+        with self._runs.calling("exporting"):
+            return self._saver().export(file)
 
     def _saver(self) -> Saver:
-        from penstock.saving.holding import Holding, tied_names
-        from penstock.saving.saver import Saver  # its import takes a second
+        from penstock.saving.saver import Saver, held  # their import takes a second
 
-        return Saver(Holding(self, tied_names(self)), self._saves)
+        same = {**tied_names(self), **self._split.same}
+        first = self._split.is_here(0)
+        return Saver(held(self, same, self._runs.group_for_saves(), first), self._saves)
 
     # ---- how they are run -----------------------------------------------------------------
 
@@ -202,13 +252,14 @@ class Pipe(nn.Module):
         return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
 
     def _check_layers(self) -> None:
-        known = [name for stage in self._split.partition.stages for name in stage.names]
+        here = self._split.stages_here
+        known = [name for stage in here for name in stage.names]
         if list(self._modules) != known:
             raise RunError(
                 f"the pipe was made of the layers {', '.join(known)}, and now has "
                 f"{', '.join(self._modules)}: make the Pipe after the change"
             )
-        for stage in self._split.partition.stages:
+        for stage in here:
             for name, layer in zip(stage.names, stage.layers, strict=True):
                 if self._modules.get(name) is not layer:
                     raise RunError(
@@ -240,17 +291,8 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
-        lines = [f"Pipe({options}, schedule={self._choice.name!r},"]
-        for stage in self._split.partition.stages:
-            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
-            place = self._split.place_of(stage.index)
-            lines.append(f"  {stage} on {place!r}, {numbers:,} parameters")
-        skips = Counter((key.name, src, dst) for key, src, dst in self._split.partition.routes)
-        for (name, src, dst), times in skips.items():
-            lines.append(
-                f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
-            )
-        return "\n".join(lines + [f"  tied {tie}" for tie in ties(self._split)]) + ")"
+        head = f"Pipe({options}, schedule={self._choice.name!r},"
+        return "\n".join([head, *(f"  {line}" for line in in_words(self._split))]) + ")"
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
@@ -272,7 +314,7 @@ class Pipe(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """What every other conversion comes to, also that of a module with the pipe in it."""
-        for place in self._split.places:
+        for place in self._split.places.values():
             try:
                 moved = fn(torch.empty(0, device=place.device)).device != place.device
             except (RuntimeError, AssertionError):  # to a device that is not there

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import AdamW, Optimizer
 
-from penstock.saving.holding import Holding, tied_names
+from penstock.partition.tied import tied_names
+from penstock.saving.holding import Holding
 from penstock.saving.pending import Pending
 from penstock.saving.saver import Saver
 from penstock.saving.team import Alone, Grouped

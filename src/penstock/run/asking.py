@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,12 @@ class Answers(Protocol):
 
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward."""
+
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Within, what is raised on one rank is raised on all."""
+
+    def group_for_saves(self) -> Any:
+        """Of all processes that save together; None if there is one."""
 
     def forecast(self, settings: Settings, cost: Any) -> Timeline:
         """The timeline of a training step on paper."""

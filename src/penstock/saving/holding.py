@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
+from penstock.partition.tied import plain
 from penstock.saving.team import Alone, Team
-
-_COMPILED = "_orig_mod."  # torch.compile puts it into names; PyTorch's checkpoints leave it out
 
 
 @dataclass(frozen=True)
@@ -51,29 +49,3 @@ class Holding:
         """The name that each is saved under."""
         found = self.module.named_parameters(remove_duplicate=False)
         return {parameter: self.name(plain(name)) for name, parameter in found}
-
-
-def plain(name: str) -> str:
-    """The name without what torch.compile adds to it."""
-    return name.replace(_COMPILED, "")
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """The further names of tensors that have several, each with the first.
-
-    >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    >>> layers[1].weight = layers[0].weight
-    >>> tied_names(layers)
-    {'1.weight': '0.weight'}
-    """
-    first: dict[torch.Tensor, str] = {}
-    return {
-        plain(name): kept
-        for name, tensor in _tensors(module)
-        if (kept := first.setdefault(tensor, plain(name))) != plain(name)
-    }
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

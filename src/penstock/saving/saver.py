@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -12,6 +12,7 @@ from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import ArgumentError, KindError
 from penstock.saving import reading, writing
@@ -21,9 +22,14 @@ from penstock.saving.one_file import OneFileWriter
 from penstock.saving.optimizers import Optimizers, listed, state_of
 from penstock.saving.pending import Pending, Saving
 from penstock.saving.reading import MODEL, OPTIMIZER, RANDOM
-from penstock.saving.team import Team, decided, each, together
+from penstock.saving.team import Alone, Group, Grouped, Team, decided, each, together
 
 PathLike = str | os.PathLike[str]
+
+
+def held(module: nn.Module, same: Mapping[str, str], group: Group | None, first: bool) -> Holding:
+    """What a process has of a model, which it saves with the processes of a group."""
+    return Holding(module, same, Alone() if group is None else Grouped(group), first=first)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from traceback import format_exception_only
 from typing import Any, Protocol, TypeVar, cast
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
 from penstock.errors import RunError
 
@@ -36,20 +38,40 @@ class Alone:
         return [value]
 
 
-class Grouped:
-    """The processes of a group that carries values of the host, and nothing else than savings.
+class Group(Protocol):
+    """A group of torch.distributed that carries tensors of the host, such as gloo's."""
 
-    (A save in the background speaks over it, while the other groups are in use.)
+    def rank(self) -> int:
+        """This process's."""
+
+    def size(self) -> int:
+        """How many there are."""
+
+    def allgather(self, into: list[list[Tensor]], given: list[Tensor]) -> Any:
+        """Starts to give everyone everything."""
+
+
+class Grouped:
+    """The processes of a group that carries nothing else than this.
+
+    (A save in the background speaks over it, while others are in use.)
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self.rank = dist.get_rank(group)
+        self.rank = group.rank()
 
     def share(self, value: Any) -> list[Any]:
-        """By torch.distributed."""
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, value, group=self._group)
+        """Their sizes first."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gathered(torch.tensor([len(data)]))]
+        padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+        found = zip(self._gathered(padded), sizes, strict=True)
+        return [pickle.loads(one[:size].numpy().tobytes()) for one, size in found]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([found], [mine]).wait()
         return found
 
 
