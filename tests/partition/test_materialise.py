@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def build() -> nn.Sequential:
     layers = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(3)]
     model = nn.Sequential(*layers, nn.BatchNorm1d(6), nn.Linear(6, 6)).double()
-    model[4].weight = model[0][0].weight
+    model[4].weight = model.get_parameter("0.0.weight")
     return model
 
 
@@ -35,6 +35,8 @@ def piped(model: nn.Sequential, stages: int = 2) -> Pipe:
 
 class Table(nn.Module):
     """A parameter that only a checkpoint sets."""
+
+    order: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ def test_a_model_on_meta_trains_like_any_other() -> None:
     assert out.isfinite().all()
     assert result.loss.isfinite()
     assert pipe[4].weight is pipe[0][0].weight
-    assert torch.equal(model[3].running_var, torch.ones(6, dtype=torch.float64))
+    assert torch.equal(model.get_buffer("3.running_var"), torch.ones(6, dtype=torch.float64))
 
 
 def test_the_first_weights_do_not_depend_on_the_cut() -> None:
@@ -104,11 +106,13 @@ def test_a_rank_has_memory_for_its_own_layers_alone() -> None:
 
 def test_what_users_note_on_parameters_stays() -> None:
     model = on_meta()
-    model[1][0].weight.decays = False  # type: ignore[attr-defined]
-    model[1][0].bias.requires_grad_(False)
+    model.get_parameter("1.0.weight").decays = False  # type: ignore[attr-defined]
+    model.get_parameter("1.0.bias").requires_grad_(False)
     piped(model)
-    assert model[1][0].weight.decays is False
-    assert [p.requires_grad for p in model[1][0].parameters()] == [True, False]
+    weight, bias = model.get_parameter("1.0.weight"), model.get_parameter("1.0.bias")
+    assert weight.decays is False  # type: ignore[attr-defined]
+    assert weight.requires_grad
+    assert not bias.requires_grad
 
 
 def test_attention_is_set_as_when_it_is_built() -> None:
@@ -152,8 +156,8 @@ def test_it_may_be_set_by_hand_or_by_load_state_dict() -> None:
     with torch.device("meta"):
         pipe = piped(nn.Sequential(Table(), Table()))
     for table in pipe:
-        table.weight.data.normal_()
-        table.order.copy_(torch.arange(6))
+        table.get_parameter("weight").data.normal_()
+        table.get_buffer("order").copy_(torch.arange(6))
     assert pipe(x).isfinite().all()
 
 
@@ -163,9 +167,9 @@ def test_layers_that_are_real_stay_as_they_are() -> None:
     mixed = nn.Linear(6, 6).double()
     mixed.bias = nn.Parameter(torch.zeros(6, device="meta", dtype=torch.float64))
     model[3] = mixed
-    before = model[2].weight.detach().clone(), mixed.weight.detach().clone()
+    before = model.get_parameter("2.weight").clone(), mixed.weight.clone()
     pipe = piped(model)
-    assert torch.equal(model[2].weight, before[0])
+    assert torch.equal(model.get_parameter("2.weight"), before[0])
     assert torch.equal(mixed.weight, before[1])
     with pytest.raises(RunError, match=r"nothing has set 3.bias yet"):
         pipe(torch.zeros(2, 6, dtype=torch.float64))
@@ -173,6 +177,8 @@ def test_layers_that_are_real_stay_as_they_are() -> None:
 
 class Positions(nn.Module):
     """A table that is in no checkpoint."""
+
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +206,7 @@ def test_buffers_in_no_checkpoint_are_recomputed_or_refused() -> None:
 def test_tensors_that_nothing_can_set_are_refused() -> None:
     with torch.device("meta"):
         model = on_meta()
-        model[1].scale = torch.ones(3)  # type: ignore[assignment]
+        model[1].scale = torch.ones(3)
     with pytest.raises(ArgumentError, match=r"1.scale is a tensor on meta that is no parameter"):
         piped(model)
     with torch.device("meta"):

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
 from penstock.partition.tied import tied_names
@@ -98,10 +98,10 @@ def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:
     optimizer = optimizer_of(model, rate=0.5)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=folder / "latest")
+        load(state, checkpoint_id=folder / "latest")
     set_state_dict(
         model,
         optimizer,

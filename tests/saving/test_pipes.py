@@ -22,7 +22,7 @@ def build() -> nn.Sequential:
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)]
     model = nn.Sequential(*layers, nn.BatchNorm1d(5), nn.Linear(5, 5)).double()
-    model[7].weight = model[0][0].weight
+    model[7].weight = model.get_parameter("0.0.weight")
     return model
 
 
@@ -126,9 +126,11 @@ def test_no_rank_holds_the_whole_model_and_all_begin_alike() -> None:
     found = ranks(4).run(held_bytes)
     assert all(0 < held < 0.5 * total for held, total in found)
     two, three = (ranks(n).run(first_weights) for n in (2, 3))
-    merged = [{k: v for one in those for k, v in one.items()} for those in (two, three)]
+    held = (two, three, [first_weights()])
+    merged = [{k: v for one in those for k, v in one.items()} for those in held]
     assert set(merged[0]) == set(build().state_dict())
     assert differences(merged[0], merged[1]) == []
+    assert differences(merged[0], merged[2]) == []
     assert all(
         torch.equal(one["7.weight"], merged[0]["0.0.weight"]) for one in two if "7.weight" in one
     )

@@ -85,7 +85,7 @@ def sharded_saved(folder: Path, background: bool) -> None:
     """Every second layer is cut among the ranks by PyTorch's fully_shard."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = build()
-    for layer in model[1:6:2]:
+    for layer in list(model)[1:6:2]:
         fully_shard(layer, mesh=mesh)
     optimizer = optimizer_of(model)
     stepped(model, optimizer)
@@ -98,7 +98,7 @@ def sharded_saved(folder: Path, background: bool) -> None:
 def sharded_loaded(folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = build(2)
-    for layer in model[2:7:2]:
+    for layer in list(model)[2:7:2]:
         fully_shard(layer, mesh=mesh)
     optimizer = optimizer_of(model, 0.7)
     saver_of(model).load(folder, optimizer)
