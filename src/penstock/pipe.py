@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,12 +21,12 @@ from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
 from penstock.notation import dumps
 from penstock.options import check_chunks, check_loss, check_words
-from penstock.partition.sequential import check_children, check_unchanged
+from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
-from penstock.partition.split import Split, Wish, split
-from penstock.partition.tied import ties_in_words
+from penstock.partition.split import Split, Wish, in_words, split
+from penstock.partition.tied import tied_names
 from penstock.partition.wrapping import StageFn, wrapped
-from penstock.run.asking import Answers, Lesson, Settings
+from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
 from penstock.run.processes.joining import check_same, group_of, join, site_in
@@ -35,6 +35,7 @@ from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
+from penstock.saving.pending import Pending, Saving
 from penstock.schedules.choice import Asked, check_trains, choose, read
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.compiled import never_compiled
@@ -42,6 +43,10 @@ from penstock.stage.reduction import LossFn
 from penstock.stage.skip import verify_skippables
 from penstock.timeline import Timeline
 from penstock.verify import require_sound
+
+if TYPE_CHECKING:
+    from penstock.saving.optimizers import Optimizers
+    from penstock.saving.saver import PathLike, Saver
 
 
 class Pipe(nn.Module):
@@ -115,17 +120,19 @@ class Pipe(nn.Module):
         sharing = Sharing(data, outputs, shapes)
         processes = group_of(mesh, group)
         if processes is None:
-            self._arrange(split(module, wish, asked), asked, stage_fn)
-            self._runs: Answers = OneProcess(self._split, self._programs, self._replicas)
+            arranged = self._arrange(split(module, wish, asked), asked, stage_fn)
+            self._runs: Answers = OneProcess(arranged)
         else:
             team = join(processes, devices, heartbeat)
             with team.call("making the pipe") as name:
-                self._arrange(split(module, wish, asked, site_in(team)), asked, stage_fn)
+                placed = split(module, wish, asked, site_in(team))
+                arranged = self._arrange(placed, asked, stage_fn)
                 facts = {"schedule": dumps(self._choice(chunks)), "reduction": reduction}
                 check_same(team, name, module, self._settings(), sharing, facts)
                 begin_alike(self._split.ties, team.peers)
-            self._runs = ManyProcesses(team, self._split, self._programs, self._replicas, sharing)
+            self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()
+        self._saves = Pending()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
         # here on no attribute is set.
@@ -139,7 +146,7 @@ class Pipe(nn.Module):
 
     def _arrange(
         self, placed: Split, asked: str | Schedule | None, stage_fn: StageFn | None
-    ) -> None:
+    ) -> Arrangement:
         """What runs, and in which order."""
         here = [stage.index for stage in placed.stages_here]
         self._split = replace(placed, partition=wrapped(placed.partition, stage_fn, here))
@@ -148,8 +155,10 @@ class Pipe(nn.Module):
         made = self._choice(self.chunks)
         check_trains(made, self._choice.name)
         require_sound(made, graph)
-        self._programs = Programs(self._choice, graph)
         self._replicas = Replicas(self._split.partition.computing())
+        return Arrangement(
+            self._split, Programs(self._choice, graph), self._replicas, self._modules
+        )
 
     # ---- the two doors --------------------------------------------------------------------
 
@@ -159,7 +168,6 @@ class Pipe(nn.Module):
 
         Inputs by name go to every layer whose forward names them.
         """
-        check_unchanged(self._modules, self._split.stages_here)
         return self._runs.forward(self._settings(), Batch(inputs, side))
 
     @never_compiled
@@ -187,7 +195,6 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        check_unchanged(self._modules, self._split.stages_here)
         batch = Batch(inputs, side, () if target is None else (target,))
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
         return self._runs.step(self._settings(), batch, lesson)
@@ -217,6 +224,45 @@ class Pipe(nn.Module):
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         return self._runs.forecast(self._settings(), cost)
 
+    # ---- checkpoints ----------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: PathLike,
+        optimizer: Optimizers = None,
+        extra: Any = None,
+        background: bool = False,
+    ) -> Saving:
+        """Write a checkpoint that counts only when it is whole, and replaces the one before.
+
+        Parameters, buffers and the optimizers' state, by the names of the unsplit model, and the
+        generator of random numbers; `extra` is given back by `load`. In the background, training
+        may go on at once: the next save, or `wait` of what this returns, waits for it.
+        """
+        with self._runs.calling("saving"):
+            return self._saver().save(folder, optimizer, extra, background)
+
+    def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
+        """Read a checkpoint, however it was split; gives its `extra`.
+
+        `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
+        .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        """
+        with self._runs.calling("loading"):
+            return self._saver().load(path, optimizer)
+
+    def export(self, file: PathLike) -> Path:
+        """Write parameters and buffers to one .safetensors file."""
+        with self._runs.calling("exporting"):
+            return self._saver().export(file)
+
+    def _saver(self) -> Saver:
+        from penstock.saving.saver import Saver, held  # their import takes a second
+
+        same = {**tied_names(self), **self._split.same}
+        first = self._split.is_here(0)
+        return Saver(held(self, same, self._runs.group_for_saves(), first), self._saves)
+
     # ---- how they are run -----------------------------------------------------------------
 
     def _settings(self) -> Settings:
@@ -245,27 +291,8 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
-        lines = [f"Pipe({options}, schedule={self._choice.name!r},"]
-        for stage in self._split.partition.stages:
-            if not self._split.is_here(stage.index):
-                lines.append(
-                    f"  {stage} in the process of rank {self._split.placement[stage.index]}"
-                )
-                continue
-            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
-            place = self._split.place_of(stage.index)
-            lines.append(f"  {stage} on {place!r}, {numbers:,} parameters")
-        skips = Counter((key.name, src, dst) for key, src, dst in self._split.partition.routes)
-        for (name, src, dst), times in skips.items():
-            lines.append(
-                f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
-            )
-        here = self._split.stages_here
-        tied = ties_in_words(here, self._split.placement)
-        tied += [
-            f"{tie.name}: on ranks {', '.join(map(str, tie.holders))}" for tie in self._split.ties
-        ]
-        return "\n".join(lines + [f"  tied {tie}" for tie in tied]) + ")"
+        head = f"Pipe({options}, schedule={self._choice.name!r},"
+        return "\n".join([head, *(f"  {line}" for line in in_words(self._split))]) + ")"
 
     def train(self, mode: bool = True) -> Pipe:
         """Also what is around the stages."""

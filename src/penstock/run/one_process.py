@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from typing import Any
@@ -13,16 +13,13 @@ import torch
 from penstock.batch import gather
 from penstock.cost import Cost
 from penstock.gradients.overflow import agree_on_overflow
-from penstock.gradients.replicas import Replicas
 from penstock.ir import Program
-from penstock.partition.split import Split
 from penstock.partition.wrapping import check_apart
-from penstock.run.asking import Lesson, Settings, manner_of
+from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
 from penstock.run.call import Call, Runtime
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
 from penstock.run.passage import Passage
-from penstock.run.programs import Programs
 from penstock.run.threads import Crew, Threads
 from penstock.run.ties import Ties
 from penstock.run.training import HasTimeline, StepResult, train
@@ -38,13 +35,16 @@ from penstock.timeline import Timeline, simulate
 class OneProcess:
     """Answers a pipe's calls. A copy has threads of its own."""
 
-    def __init__(self, split: Split, programs: Programs, replicas: Replicas) -> None:
-        self._split, self._programs, self._replicas = split, programs, replicas
-        self._deferred = deferred_in(split.stages_here)
+    def __init__(self, arranged: Arrangement) -> None:
+        self._arranged = arranged
+        self._split, self._programs = arranged.split, arranged.programs
+        self._replicas = arranged.replicas
+        self._deferred = deferred_in(self._split.stages_here)
         self._made = _Made()
 
     def forward(self, settings: Settings, batch: Batch) -> Any:
         """What the model computes of a batch; behind it, an autograd function."""
+        self._arranged.check()
         self._replicas.check_call()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         size = settings.size(fed.chunks, torch.is_grad_enabled())
@@ -58,6 +58,7 @@ class OneProcess:
 
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward of a batch under the schedule."""
+        self._arranged.check()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         if torch.is_grad_enabled():
             program, phase = self._programs.whole(settings.size(fed.chunks))
@@ -81,6 +82,13 @@ class OneProcess:
                 agree_on_overflow(self._split.partition.parameters(), ())
             self._made.last = result.measured
         return result
+
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Nothing has to be told to anybody."""
+        return nullcontext()
+
+    def group_for_saves(self) -> None:
+        """There is one process."""
 
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,8 @@ import torch
 from penstock.batch import gather, moved
 from penstock.cost import Cost
 from penstock.errors import RunError
-from penstock.gradients.replicas import Replicas
 from penstock.ir import Message, Program
-from penstock.partition.split import Split
-from penstock.run.asking import Lesson, Settings, manner_of
+from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
 from penstock.run.feed import Batch, Fed, feed
 from penstock.run.passage import from_outside, pass_changes_on, tensors_by_cell
@@ -36,7 +35,6 @@ from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import Team
 from penstock.run.processes.ties import TiesBetween
 from penstock.run.processes.wire import Learned, Wire
-from penstock.run.programs import Programs
 from penstock.run.training import HasTimeline, StepResult, metrics_of, pass_gradients_on
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
@@ -63,17 +61,11 @@ class _Opened:
 class ManyProcesses:
     """Answers a pipe's calls, on one of its ranks."""
 
-    def __init__(
-        self,
-        team: Team,
-        split: Split,
-        programs: Programs,
-        replicas: Replicas,
-        sharing: Sharing,
-    ) -> None:
-        self.team, self._split, self._programs = team, split, programs
-        self._replicas = replicas
-        self._deferred, self._sharing = deferred_in(split.stages_here), sharing
+    def __init__(self, team: Team, arranged: Arrangement, sharing: Sharing) -> None:
+        self.team, self._arranged, self._sharing = team, arranged, sharing
+        self._split, self._programs = arranged.split, arranged.programs
+        self._replicas = arranged.replicas
+        self._deferred = deferred_in(self._split.stages_here)
         self._last: HasTimeline | None = None
 
     # ---- the two doors --------------------------------------------------------------------
@@ -115,6 +107,14 @@ class ManyProcesses:
                 program, phase, _ = self._programs.halves(size)
             return self._train(settings, lesson, opened, program, phase)
 
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Within, what is raised on one rank is raised on all."""
+        return self.team.call(kind)
+
+    def group_for_saves(self) -> Any:
+        """Of the pipe's ranks."""
+        return self.team.group_for_saves()
+
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
         program, _ = self._programs.whole(settings.size(settings.chunks))
@@ -138,6 +138,7 @@ class ManyProcesses:
 
     def _open(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> _Opened:
         """Agree on what is about to be done; then every rank knows the sizes of it."""
+        self._arranged.check()
         apart = self._sharing.data == "first"
         first = self._split.placement[0] == self.team.rank
         modules = [m for stage in self._split.stages_here for m in stage.modules()]

@@ -95,13 +95,25 @@ class Team:
             self._learned.popitem(last=False)
         return found
 
+    def group_for_saves(self) -> Any:
+        """One of their own: a save may go on in the background of steps. All ranks ask together."""
+        if self.watch.closed:
+            self._open()
+        if len(self._gloo) == 1:
+            self._gloo.append(self._new_gloo("saves"))
+        return self._gloo[1]
+
+    def _new_gloo(self, name: str) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.size, _OPERATION)
+
     def _open(self) -> None:
-        store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        store = self._store = PrefixStore(f"opening{self._openings}", self._shared.store)
         self._openings += 1
         self._calls = 0
         self._learned.clear()
         _gather(store, self.rank, self.size)
-        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), self.rank, self.size, _OPERATION)
+        gloo = self._new_gloo("gloo")
+        self._gloo = [gloo]
         self.links = links_of(
             self.rank,
             self.place,
@@ -113,7 +125,7 @@ class Team:
             self.rank,
             self.size,
             self._heartbeat,
-            _poisoner(gloo, self.links),
+            _poisoner(self._gloo, self.links),
             self._shared.host,
         )
         self.peers = Peers(gloo, self.watch.waiting)
@@ -133,9 +145,10 @@ class Team:
         return made
 
 
-def _poisoner(gloo: Any, links: Links) -> Callable[[], None]:
+def _poisoner(groups: list[Any], links: Links) -> Callable[[], None]:
     def fail() -> None:
-        poison(gloo)
+        for gloo in groups:
+            poison(gloo)
         links.abort()
 
     return fail
