@@ -22,6 +22,7 @@ from penstock.errors import (
     Misfit,
     MissingExtra,
     PenstockError,
+    RemoteError,
     RunError,
     Unsound,
 )
@@ -50,6 +51,7 @@ if _typing.TYPE_CHECKING:
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
+    from penstock.saving.folder import saved
     from penstock.stage.added import add_loss, added_losses
     from penstock.stage.checkpointing import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -78,6 +80,7 @@ __all__ = [
     "PipeSequential",
     "Program",
     "Recv",
+    "RemoteError",
     "Report",
     "RunError",
     "Schedule",
@@ -105,6 +108,7 @@ __all__ = [
     "recompute",
     "recompute_mode",
     "require_sound",
+    "saved",
     "schedules",
     "simulate",
     "skippable",
@@ -132,6 +136,7 @@ _ON_DEMAND = {
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",
+    "saved": "saving.folder",
     "skippable": "stage.skip",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",

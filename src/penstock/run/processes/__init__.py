@@ -1,0 +1,1 @@
+"""One rank a process, over torch.distributed: the same worker, another transport."""

@@ -1,0 +1,1 @@
+"""Tests over several processes, and the processes that they run in."""
