@@ -113,8 +113,8 @@ CASES = {
     "two share a GPU": (
         found(GPU, GPU),
         [
-            "look: ranks 0 and 1 share a GPU: NCCL refuses that, so messages go through the host; "
-            "start one rank for each GPU"
+            "look: ranks 0 and 1 share a GPU: NCCL refuses that, so a pipe computes on the CPU, "
+            "unless it is given devices=[...]; start one rank for each GPU"
         ],
     ),
     "a build for CPUs": (

@@ -15,9 +15,9 @@ from tests.launch.hosts import (
     end,
     environment,
     free_port,
-    launch_on,
     run,
     start,
+    start_on,
     two_hosts,
 )
 
@@ -106,7 +106,7 @@ def test_a_link_between_hosts_that_is_dead_is_reported() -> None:
     """The ranks meet at the launcher's store, and loopback leads nowhere."""
     with two_hosts() as hosts:
         env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        first, second = launch_on(hosts, [*DOCTOR, "--patience", "3"], env)
+        first, second = end(start_on(hosts, [*DOCTOR, "--patience", "3"], env, restarts=0))
     assert (first.code, second.code) == (1, 1)
     found = findings(max(first, second, key=lambda ended: len(ended.out)))
     assert found["links"][0]["problem"]

@@ -11,7 +11,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,24 +116,36 @@ def _ip(*words: str) -> int:
 
 
 def _clear(host: Host) -> None:
-    """Whatever still runs in a namespace was started there."""
+    kill_all_on(host)
+    _ip("netns", "del", host.name)
+
+
+def kill_all_on(host: Host) -> None:
+    """Whatever runs in a namespace was started there."""
     found = subprocess.run(
         ["ip", "netns", "pids", host.name], capture_output=True, text=True, timeout=10
     )
     for pid in found.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
-    _ip("netns", "del", host.name)
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
-def launch_on(
-    hosts: Sequence[Host], words: Sequence[str], env: Mapping[str, str] | None = None, *more: str
-) -> list[Ended]:
-    """`torchrun` on each host, with one rank there, and what it says."""
+def start_on(
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    nodes: str = "2",
+    conf: str = "timeout=60",
+    restarts: int = 2,
+) -> list[subprocess.Popen[str]]:
+    """`torchrun` on each host, with one rank there."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29517"]
-    nodes = ["--nnodes", str(len(hosts)), "--nproc-per-node", "1", *where]
+    common = ["--nnodes", nodes, "--nproc-per-node", "1", *where]
+    common += ["--max-restarts", str(restarts)]
     started = []
     for host in hosts:
-        local = ["--local-addr", host.address, "--rdzv-conf", f"is_host={host is hosts[0]}"]
-        inside = ["ip", "netns", "exec", host.name]
-        started.append(start([*inside, *TORCHRUN, *nodes, *local, *more, *words], env))
-    return end(started)
+        inside = ["ip", "netns", "exec", host.name, *TORCHRUN, *common]
+        mine = ["--local-addr", host.address]
+        mine += ["--rdzv-conf", f"is_host={host is hosts[0]},{conf}"]
+        started.append(start([*inside, *mine, *words], env))
+    return started

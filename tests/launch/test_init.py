@@ -17,9 +17,9 @@ from tests.launch.hosts import (
     end,
     environment,
     free_port,
-    launch_on,
     run,
     start,
+    start_on,
     two_hosts,
 )
 
@@ -106,7 +106,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def test_two_hosts_meet_and_meet_again(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """The name of each host leads to loopback, and the count of restarts differs between them."""
     words = [SCRIPT, f"fails={tmp_path / 'once'}"]
-    ended = launch_on(hosts, words, environment(), "--max-restarts", "2")
+    ended = end(start_on(hosts, words, environment()))
     found = reports(*ended)
     assert [report["restarts"] for _, report in sorted(found.items())] == [0, 1]
     for report in found.values():

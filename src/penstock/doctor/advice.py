@@ -141,8 +141,8 @@ def _gpus_in_use(found: Found) -> Iterator[str]:
     for shared in gpus.values():
         if len(shared) > 1:
             yield (
-                f"{_ranks(shared)} share a GPU: NCCL refuses that, so messages go through the "
-                "host; start one rank for each GPU"
+                f"{_ranks(shared)} share a GPU: NCCL refuses that, so a pipe computes on the CPU,"
+                " unless it is given devices=[...]; start one rank for each GPU"
             )
     for rank, facts in first_of_each_host(found):
         if "driver" in facts.versions and "cuda" not in facts.versions:

@@ -43,12 +43,12 @@ def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = Non
     if not dist.is_initialized():
         here = launched()
         _check_replicas(dp, here.size)
-        kind = _join(here, backend, timeout)
+        _join(here, backend, timeout)
     elif _mine:
         raise RunError("penstock.init() was called before in this process: keep the mesh it gave")
     else:
         _check_replicas(dp, dist.get_world_size())
-        kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     size = dist.get_world_size()
     if dp == 1:
         return init_device_mesh(kind, (size,), mesh_dim_names=("pp",))
@@ -66,8 +66,8 @@ def _check_replicas(dp: Any, size: int) -> None:
         )
 
 
-def _join(here: Launched, backend: str | None, timeout: float | None) -> str:
-    """Make the group; the type of device that all ranks have."""
+def _join(here: Launched, backend: str | None, timeout: float | None) -> None:
+    """Make the group."""
     device = device_of(here)
     met = meet(open_store(here, START), here.rank, here.size, identity_of(device), START)
     missing = met.missing(here.size)
@@ -76,12 +76,12 @@ def _join(here: Launched, backend: str | None, timeout: float | None) -> str:
             f"of {here.size} ranks, {', '.join(map(str, missing))} did not start within "
             f"{START:g} s: look at what they print, and run  torchrun ... -m penstock doctor"
         )
-    kind = device.type if all(met.words.values()) else "cpu"
-    if kind == "cuda":
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     prepare_gloo(here)
+    backend = backend or backend_for(list(met.words.values()))
     dist.init_process_group(
-        backend or backend_for(list(met.words.values())),
+        backend,
         store=met.store,
         rank=here.rank,
         world_size=here.size,
@@ -89,7 +89,6 @@ def _join(here: Launched, backend: str | None, timeout: float | None) -> str:
     )
     _mine[:] = [(here, met)]
     atexit.register(_leave)
-    return kind
 
 
 def backend_for(gpus: list[str]) -> str:
