@@ -49,7 +49,8 @@ class Block(nn.Module):
         query, key, value = heads.unbind(2)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         between: Tensor = x + self.join(seen.transpose(1, 2).reshape(rows, length, WIDTH))
-        return between + self.feed(between)
+        after: Tensor = between + self.feed(between)
+        return after
 
 
 def transformer(blocks: int) -> nn.Sequential:
