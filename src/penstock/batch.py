@@ -62,8 +62,11 @@ class Chunk:
 # ---- what a pipe takes --------------------------------------------------------------------
 
 
-def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.device) -> None:
-    """There is a tensor, and those that are not side inputs are where the first stage is."""
+def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.device | None) -> None:
+    """There is a tensor, and those that are not side inputs are where the first stage is.
+
+    Without a device, it is in another process.
+    """
     if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].device == device:
         return
     tensors = _tensors_in(list(inputs))
@@ -71,22 +74,22 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
         kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
         raise KindError(f"a pipe needs a tensor among its inputs, and got {kinds}")
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
-    if wrong:
+    if wrong and device is not None:
         raise ArgumentError(
             f"an input is on {', '.join(wrong)}, but the first stage is on {device}: "
             f"move it there, x.to('{device}')"
         )
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """The same on the device."""
+def moved(value: Any, device: torch.device | None) -> Any:
+    """The same on the device; without one, as it is."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, NoChunk):
             return NoChunk(move(leaf.tensor))
         if isinstance(leaf, Chunk):
             return Chunk(move(leaf.tensor), leaf.dim)
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and device is not None:
             return leaf.to(device, non_blocking=device.type == "cuda")
         return leaf
 

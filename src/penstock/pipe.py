@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from threading import Lock, RLock
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.batch import gather
 from penstock.cost import Cost
-from penstock.errors import ArgumentError, KindError, RunError
-from penstock.ir import Program
-from penstock.lower import CHECKPOINT_MODES
+from penstock.errors import KindError, RunError
+from penstock.gradients.clip import clip_grad_norm
+from penstock.gradients.replicas import Replicas
+from penstock.ir import Schedule
+from penstock.notation import dumps
+from penstock.options import check_chunks, check_loss, check_words
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
-from penstock.partition.split import Wish, split, ties
-from penstock.run.call import Call, Measured
-from penstock.run.feed import feed
-from penstock.run.passage import Passage
-from penstock.run.programs import Programs, Size
-from penstock.run.threads import Crew
-from penstock.run.training import StepResult, train
-from penstock.run.weighing import Ledger, loss_scale
+from penstock.partition.split import Split, Wish, in_words, split
+from penstock.partition.tied import tied_names
+from penstock.partition.wrapping import StageFn, wrapped
+from penstock.run.asking import Answers, Arrangement, Lesson, Settings
+from penstock.run.feed import Batch
+from penstock.run.one_process import OneProcess
+from penstock.run.processes.joining import check_same, group_of, join, site_in
+from penstock.run.processes.many import ManyProcesses
+from penstock.run.processes.sharing import Sharing
+from penstock.run.processes.ties import begin_alike
+from penstock.run.programs import Programs
+from penstock.run.training import StepResult
+from penstock.saving.pending import Pending, Saving
 from penstock.schedules.choice import Asked, check_trains, choose, read
-from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.compiled import never_compiled
-from penstock.stage.loss import ending_in_loss
-from penstock.stage.reduction import LossFn, reduction_of
+from penstock.stage.reduction import LossFn
 from penstock.stage.skip import verify_skippables
-from penstock.stage.stage import Stage
-from penstock.stage.tape import Keep
-from penstock.timeline import Timeline, simulate
+from penstock.timeline import Timeline
 from penstock.verify import require_sound
 
-RUNTIMES = ("threads", "inline")
-REDUCTIONS = ("mean", "sum")
+if TYPE_CHECKING:
+    from penstock.saving.optimizers import Optimizers
+    from penstock.saving.saver import PathLike, Saver
 
 
 class Pipe(nn.Module):
@@ -56,6 +61,14 @@ class Pipe(nn.Module):
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
+    stage_fn             stage_fn(module, index) gives what computes in the place of a stage's
+                         layers: the module in fully_shard, DistributedDataParallel, torch.compile
+    mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
+                         holds its own stages alone. The rest is for that:
+    data                 given on all ranks, or on the first alone
+    outputs              on the last rank, or on all
+    shapes               of messages: learned in the first call with such inputs, or sent always
+    heartbeat            seconds after which a rank that does not come on is given up
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
@@ -80,11 +93,20 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
+        stage_fn: StageFn | None = None,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        data: str = "all",
+        outputs: str = "last",
+        shapes: str = "learned",
+        heartbeat: float = 10.0,
     ) -> None:
         super().__init__()
         check_children(module)
-        _check_options(chunks, checkpoint, runtime, reduction)
-        _check_loss(loss_fn)
+        check_chunks(chunks)
+        check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+        check_words(data=data, outputs=outputs, shapes=shapes)
+        check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.reduction, self.runtime = reduction, runtime
@@ -94,20 +116,49 @@ class Pipe(nn.Module):
             assert isinstance(converted, nn.Sequential)
             module = converted
         asked = read(schedule)
-        self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
-        self._choice = choose(asked, self._split.placement, chunks, self._split.partition.graph)
-        made = self._choice(chunks)
-        check_trains(made, self._choice.name)
-        require_sound(made, self._split.partition.graph)
-        self._deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
-        self._programs = Programs(self._choice, self._split.partition.graph)
-        self._made = _Made()
+        wish = Wish(stages, devices, balance, example, chunks)
+        sharing = Sharing(data, outputs, shapes)
+        processes = group_of(mesh, group)
+        if processes is None:
+            arranged = self._arrange(split(module, wish, asked), asked, stage_fn)
+            self._runs: Answers = OneProcess(arranged)
+        else:
+            team = join(processes, devices, heartbeat)
+            with team.call("making the pipe") as name:
+                placed = split(module, wish, asked, site_in(team))
+                arranged = self._arrange(placed, asked, stage_fn)
+                facts = {"schedule": dumps(self._choice(chunks)), "reduction": reduction}
+                check_same(team, name, module, self._settings(), sharing, facts)
+                begin_alike(self._split.ties, team.peers)
+            self._runs = ManyProcesses(team, arranged, sharing)
+        self._noticed = _Noticed()
+        self._saves = Pending()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
         # here on no attribute is set.
-        self._modules.update(module._modules)
+        self._modules.update(
+            (name, layer)
+            for stage in self._split.stages_here
+            for name, layer in zip(stage.names, stage.layers, strict=True)
+        )
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
+
+    def _arrange(
+        self, placed: Split, asked: str | Schedule | None, stage_fn: StageFn | None
+    ) -> Arrangement:
+        """What runs, and in which order."""
+        here = [stage.index for stage in placed.stages_here]
+        self._split = replace(placed, partition=wrapped(placed.partition, stage_fn, here))
+        graph = self._split.partition.graph
+        self._choice = choose(asked, self._split.placement, self.chunks, graph)
+        made = self._choice(self.chunks)
+        check_trains(made, self._choice.name)
+        require_sound(made, graph)
+        self._replicas = Replicas(self._split.partition.computing())
+        return Arrangement(
+            self._split, Programs(self._choice, graph), self._replicas, self._modules
+        )
 
     # ---- the two doors --------------------------------------------------------------------
 
@@ -117,13 +168,7 @@ class Pipe(nn.Module):
 
         Inputs by name go to every layer whose forward names them.
         """
-        fed = feed(self._split, self.chunks, inputs, side)
-        program, *phases = self._programs.halves(self._size(fed.chunks, torch.is_grad_enabled()))
-        stages = behind_call(self._split.partition.stages)
-        call = self._call(program, stages, torch.is_grad_enabled())
-        passage = Passage(call, (phases[0], phases[1]), fed.given)
-        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
-        return gather(passage.outputs(tensors), fed.rows)
+        return self._runs.forward(self._settings(), Batch(inputs, side))
 
     @never_compiled
     def step(
@@ -143,31 +188,16 @@ class Pipe(nn.Module):
         scales the gradients, and not the loss.
         """
         active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
-        if torch.is_grad_enabled() and (self._made.wrapped or active is not None):
+        if torch.is_grad_enabled() and (self._noticed.wrapped or active is not None):
             raise RunError(
                 "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
                 "forward, and step is none: call the wrapper, or leave it away and average .grad "
                 "after each step with torch.distributed.all_reduce"
             )
-        _check_loss(loss_fn)
-        loss_fn = loss_fn or self.loss_fn
-        extra = () if target is None else (target,)
-        fed = feed(self._split, self.chunks, inputs, side, extra)
-        if torch.is_grad_enabled():
-            program, phase = self._programs.whole(self._size(fed.chunks))
-        else:
-            program, phase, _ = self._programs.halves(self._size(fed.chunks, False))
-        rule = reduction_of(loss_fn, self.reduction)
-        stages = ending_in_loss(
-            self._split.partition.stages, loss_fn, rule.counting, bool(extra), outputs
-        )
-        scale = loss_scale(scaler, self._split.place_of(len(stages) - 1).device)
-        ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
-        with self._turn():
-            result = train(self._call(program, stages), program, phase, fed, ledger)
-        if torch.is_grad_enabled():
-            self._made.last = result.measured
-        return result
+        check_loss(loss_fn)
+        batch = Batch(inputs, side, () if target is None else (target,))
+        lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        return self._runs.step(self._settings(), batch, lesson)
 
     def clip_grad_norm_(
         self,
@@ -177,74 +207,72 @@ class Pipe(nn.Module):
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
+        parameters = list(self.parameters())
         rest = norm_type, error_if_nonfinite, foreach
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, *rest)
+        return clip_grad_norm(parameters, parameters, None, max_norm, *rest)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, steps do not reduce the gradients of replicas: the first one after it does."""
+        before, self._replicas.reduces = self._replicas.reduces, False
+        try:
+            yield
+        finally:
+            self._replicas.reduces = before
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
-        program, _ = self._programs.whole(self._size(self.chunks))
-        if cost is None and self._made.last is not None:
-            cost = self._made.last.timeline.cost
-        return simulate(program, cost)
+        return self._runs.forecast(self._settings(), cost)
+
+    # ---- checkpoints ----------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: PathLike,
+        optimizer: Optimizers = None,
+        extra: Any = None,
+        background: bool = False,
+    ) -> Saving:
+        """Write a checkpoint that counts only when it is whole, and replaces the one before.
+
+        Parameters, buffers and the optimizers' state, by the names of the unsplit model, and the
+        generator of random numbers; `extra` is given back by `load`. In the background, training
+        may go on at once: the next save, or `wait` of what this returns, waits for it.
+        """
+        with self._runs.calling("saving"):
+            return self._saver().save(folder, optimizer, extra, background)
+
+    def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
+        """Read a checkpoint, however it was split; gives its `extra`.
+
+        `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
+        .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        """
+        with self._runs.calling("loading"):
+            return self._saver().load(path, optimizer)
+
+    def export(self, file: PathLike) -> Path:
+        """Write parameters and buffers to one .safetensors file."""
+        with self._runs.calling("exporting"):
+            return self._saver().export(file)
+
+    def _saver(self) -> Saver:
+        from penstock.saving.saver import Saver, held  # their import takes a second
+
+        same = {**tied_names(self), **self._split.same}
+        first = self._split.is_here(0)
+        return Saver(held(self, same, self._runs.group_for_saves(), first), self._saves)
 
     # ---- how they are run -----------------------------------------------------------------
 
-    def _size(self, chunks: int, trains: bool = True) -> Size:
-        return Size(chunks, self.training and trains, self.checkpoint)
-
-    def _call(self, program: Program, stages: Sequence[Stage], tracked: bool = False) -> Call:
-        schedule = program.schedule
-        self._check_layers()
-        for layer in self._deferred:
-            layer.begin(schedule.chunks)
-        grad = torch.is_grad_enabled()
-
-        def keep(stage: int, microbatch: int) -> Keep:
-            if not grad:
-                return Keep.NOTHING
-            return Keep.INPUTS if (stage, microbatch) in schedule.recomputed else Keep.GRAPH
-
-        def divided(stage: int, microbatch: int) -> bool:
-            return grad and (stage, microbatch) in schedule.divided
-
-        alone = len(self._split.places) == 1  # then there is nothing to run beside
-        crew = None if alone or self.runtime == "inline" else self._crew_at_hand()
-        where = self._split.places, self._split.placement
-        return Call(stages, *where, keep, divided, crew, tracked, schedule.chunks)
-
-    def _turn(self) -> AbstractContextManager[object]:
-        """Within, no other thread takes a step: it would find gradients of another unit."""
-        if self._made.crew is not None:
-            self._made.crew.check_caller()
-        return self._made.stepping
-
-    def _check_layers(self) -> None:
-        known = [name for stage in self._split.partition.stages for name in stage.names]
-        if list(self._modules) != known:
-            raise RunError(
-                f"the pipe was made of the layers {', '.join(known)}, and now has "
-                f"{', '.join(self._modules)}: make the Pipe after the change"
-            )
-        for stage in self._split.partition.stages:
-            for name, layer in zip(stage.names, stage.layers, strict=True):
-                if self._modules.get(name) is not layer:
-                    raise RunError(
-                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
-                        "make the Pipe after the change, or change what is inside the layer"
-                    )
-
-    def _crew_at_hand(self) -> Crew:
-        """The threads: made at the first call, and ended with the pipe."""
-        with self._made.making:  # one crew, though several threads call
-            if self._made.crew is None or not self._made.crew.here:
-                self._made.crew = Crew(len(self._split.places))
-            return self._made.crew
+    def _settings(self) -> Settings:
+        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
 
     # ---- a module like any other ----------------------------------------------------------
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
-            self._made.wrapped = True
+            self._noticed.wrapped = True
         return super().__getattr__(name)
 
     def __len__(self) -> int:
@@ -263,17 +291,15 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
-        lines = [f"Pipe({options}, schedule={self._choice.name!r},"]
-        for stage in self._split.partition.stages:
-            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
-            place = self._split.place_of(stage.index)
-            lines.append(f"  {stage} on {place!r}, {numbers:,} parameters")
-        skips = Counter((key.name, src, dst) for key, src, dst in self._split.partition.routes)
-        for (name, src, dst), times in skips.items():
-            lines.append(
-                f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
-            )
-        return "\n".join(lines + [f"  tied {tie}" for tie in ties(self._split)]) + ")"
+        head = f"Pipe({options}, schedule={self._choice.name!r},"
+        return "\n".join([head, *(f"  {line}" for line in in_words(self._split))]) + ")"
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Also what is around the stages."""
+        super().train(mode)
+        for module in (m for stage in self._split.partition.stages for m in stage.around):
+            module.training = mode
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
@@ -295,7 +321,7 @@ class Pipe(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """What every other conversion comes to, also that of a module with the pipe in it."""
-        for place in self._split.places:
+        for place in self._split.places.values():
             try:
                 moved = fn(torch.empty(0, device=place.device)).device != place.device
             except (RuntimeError, AssertionError):  # to a device that is not there
@@ -307,17 +333,13 @@ class Pipe(nn.Module):
 
 
 @dataclass
-class _Made:
-    """What a pipe makes when it is first needed. A copy of the pipe makes its own."""
+class _Noticed:
+    """What was seen of the pipe's surroundings. A copy has its own."""
 
-    crew: Crew | None = None
-    making: Lock = field(default_factory=Lock)
-    stepping: AbstractContextManager[object] = field(default_factory=RLock)
-    last: Measured | None = None
     wrapped: bool = False  # in DistributedDataParallel
 
-    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
-        return _Made, ()
+    def __reduce__(self) -> tuple[type[_Noticed], tuple[()]]:
+        return _Noticed, ()
 
 
 def _denied() -> KindError:
@@ -325,25 +347,3 @@ def _denied() -> KindError:
         "the stages of a pipe stay on the devices they were given, so moving it is denied: "
         "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
     )
-
-
-def _check_options(chunks: Any, checkpoint: str, runtime: str, reduction: str | None) -> None:
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ArgumentError(f"chunks is a whole number from 1 up, not {chunks!r}")
-    allowed: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "checkpoint": (checkpoint, CHECKPOINT_MODES),
-        "runtime": (runtime, RUNTIMES),
-        "reduction": (reduction, (None, *REDUCTIONS)),
-    }
-    for name, (value, known) in allowed.items():
-        if value not in known:
-            listed = ", ".join(repr(one) for one in known)
-            raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
-
-
-def _check_loss(loss_fn: Any) -> None:
-    if isinstance(loss_fn, type) or (loss_fn is not None and not callable(loss_fn)):
-        raise KindError(
-            f"loss_fn is called as loss_fn(output, target), and {loss_fn!r} cannot be: give a "
-            "function, or a loss such as nn.CrossEntropyLoss()"
-        )

@@ -28,7 +28,7 @@ from penstock import (
 )
 from penstock.batch import Rows
 from penstock.ir import Message
-from penstock.run.feed import feed
+from penstock.run.feed import Batch, feed
 from penstock.run.transport import Mailbox
 from penstock.stage.parcel import Parcel
 from tests.support import (
@@ -314,7 +314,10 @@ def test_what_a_stage_is_given_is_moved_to_it() -> None:
     here = split.places[0]
     split = replace(split, places=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
     x, mask = real(4, 4), real(4, 1)
-    fed = feed(split, 2, (x,), {"mask": mask, "positions": torch.arange(4)}, (x,))
+    named = {"mask": mask, "positions": torch.arange(4)}
+    fed = feed(
+        split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.place_of(stage).device
+    )
     sizes = {stage: len(values[0]) for stage, values in fed.given.items()}
     assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}
     side = {stage: fed.given[stage][1][-1].values for stage in (0, 1, 2, 4)}

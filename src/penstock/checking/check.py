@@ -21,7 +21,7 @@ from penstock.checking.trial import Asking, Expected, attempt, expect
 from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.ir import Program, Schedule
 from penstock.lower import CHECKPOINT_MODES
-from penstock.pipe import RUNTIMES
+from penstock.options import RUNTIMES
 from penstock.schedules.choice import Asked, read
 from penstock.schedules.registry import FAMILIES, family_of
 from penstock.stage.added import added_losses

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
+from penstock.partition.materialise import Blanks, is_on_meta, materialise
 from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import (
     Partition,
@@ -20,23 +22,50 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
+from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
+from penstock.stage.stage import Stage
 
 BALANCES = ("time", "memory", "parameters")
 
 
 @dataclass(frozen=True)
 class Split:
-    """A partition whose stages stand on ranks, each at a place."""
+    """A partition whose stages stand on ranks. `places` are those of this process's ranks."""
 
     partition: Partition
-    places: tuple[Place, ...]
+    places: Mapping[int, Place]
     placement: tuple[int, ...]
+    ties: tuple[Tie, ...] = ()  # with ranks of other processes
+    same: Mapping[str, str] = field(default_factory=dict)  # further names of what is tied
+    blanks: Blanks = field(default_factory=Blanks)
+
+    def is_here(self, stage: int) -> bool:
+        """Does this process compute the stage?"""
+        return self.placement[stage] in self.places
 
     def place_of(self, stage: int) -> Place:
-        """Where the stage computes."""
+        """Where the stage computes: one of this process's."""
         return self.places[self.placement[stage]]
+
+    @property
+    def stages_here(self) -> list[Stage]:
+        """Those that this process computes."""
+        return [stage for stage in self.partition.stages if self.is_here(stage.index)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where this process stands among those of a pipe.
+
+    `settled` gives what the first rank finds, on every rank.
+    """
+
+    rank: int
+    ranks: int
+    place: Place
+    settled: Callable[[Callable[[], Sequence[int]]], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +79,13 @@ class Wish:
     chunks: int
 
 
-def split(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
-    """Cut and place as wished; without a wish, as the layers stand."""
+def split(
+    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site | None = None
+) -> Split:
+    """Cut and place as wished; without a wish, as the layers stand, or a share for each process."""
     _check_wish(wish)
+    if site is not None:
+        return _among_processes(module, wish, schedule, site)
     if wish.stages is None and wish.devices is None:
         if wish.balance is not None or wish.example is not None:
             raise ArgumentError(
@@ -85,7 +118,7 @@ def _check_wish(wish: Wish) -> None:
 def _as_placed(module: nn.Sequential) -> Split:
     counts, devices = placed_by_user(list(module))
     ranks = list(dict.fromkeys(devices))
-    places = tuple(place_at(device) for device in ranks)
+    places = dict(enumerate(map(place_at, ranks)))
     placement = tuple(ranks.index(device) for device in devices)
     return Split(cut(module, counts), places, placement)
 
@@ -96,21 +129,53 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     if stages is None:
         assert wish.devices is not None
         stages = len(wish.devices) * per_rank
-    number = stages if isinstance(stages, int) else len(stages)
-    if number < 1:
-        raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
+    number = _number(stages)
     ranks = -(-number // per_rank)
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    _move(partition, [places[rank].device for rank in placement])
-    return Split(partition, places, placement)
+    blanks = _give_memory(module, partition.stages, [places[rank].device for rank in placement])
+    _move(partition.stages, [places[rank].device for rank in placement])
+    return Split(partition, dict(enumerate(places)), placement, blanks=blanks)
 
 
-def _move(partition: Partition, devices: Sequence[torch.device]) -> None:
+def _among_processes(
+    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site
+) -> Split:
+    """This process's share: it keeps no layer of another's."""
+    stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
+    placement = placement_of(schedule, site.ranks, _number(stages))
+    counts = site.settled(lambda: _counts(module, stages, wish, site.place))
+    whole = cut(module, counts)
+    ties = ties_between(whole.stages, placement, site.rank)
+    mine = [stage for stage in whole.stages if placement[stage.index] == site.rank]
+    same = tied_names(module)
+    blanks = _give_memory(module, mine, [site.place.device for _ in mine])
+    _move(mine, [site.place.device for _ in mine])
+    seen = [stage if stage in mine else stage.elsewhere() for stage in whole.stages]
+    partition = replace(whole, stages=tuple(seen))
+    return Split(partition, {site.rank: site.place}, placement, ties, same, blanks)
+
+
+def _number(stages: int | Sequence[int]) -> int:
+    number = stages if isinstance(stages, int) else len(stages)
+    if number < 1:
+        raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
+    return number
+
+
+def _give_memory(
+    module: nn.Sequential, stages: Sequence[Stage], devices: Sequence[torch.device]
+) -> Blanks:
+    """To layers of these stages that were built on meta."""
+    named = zip(stages, devices, strict=True)
+    return materialise(module, {name: device for stage, device in named for name in stage.names})
+
+
+def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
     """Each layer to its stage's device; what several share, to that of the first."""
     settled: set[Tensor] = set()
-    for stage, device in zip(partition.stages, devices, strict=True):
+    for stage, device in zip(stages, devices, strict=True):
         for layer in stage.layers:
             held = {*tensors_of(layer)}
             if any(t.device != device for t in held - settled):
@@ -154,6 +219,11 @@ def _counts(
         return balancing.cut([_parameter_bytes(layer) for layer in module], stages)
     if wish.example is None:
         raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
+    if is_on_meta(module):
+        raise ArgumentError(
+            f"balance='{wanted}' runs the layers, and the model was built on meta: balance by "
+            "parameters, or give the layers of each stage, as in stages=[2, 3]"
+        )
     example = wish.example if isinstance(wish.example, tuple) else (wish.example,)
     unpack = isinstance(module, PipeSequential)
     layers, device = list(module), first.device
@@ -169,15 +239,18 @@ def _parameter_bytes(layer: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in layer.parameters())
 
 
-def ties(split: Split) -> list[str]:
-    """Every parameter that stages of several ranks share, and whose it is, in words."""
-    owners: dict[nn.Parameter, tuple[str, int]] = {}
-    found = []
+def in_words(split: Split) -> list[str]:
+    """Where each stage is, what jumps over stages, and what ranks share."""
+    lines = []
     for stage in split.partition.stages:
-        rank = split.placement[stage.index]
-        for name, layer in zip(stage.names, stage.layers, strict=True):
-            for inner, parameter in layer.named_parameters():
-                first, owner = owners.setdefault(parameter, (f"{name}.{inner}", rank))
-                if owner != rank:
-                    found.append(f"{name}.{inner} on rank {rank} is {first} of rank {owner}")
-    return found
+        if split.is_here(stage.index):
+            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
+            lines.append(f"{stage} on {split.place_of(stage.index)!r}, {numbers:,} parameters")
+        else:
+            lines.append(f"{stage} in the process of rank {split.placement[stage.index]}")
+    skips = Counter((key.name, src, dst) for key, src, dst in split.partition.routes)
+    for (name, src, dst), times in skips.items():
+        lines.append(f"skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1))
+    tied = ties_in_words(split.stages_here, split.placement)
+    tied += [f"{tie.name}: on ranks {', '.join(map(str, tie.holders))}" for tie in split.ties]
+    return lines + [f"tied {tie}" for tie in tied]

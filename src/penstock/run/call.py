@@ -3,99 +3,131 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.ir import Program
 from penstock.play import Span
-from penstock.run.inline import run_inline
 from penstock.run.phase import Phase
-from penstock.run.threads import Crew
-from penstock.run.ties import Ties
-from penstock.run.transport import Mailboxes, Stopped
-from penstock.run.worker import Desk, Mark, Step, Worker
-from penstock.stage.context import Context, no_autocast
+from penstock.run.transport import Transport
+from penstock.run.worker import Desk, Mark, Worker
+from penstock.stage.context import Context
 from penstock.stage.places import Gpu, Moment, Place, Streams
 from penstock.stage.randomness import move_on, next_seed, shared_states
 from penstock.stage.stage import Stage
+from penstock.stage.stand_ins import StandIns
 from penstock.stage.tape import Keep, Tape
 from penstock.timeline import Timeline, observed
 
 
+class Runtime(Protocol):
+    """How the ranks of this process carry out their lanes, and what joins them."""
+
+    def end(self, rank: int) -> Transport:
+        """The rank's end of what carries messages."""
+
+    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+        """Carry out a phase; each worker its rank's lane."""
+
+
+class Shared(Protocol):
+    """What stages share with others: what they compute with instead, and settling it after."""
+
+    @property
+    def stand_ins(self) -> Mapping[int, StandIns]:
+        """By stage."""
+
+    def settle(self) -> None:
+        """Hand over what the stand-ins have learned."""
+
+
+class Manner(NamedTuple):
+    """How the cells of a call are computed."""
+
+    keep: Callable[[int, int], Keep]  # what a (stage, micro-batch) leaves behind
+    divided: Callable[[int, int], bool]  # is its backward split?
+    tracked: bool = False  # by the caller's graph
+
+
+class Draws(NamedTuple):
+    """Where the seed of a call comes from, and what is done once it was used."""
+
+    seed: Callable[[], int] = next_seed
+    used: Callable[[], None] = move_on
+
+
 class Call:
-    """Carries out phases over stages, in the crew's threads, or inline without a crew."""
+    """Carries out phases over the stages of this process's ranks, which `places` names."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        places: Sequence[Place],
+        places: Mapping[int, Place],
         placement: Sequence[int],
-        keep: Callable[[int, int], Keep],
-        divided: Callable[[int, int], bool],
-        crew: Crew | None,
-        tracked: bool,
-        chunks: int,
+        manner: Manner,
+        runtime: Runtime,
+        shared: Shared,
+        draws: Draws = Draws(),  # noqa: B008 (a value)
     ) -> None:
         self.desk = Desk()
-        self._places, self._placement, self._crew = places, placement, crew
-        self.context = Context.here(frozenset(place.device.type for place in places))
-        self._ties = Ties(stages, places, placement, tracked, chunks)
+        self._places, self._placement, self._runtime = places, placement, runtime
+        self.context = Context.here(frozenset(place.device.type for place in places.values()))
+        self._shared, self._draws = shared, draws
         self.tapes = [
             Tape(
                 stage,
                 self.context,
-                partial(keep, stage.index),
-                partial(divided, stage.index),
-                tracked,
-                stand_ins,
+                partial(manner.keep, stage.index),
+                partial(manner.divided, stage.index),
+                manner.tracked,
+                shared.stand_ins[stage.index],
             )
-            for stage, stand_ins in zip(stages, self._ties.stand_ins, strict=True)
+            for stage in stages
+            if placement[stage.index] in places
         ]
         if any(tape.may_draw for tape in self.tapes):
-            seed = next_seed()
+            seed = draws.seed()
             for tape in self.tapes:
                 tape.seed = seed
         self.done = self._moved_on = False
-        self._mailboxes = Mailboxes(places, placement)
         self.workers = [
             Worker(
                 rank,
                 place,
                 {t.stage.index: t for t in self.tapes if placement[t.stage.index] == rank},
-                self._mailboxes.end(rank),
+                runtime.end(rank),
                 self.desk,
             )
-            for rank, place in enumerate(places)
+            for rank, place in places.items()
         ]
         self.origins: list[Moment] = []
+
+    @property
+    def drew(self) -> bool:
+        """Did any stage draw random numbers?"""
+        return any(tape.drew for tape in self.tapes)
 
     def run(self, phase: Phase, retain: bool = False) -> None:
         """Carry out a phase: all that the caller asked for before comes before it, and so on."""
         streams = Streams()
+        places = list(self._places.values())
         for worker in self.workers:
             worker.retain = retain
             worker.place.join(streams)
         if not self.origins:
-            self.origins = _origins(self._places)
-        states = shared_states(place.device for place in self._places)
+            self.origins = _origins(places)
+        states = shared_states(place.device for place in places)
         try:
-            if self._crew is None:
-                with no_autocast(), torch.set_grad_enabled(self.context.grad):
-                    run_inline(self.workers, phase)
-            else:
-                jobs = [
-                    partial(self._lane, worker, steps)
-                    for worker, steps in zip(self.workers, phase.lanes, strict=True)
-                ]
-                self._crew.do(jobs, self._mailboxes.stop)
+            self._runtime.carry_out(self.workers, phase, self.context)
         finally:
             for worker in self.workers:
                 worker.place.part(streams)
-        self._ties.settle()
+        self._shared.settle()
         self._look_after(states)
 
     def anchors(self) -> list[GradientEdge]:
@@ -113,19 +145,9 @@ class Call:
                     found += map(get_gradient_edge, tape.parameters)
         return found
 
-    def _lane(self, worker: Worker, steps: Sequence[Step]) -> None:
-        # inference_mode(False) would switch autograd's threads on again
-        inference = self.context.inference
-        mode = torch.inference_mode() if inference else torch.set_grad_enabled(self.context.grad)
-        with mode, worker.place.entered():
-            for step in steps:
-                if self._mailboxes.stopped:
-                    raise Stopped
-                worker.do(step)
-
     def _look_after(self, states: Sequence[torch.Tensor]) -> None:
         """Move the caller's generator on, if the call drew; notice draws that came unexpected."""
-        now = shared_states(place.device for place in self._places)
+        now = shared_states(place.device for place in self._places.values())
         if not all(map(torch.equal, now, states)):
             for tape in self.tapes:
                 tape.stage.forget()
@@ -136,9 +158,9 @@ class Call:
                     "calls repeat them rightly",
                     stacklevel=4,
                 )
-        if any(tape.drew for tape in self.tapes) and not self._moved_on:
+        if self.drew and not self._moved_on:
             self._moved_on = True
-            move_on()
+            self._draws.used()
 
     def measured(self, program: Program) -> Measured:
         """When each rank did what."""
@@ -183,10 +205,21 @@ class Measured:
     @cached_property
     def timeline(self) -> Timeline:
         """When everything ran. On a GPU this waits until the run has ended."""
+        lanes = zip(self.marks, self.origins, strict=True)
         spans = [
-            Span(rank, m.step.at, m.step.action, _seconds(origin, m.start), _seconds(origin, m.end))
-            for rank, (lane, origin) in enumerate(zip(self.marks, self.origins, strict=True))
+            Span(rank, m.step.at, m.step.action, *seconds_of(m, origin))
+            for rank, (lane, origin) in enumerate(lanes)
             for m in lane
         ]
-        spans.sort(key=lambda span: (span.start, span.end))
-        return Timeline(self.program, observed(self.program, spans), tuple(spans))
+        return timeline_of(self.program, spans)
+
+
+def seconds_of(mark: Mark, origin: Moment) -> tuple[float, float]:
+    """From when to when, counted from the origin."""
+    return _seconds(origin, mark.start), _seconds(origin, mark.end)
+
+
+def timeline_of(program: Program, spans: Sequence[Span]) -> Timeline:
+    """Of spans that were measured, in any order."""
+    ordered = sorted(spans, key=lambda span: (span.start, span.end))
+    return Timeline(program, observed(program, ordered), tuple(ordered))

@@ -6,17 +6,27 @@ name it: moved there at once, not from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from penstock.batch import Rows, check_inputs, moved, scatter
+from penstock.partition.sequential import Partition
 from penstock.partition.side import Side, check_named
-from penstock.partition.split import Split
 
 Given = Mapping[int, list[tuple[Any, ...]]]  # by stage, the values of each micro-batch
+Where = Callable[[int], torch.device | None]  # a stage's device; None: it is not fed here
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a call was given."""
+
+    inputs: tuple[Any, ...]
+    side: Mapping[str, Any] = field(default_factory=dict)
+    target: tuple[Any, ...] = ()  # of one, or of none
 
 
 @dataclass(frozen=True)
@@ -25,48 +35,40 @@ class Fed:
 
     given: Given
     rows: Rows
+    chunks: int
     target: bool = False  # is the last value of the last stage's
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
         """Those of the micro-batches; empty, if there is none."""
-        return [values[-1:] if self.target else () for values in self.given[max(self.given)]]
-
-    @property
-    def chunks(self) -> int:
-        """How many micro-batches there are."""
-        return len(self.given[0])
+        if not self.target:
+            return [()] * self.chunks
+        return [values[-1:] for values in self.given[max(self.given)]]
 
 
-def feed(
-    split: Split,
-    chunks: int,
-    inputs: tuple[Any, ...],
-    side: Mapping[str, Any],
-    target: tuple[Any, ...] = (),
-) -> Fed:
-    """Cut a batch, and deal it out to the stages. A target is a tuple of one, or of none."""
-    check_inputs(inputs, side.values(), split.place_of(0).device)
+def feed(partition: Partition, chunks: int, batch: Batch, where: Where) -> Fed:
+    """Cut a batch, and deal it out to the stages."""
+    inputs, side, target = batch.inputs, batch.side, batch.target
+    check_inputs(inputs, side.values(), where(0))
     if not side and not target:
         pieces, rows = scatter(inputs, chunks)
-        return Fed({0: pieces}, rows)
-    takers = _takers(split, side)
-    last = len(split.placement) - 1
+        return Fed({0: pieces} if where(0) else {}, rows, len(pieces))
+    takers = _takers(partition, side)
+    last = len(partition.stages) - 1
     values, names = list(inputs), [f"input {at}" for at in range(len(inputs))]
-    homes: dict[tuple[str, torch.device], int] = {}
+    homes: dict[tuple[str, torch.device | None], int] = {}
     for name, stages in takers.items():
-        for device in dict.fromkeys(split.place_of(stage).device for stage in stages):
+        for device in dict.fromkeys(map(where, stages)):
             homes[name, device] = len(values)
             values.append(moved(side[name], device))
             names.append(name)
     for value in target:
-        values.append(moved(value, split.place_of(last).device))
+        values.append(moved(value, where(last)))
         names.append("target")
     pieces, rows = scatter(tuple(values), chunks, names)
     given: dict[int, list[tuple[Any, ...]]] = {0: [piece[: len(inputs)] for piece in pieces]}
     for stage in sorted({stage for stages in takers.values() for stage in stages}):
-        device = split.place_of(stage).device
-        mine = {name: homes[name, device] for name in takers if stage in takers[name]}
+        mine = {name: homes[name, where(stage)] for name in takers if stage in takers[name]}
         before = given.get(stage, [()] * len(pieces))
         given[stage] = [
             (*values, Side({name: piece[at] for name, at in mine.items()}))
@@ -75,12 +77,13 @@ def feed(
     if target:
         before = given.get(last, [()] * len(pieces))
         given[last] = [(*values, piece[-1]) for values, piece in zip(before, pieces, strict=True)]
-    return Fed(given, rows, bool(target))
+    fed = {stage: parts for stage, parts in given.items() if where(stage) is not None}
+    return Fed(fed, rows, len(pieces), bool(target) and last in fed)
 
 
-def _takers(split: Split, side: Mapping[str, Any]) -> dict[str, list[int]]:
+def _takers(partition: Partition, side: Mapping[str, Any]) -> dict[str, list[int]]:
     """The stages that take each side input."""
-    takes, stages = split.partition.takes, split.partition.stages
+    takes, stages = partition.takes, partition.stages
     layers = [name for stage in stages for name in stage.names]
     check_named(side, layers, [names for stage in takes for names in stage])
     return {

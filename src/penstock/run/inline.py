@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from penstock.run.phase import Phase
+from penstock.run.transport import Mailboxes, Transport
 from penstock.run.worker import Worker
+from penstock.stage.context import Context, no_autocast
+from penstock.stage.places import Place
 
 
-def run_inline(workers: Sequence[Worker], phase: Phase) -> None:
-    """Carry out a phase, step by step."""
+class Inline:
+    """The runtime of one call."""
+
+    def __init__(self, places: Sequence[Place], placement: Sequence[int]) -> None:
+        self._mailboxes = Mailboxes(places, placement)
+
+    def end(self, rank: int) -> Transport:
+        """In one thread, a message waits in its box."""
+        return self._mailboxes.end(rank)
+
+    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+        """Step by step, whichever rank's is next."""
+        with in_this_thread(context):
+            for rank, step in phase.order:
+                with workers[rank].place.entered():
+                    workers[rank].do(step)
+
+
+@contextmanager
+def in_this_thread(context: Context) -> Iterator[None]:
+    """Within, the caller's thread computes as a worker's would."""
     before = torch._C._is_multithreading_enabled()
     torch.autograd.set_multithreading_enabled(False)
     try:
-        for rank, step in phase.order:
-            with workers[rank].place.entered():
-                workers[rank].do(step)
+        with no_autocast(), torch.set_grad_enabled(context.grad):
+            yield
     finally:
         torch.autograd.set_multithreading_enabled(before)

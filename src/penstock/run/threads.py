@@ -6,12 +6,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
 from penstock.errors import RunError
-from penstock.run.transport import Stopped
+from penstock.run.phase import Phase
+from penstock.run.transport import Mailboxes, Stopped, Transport
+from penstock.run.worker import Step, Worker
+from penstock.stage.context import Context
+from penstock.stage.places import Place
 
 Job = Callable[[], None]
 
@@ -79,6 +84,36 @@ class Crew:
                 raise next((e for e in failures if not isinstance(e, Stopped)), failures[0])
             finally:
                 del failures, orders, order
+
+
+class Threads:
+    """The runtime of one call, in a crew's threads."""
+
+    def __init__(self, crew: Crew, places: Sequence[Place], placement: Sequence[int]) -> None:
+        self._crew = crew
+        self._mailboxes = Mailboxes(places, placement)
+
+    def end(self, rank: int) -> Transport:
+        """The rank's mailbox."""
+        return self._mailboxes.end(rank)
+
+    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+        """All lanes at the same time; when one fails, the others stop."""
+        jobs = [
+            partial(self._lane, worker, steps, context)
+            for worker, steps in zip(workers, phase.lanes, strict=True)
+        ]
+        self._crew.do(jobs, self._mailboxes.stop)
+
+    def _lane(self, worker: Worker, steps: Sequence[Step], context: Context) -> None:
+        # inference_mode(False) would switch autograd's threads on again
+        inference = context.inference
+        mode = torch.inference_mode() if inference else torch.set_grad_enabled(context.grad)
+        with mode, worker.place.entered():
+            for step in steps:
+                if self._mailboxes.stopped:
+                    raise Stopped
+                worker.do(step)
 
 
 class _Order:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.batch import Rows, gather
+from penstock.gradients.replicas import Replicas
 from penstock.ir import Program
-from penstock.run.call import Call, Measured
+from penstock.run.call import Call
 from penstock.run.feed import Fed
 from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.weighing import Ledger
 from penstock.timeline import Timeline
+
+
+class HasTimeline(Protocol):
+    """A run that took place."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """When everything ran."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class StepResult:
     loss: Tensor
     outputs: Any
     metrics: dict[str, Any]
-    measured: Measured
+    measured: HasTimeline
 
     @property
     def timeline(self) -> Timeline:
@@ -44,31 +53,37 @@ def train(
     phase: Phase,
     fed: Fed,
     ledger: Ledger,
+    replicas: Replicas,
 ) -> StepResult:
-    """Run the phase over micro-batches; the ledger says what their losses come to."""
+    """Run the phase over micro-batches; the ledger says what their losses come to.
+
+    The gradients of stages that have replicas are reduced once.
+    """
     given = tensors_by_cell(fed.given)
     call.desk.inputs = from_outside(fed.given)
     call.desk.answer, call.desk.prepare = ledger.answer, ledger.prepare
-    try:
-        call.run(phase)
-    except BaseException:
-        ledger.give_up()
-        raise
-    factor = ledger.finish()
+    with replicas.held() as held:
+        try:
+            call.run(phase)
+        except BaseException:
+            ledger.give_up()
+            raise
+        ledger.finish()
+        held.factor = ledger.factor
     for cell, parcel in call.desk.inputs.items():
         pass_changes_on(given[cell], parcel.tensors)
-    _pass_on(given, call, factor)
+    pass_gradients_on(given, call, ledger.factor)
     scores = ledger.scores
     asked = [score.beside.output[0] for score in scores if score.beside.output]
     return StepResult(
         ledger.total(),
         gather(asked, fed.rows) if asked else None,
-        _metrics(ledger, fed.rows),
+        metrics_of(ledger, fed.rows),
         call.measured(program),
     )
 
 
-def _metrics(ledger: Ledger, rows: Rows) -> dict[str, Any]:
+def metrics_of(ledger: Ledger, rows: Rows) -> dict[str, Any]:
     """Those of the micro-batches put together, name by name."""
     device = ledger.scores[0].loss.device
     columns = [score.beside.metrics for score in ledger.scores]
@@ -103,11 +118,14 @@ def _number(value: Any, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=kind, device=device)
 
 
-def _pass_on(given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None) -> None:
+def pass_gradients_on(
+    given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None
+) -> None:
     """If what was given was computed by something that learns: let it learn, once."""
     found = [
         (tensor, gradient if factor is None else _times(gradient, factor))
         for cell, parcel in sorted(call.desk.input_gradients.items())
+        if cell in given  # else it came from another process
         for tensor, gradient in zip(given[cell], parcel.tensors, strict=True)
         if gradient is not None
     ]

@@ -1,1 +1,1 @@
-"""One process a rank: what goes between processes, and how they learn of each other's faults."""
+"""One rank a process, over torch.distributed: the same worker, another transport."""

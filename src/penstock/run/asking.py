@@ -1,0 +1,96 @@
+"""What is asked of one call of a pipe, whichever runtime answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.gradients.replicas import Replicas
+from penstock.ir import Schedule
+from penstock.partition.sequential import check_unchanged
+from penstock.partition.split import Split
+from penstock.run.call import Manner
+from penstock.run.feed import Batch
+from penstock.run.programs import Programs, Size
+from penstock.run.training import StepResult
+from penstock.stage.reduction import LossFn
+from penstock.stage.tape import Keep
+from penstock.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A model cut and placed, the programs that run it, and the layers as the pipe has them now."""
+
+    split: Split
+    programs: Programs
+    replicas: Replicas
+    layers: Mapping[str, nn.Module | None]
+
+    def check(self) -> None:
+        """The layers are those that were cut, and have been given their numbers."""
+        check_unchanged(self.layers, self.split.stages_here)
+        self.split.blanks.check()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a pipe that may change from call to call."""
+
+    chunks: int
+    checkpoint: str
+    training: bool
+    runtime: str
+    reduction: str | None
+
+    def size(self, chunks: int, trains: bool = True) -> Size:
+        """Of a call with so many micro-batches."""
+        return Size(chunks, self.training and trains, self.checkpoint)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a training step is to do with the outputs."""
+
+    loss_fn: LossFn | None
+    outputs: bool
+    scaler: torch.amp.GradScaler | None
+
+
+class Answers(Protocol):
+    """What runs a pipe: in one process, or as one of several."""
+
+    def forward(self, settings: Settings, batch: Batch) -> Any:
+        """What the model computes of a batch."""
+
+    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+        """Forward, loss and backward."""
+
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Within, what is raised on one rank is raised on all."""
+
+    def group_for_saves(self) -> Any:
+        """Of all processes that save together; None if there is one."""
+
+    def forecast(self, settings: Settings, cost: Any) -> Timeline:
+        """The timeline of a training step on paper."""
+
+
+def manner_of(schedule: Schedule, tracked: bool = False) -> Manner:
+    """How the schedule has its cells computed, if there are gradients at all."""
+    grad = torch.is_grad_enabled()
+
+    def keep(stage: int, microbatch: int) -> Keep:
+        if not grad:
+            return Keep.NOTHING
+        return Keep.INPUTS if (stage, microbatch) in schedule.recomputed else Keep.GRAPH
+
+    def divided(stage: int, microbatch: int) -> bool:
+        return grad and (stage, microbatch) in schedule.divided
+
+    return Manner(keep, divided, tracked)

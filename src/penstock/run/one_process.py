@@ -1,0 +1,149 @@
+"""A pipe whose ranks are all in this process: threads, or the caller's thread alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from threading import Lock, RLock
+from typing import Any
+
+import torch
+
+from penstock.batch import gather
+from penstock.cost import Cost
+from penstock.gradients.overflow import agree_on_overflow
+from penstock.ir import Program
+from penstock.partition.wrapping import check_apart
+from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
+from penstock.run.call import Call, Runtime
+from penstock.run.feed import Batch, feed
+from penstock.run.inline import Inline
+from penstock.run.passage import Passage
+from penstock.run.threads import Crew, Threads
+from penstock.run.ties import Ties
+from penstock.run.training import HasTimeline, StepResult, train
+from penstock.run.weighing import Ledger, loss_scale
+from penstock.stage.added import behind_call
+from penstock.stage.batchnorm import deferred_in
+from penstock.stage.loss import ending_in_loss
+from penstock.stage.reduction import reduction_of
+from penstock.stage.stage import Stage
+from penstock.timeline import Timeline, simulate
+
+
+class OneProcess:
+    """Answers a pipe's calls. A copy has threads of its own."""
+
+    def __init__(self, arranged: Arrangement) -> None:
+        self._arranged = arranged
+        self._split, self._programs = arranged.split, arranged.programs
+        self._replicas = arranged.replicas
+        self._deferred = deferred_in(self._split.stages_here)
+        self._made = _Made()
+
+    def forward(self, settings: Settings, batch: Batch) -> Any:
+        """What the model computes of a batch; behind it, an autograd function."""
+        self._arranged.check()
+        self._replicas.check_call()
+        fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
+        size = settings.size(fed.chunks, torch.is_grad_enabled())
+        program, *phases = self._programs.halves(size)
+        stages = behind_call(self._split.partition.stages)
+        call = self._call(settings, program, stages, torch.is_grad_enabled())
+        passage = Passage(call, (phases[0], phases[1]), fed.given)
+        with self._replicas.held():
+            tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
+        return gather(passage.outputs(tensors), fed.rows)
+
+    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+        """Forward, loss and backward of a batch under the schedule."""
+        self._arranged.check()
+        fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
+        if torch.is_grad_enabled():
+            program, phase = self._programs.whole(settings.size(fed.chunks))
+        else:
+            program, phase, _ = self._programs.halves(settings.size(fed.chunks, False))
+        rule = reduction_of(lesson.loss_fn, settings.reduction)
+        stages = ending_in_loss(
+            self._split.partition.stages,
+            lesson.loss_fn,
+            rule.counting,
+            bool(batch.target),
+            lesson.outputs,
+        )
+        scale = loss_scale(lesson.scaler, self._device_of(len(stages) - 1))
+        ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
+        with self._turn():
+            call = self._call(settings, program, stages)
+            result = train(call, program, phase, fed, ledger, self._replicas)
+        if torch.is_grad_enabled():
+            if lesson.scaler is not None:
+                agree_on_overflow(self._split.partition.parameters(), ())
+            self._made.last = result.measured
+        return result
+
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Nothing has to be told to anybody."""
+        return nullcontext()
+
+    def group_for_saves(self) -> None:
+        """There is one process."""
+
+    def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
+        """With the costs of the last step, if there was one."""
+        program, _ = self._programs.whole(settings.size(settings.chunks))
+        if cost is None and self._made.last is not None:
+            cost = self._made.last.timeline.cost
+        return simulate(program, cost)
+
+    def _call(
+        self,
+        settings: Settings,
+        program: Program,
+        stages: Sequence[Stage],
+        tracked: bool = False,
+    ) -> Call:
+        schedule = program.schedule
+        for layer in self._deferred:
+            layer.begin(schedule.chunks)
+        places, placement = self._split.places, self._split.placement
+        ties = Ties(stages, list(places.values()), placement, tracked, schedule.chunks)
+        manner = manner_of(schedule, tracked)
+        return Call(stages, places, placement, manner, self._runtime(settings), ties)
+
+    def _runtime(self, settings: Settings) -> Runtime:
+        where = list(self._split.places.values()), self._split.placement
+        if len(self._split.places) == 1 or settings.runtime == "inline":
+            return Inline(*where)  # of one rank, there is nothing to run beside
+        return Threads(self._crew_at_hand(), *where)
+
+    def _device_of(self, stage: int) -> torch.device:
+        return self._split.place_of(stage).device
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """Within, no other thread takes a step: it would find gradients of another unit."""
+        if self._made.crew is not None:
+            self._made.crew.check_caller()
+        return self._made.stepping
+
+    def _crew_at_hand(self) -> Crew:
+        """The threads: made at the first call, and ended with the pipe."""
+        with self._made.making:  # one crew, though several threads call
+            if self._made.crew is None or not self._made.crew.here:
+                check_apart(self._split.partition, self._split.placement)
+                self._made.crew = Crew(len(self._split.places))
+            return self._made.crew
+
+
+@dataclass
+class _Made:
+    """What is made when it is first needed. A copy of the pipe makes its own."""
+
+    crew: Crew | None = None
+    making: Lock = field(default_factory=Lock)
+    stepping: AbstractContextManager[object] = field(default_factory=RLock)
+    last: HasTimeline | None = None
+
+    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
+        return _Made, ()

@@ -1,0 +1,254 @@
+"""How tensors get from this process to another: over gloo from host memory, or over NCCL.
+
+A send does not wait for its receiver, and holds what it sends until that has been taken. Of those
+that nobody has taken yet there are only a few for each receiver: then the sender waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.run.processes.codec import Shape, flat
+from penstock.stage.places import Gpu, Place, used_on
+
+UNTAKEN = 4  # messages to one receiver that may be on their way at once
+
+Arrival = Callable[[], list[Tensor]]
+
+
+class Group(Protocol):
+    """A process group, as far as messages need it."""
+
+    def rank(self) -> int:
+        """Of this process."""
+
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        """What it gives can be waited for."""
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        """What it gives can be waited for."""
+
+    def abort(self) -> None:
+        """Let all that waits fail."""
+
+
+class Links(Protocol):
+    """What carries tensors between the processes of a pipe."""
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
+        """Hand over."""
+
+    def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
+        """Ask for tensors; the call that it gives waits for them."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has been taken."""
+
+    def abort(self) -> None:
+        """Let every wait fail, from another thread."""
+
+
+class HostLinks:
+    """Between ranks on CPUs."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._sent = _Untaken()
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
+        """Straight from the tensors' memory."""
+        flats = [flat(tensor) for tensor in tensors if tensor.numel()]
+        works = [self._group.send([one.detach()], peer, tag) for one in flats]
+        self._sent.add(peer, works, flats)
+
+    def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
+        """Into memory of its own."""
+        buffers = [shape.empty("cpu") for shape in shapes]
+        works = [
+            self._group.recv([flat(buffer)], peer, tag) for buffer in buffers if buffer.numel()
+        ]
+
+        def arrived() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return buffers
+
+        return arrived
+
+    def flush(self) -> None:
+        """Wait for all sends."""
+        self._sent.flush()
+
+    def abort(self) -> None:
+        """The group's own poison wakes those who wait."""
+
+
+class StagedLinks:
+    """Between GPUs that NCCL does not join: by way of pinned host memory, over gloo.
+
+    A thread waits until a tensor has been copied to the host, and sends it; so the rank's own
+    thread goes on.
+    """
+
+    def __init__(self, group: Group, place: Gpu) -> None:
+        self._group, self._place = group, place
+        self._host = HostLinks(group)
+        self._orders: SimpleQueue[tuple[torch.cuda.Event, int, int, list[Tensor]] | None] = (
+            SimpleQueue()
+        )
+        self._failed: list[BaseException] = []
+        self._thread: Thread | None = None
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
+        """Copy to the host beside the computation, then send from there."""
+        place = self._place
+        place.copy.wait_event(place.compute.record_event())
+        used_on(place.copy, tensors)
+        with torch.cuda.stream(place.copy):
+            staged = [_pinned_copy(tensor) for tensor in tensors]
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="penstock-send", daemon=True)
+            self._thread.start()
+        self._orders.put((place.copy.record_event(), peer, tag, staged))
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            event, peer, tag, staged = order
+            try:
+                event.synchronize()
+                self._host.send(peer, tag, staged)
+            except BaseException as error:
+                self._failed.append(error)
+
+    def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
+        """Into pinned memory, and from there to the GPU beside the computation."""
+        place = self._place
+        buffers = [shape.empty("cpu", pinned=True) for shape in shapes]
+        works = [
+            self._group.recv([flat(buffer)], peer, tag) for buffer in buffers if buffer.numel()
+        ]
+
+        def arrived() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            with torch.cuda.stream(place.copy):
+                here = [buffer.to(place.device, non_blocking=True) for buffer in buffers]
+            place.compute.wait_event(place.copy.record_event())
+            used_on(place.compute, here)
+            return here
+
+        return arrived
+
+    def flush(self) -> None:
+        """Wait until the thread has sent all, and all has been taken."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._failed:
+            raise self._failed.pop(0)
+        self._host.flush()
+
+    def abort(self) -> None:
+        """The group's own poison wakes those who wait; the thread ends."""
+        self._orders.put(None)
+
+
+class NcclLinks:
+    """Between GPUs: a communicator for each pair of ranks and direction, with a stream of its own.
+
+    NCCL knows no tags: what goes over one communicator is received in the order it was sent.
+    """
+
+    def __init__(self, rank: int, place: Gpu, groups: dict[tuple[int, int], Group]) -> None:
+        self._rank, self._place, self._groups = rank, place, groups
+        self._sent: list[tuple[Any, list[Tensor]]] = []
+
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
+        """After what has been computed so far."""
+        group = self._groups[self._rank, peer]
+        flats = [flat(tensor) for tensor in tensors if tensor.numel()]
+        with self._place.entered():
+            for one in flats:
+                self._sent.append((group.send([one], 1, 0), flats))
+
+    def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
+        """What is computed after the arrival waits for it; the host does not."""
+        group = self._groups[peer, self._rank]
+        with self._place.entered():
+            buffers = [shape.empty(self._place.device) for shape in shapes]
+            works = [group.recv([flat(buffer)], 0, 0) for buffer in buffers if buffer.numel()]
+
+        def arrived() -> list[Tensor]:
+            with self._place.entered():
+                for work in works:
+                    work.wait()
+            return buffers
+
+        return arrived
+
+    def flush(self) -> None:
+        """Let the computation's stream wait; what was sent may be freed after that."""
+        with self._place.entered():
+            for work, _ in self._sent:
+                work.wait()
+        self._sent.clear()
+
+    def abort(self) -> None:
+        """All communicators, each in a thread of its own: it may wait."""
+        for group in self._groups.values():
+            Thread(target=group.abort, name="penstock-abort", daemon=True).start()
+
+
+class _Untaken:
+    """What was sent and may not have been taken yet, by receiver."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, deque[tuple[list[Any], list[Tensor]]]] = {}
+
+    def add(self, peer: int, works: list[Any], tensors: list[Tensor]) -> None:
+        """Hold the tensors; wait for the oldest, if there are many."""
+        sent = self._of.setdefault(peer, deque())
+        sent.append((works, tensors))
+        if len(sent) > UNTAKEN:
+            _wait(sent.popleft()[0])
+
+    def flush(self) -> None:
+        for sent in self._of.values():
+            while sent:
+                _wait(sent.popleft()[0])
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    host = Shape.of(tensor).empty("cpu", pinned=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
+
+
+def links_of(
+    rank: int,
+    place: Place,
+    group: Group,
+    open_nccl: Callable[[], dict[tuple[int, int], Group]] | None,
+) -> Links:
+    """The best there is for the place."""
+    if not isinstance(place, Gpu):
+        return HostLinks(group)
+    if open_nccl is None:
+        return StagedLinks(group, place)
+    return NcclLinks(rank, place, open_nccl())
