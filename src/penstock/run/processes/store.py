@@ -62,7 +62,10 @@ def _served_by_the_first(group: ProcessGroup) -> TCPStore:
     address[: len(line)] = torch.tensor(list(line), dtype=torch.uint8)
     dist.broadcast(address, dist.get_global_rank(group, 0), group=group)
     if served is not None:
+        served.wait([f"here/{rank}" for rank in range(1, group.size())])  # before anybody drops it
         return served
     host, port = json.loads(bytes(address.tolist()).rstrip(b"\0"))
-    here = host == name
-    return TCPStore("localhost" if here else host, port, is_master=False, wait_for_workers=False)
+    host = "localhost" if host == name else host
+    reached = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    reached.set(f"here/{group.rank()}", "")
+    return reached
