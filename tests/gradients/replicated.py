@@ -49,7 +49,10 @@ def _ddp(module: nn.Module, _: int) -> nn.Module:
 
 def _ddp_unused(module: nn.Module, _: int) -> nn.Module:
     return DistributedDataParallel(
-        module, process_group=mesh().get_group(), find_unused_parameters=True
+        module,
+        process_group=mesh().get_group(),
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
     )
 
 

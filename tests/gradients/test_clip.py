@@ -109,20 +109,22 @@ def test_what_is_not_finite_is_so_on_all_ranks(order: float, spoiled: float) -> 
 
 
 def in_parts(order: float) -> Any:
-    """One sharded, one replicated, one plain, one without a gradient on any rank."""
+    """Sharded, replicated, plain, in other parts than its parameter, and one without a gradient."""
     torch.manual_seed(0)
-    full = [torch.randn(3, 2).double() for _ in range(3)]
+    full = [torch.randn(3, 2).double() for _ in range(4)]
     parameters = [
         nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(0)])),
         nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Replicate()])),
         nn.Parameter(torch.zeros(3, 2).double()),
         nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(1)])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(1)])),
     ]
     parameters[0].grad = distribute_tensor(full[0].clone(), mesh(), [Shard(0)])
     parameters[1].grad = distribute_tensor(full[1].clone(), mesh(), [Replicate()])
     parameters[2].grad = full[2].clone()
+    parameters[3].grad = distribute_tensor(full[3].clone(), mesh(), [Replicate()])
     total = clip_grad_norm(parameters, parameters, None, 0.3, order)
-    return total, [whole(p.grad) for p in parameters[:3]], full
+    return total, [whole(p.grad) for p in parameters[:4]], full
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.gradients.overflow import agree_on_overflow
-from tests.gradients.replicated import WRAPS, half, model, pipe_of, whole
+from tests.gradients.replicated import WRAPS, half, mesh, model, pipe_of, whole
 from tests.processes.ranks import ranks
 from tests.support import batch, closely
 
@@ -61,6 +62,20 @@ def no_gradients_here() -> list[float]:
 
 def test_a_rank_without_gradients_takes_part() -> None:
     assert ranks(3).run(no_gradients_here) == [[inf, 1.0], [inf, 1.0], []]
+
+
+def beside_parts() -> list[float]:
+    """A parameter that is whole on each rank, beside one whose part on one rank is not finite."""
+    parted = nn.Parameter(distribute_tensor(torch.zeros(4), mesh(), [Shard(0)]))
+    plain = nn.Parameter(torch.zeros(2))
+    parted.grad = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, nan]), mesh(), [Shard(0)])
+    plain.grad = torch.ones(2)
+    agree_on_overflow([parted, plain], ())
+    return plain.grad.tolist()
+
+
+def test_who_has_parts_of_it_agrees() -> None:
+    assert ranks(2).run(beside_parts) == [[inf, 1.0], [inf, 1.0]]
 
 
 def trained(wrap: str) -> list[str]:

@@ -157,9 +157,12 @@ def test_side_inputs_and_tuples(checkpoint: str) -> None:
 def test_compiled_stages(schedule: str) -> None:
     """More of them than a compiler compiles one function for. Their weights do not wait for W."""
     runs: list[str] = []
+    compilations: list[int] = []
     torch._dynamo.reset()
 
     def backend(graph: Any, example: Any) -> Any:
+        compilations.append(len(example))
+
         def run(*values: Any) -> Any:
             runs.append("run")
             return graph(*values)
@@ -190,6 +193,7 @@ def test_compiled_stages(schedule: str) -> None:
         mse(expected(x), y).backward()
         pipe.step(x, target=y)
     assert len(runs) == 2 * 2 * 10
+    assert len(compilations) <= 12  # once a stage; the first also for rows that begin elsewhere
     for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
