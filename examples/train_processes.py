@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, fl
             loss /= replicas
         if step % args.every == 0 or step == args.steps:
             say(f"step {step}  loss {loss:.4f}")
-            if args.save and replica == 0:
+            if args.save:
                 pipe.save(args.save, optimizer=optimizer, extra=(step, float(loss)))
     return pipe, float(loss)
 
