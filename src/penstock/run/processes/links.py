@@ -160,7 +160,8 @@ class StagedLinks:
         self._host.flush()
 
     def abort(self) -> None:
-        """The group's own poison wakes those who wait."""
+        """The group's own poison wakes those who wait; the thread ends."""
+        self._orders.put(None)
 
 
 class NcclLinks:

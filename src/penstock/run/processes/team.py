@@ -6,6 +6,7 @@ whoever caught the error on every rank may go on.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import RemoteError
+from penstock.errors import RemoteError, RunError
 from penstock.run.processes.links import Links, links_of
 from penstock.run.processes.peers import Peers
 from penstock.run.processes.poison import poison
@@ -45,25 +46,46 @@ class Team:
         members = tuple(dist.get_process_group_ranks(group))
         number = _pipes[members] = _pipes.get(members, -1) + 1
         self._shared = store_of(group, f"pipe{number}")
-        self._place, self._heartbeat, self._nccl = place, heartbeat, nccl
+        self.place, self._heartbeat, self._nccl = place, heartbeat, nccl
         self._openings = 0
         self._calls = 0
+        self._turn = threading.Lock()
+        self._caller: int | None = None
         self._learned: OrderedDict[str, Learned] = OrderedDict()
         self._open()
 
     def __deepcopy__(self, memo: Any) -> Team:
         return self
 
+    def __reduce__(self) -> Any:
+        raise RunError(
+            "a pipe over several processes cannot be pickled, as its other stages are elsewhere: "
+            "use pipe.save(folder), or pipe.state_dict() for what is on this rank"
+        )
+
     @contextmanager
     def call(self, kind: str) -> Iterator[str]:
-        """Within, what is raised is raised on every rank; gives the call's name."""
-        if self.watch.closed:
-            self._open()
-        self._calls += 1
-        name = f"{kind} (call {self._calls})"
-        with self.watch.guarded(name):
-            yield name
-        self.watch.outside()
+        """Within, what is raised is raised on every rank; gives the call's name.
+
+        Threads take turns. The thread that is within may not begin another call.
+        """
+        if self._caller == threading.get_ident():
+            raise RunError(
+                f"{kind} of a pipe was called within another call of it, in a layer or a hook: the "
+                "other ranks would not know of it; call it after the step"
+            )
+        with self._turn:
+            if self.watch.closed:
+                self._open()
+            self._calls += 1
+            name = f"{kind} (call {self._calls})"
+            self._caller = threading.get_ident()
+            try:
+                with self.watch.guarded(name):
+                    yield name
+                self.watch.outside()
+            finally:
+                self._caller = None
 
     def learned(self, key: str) -> Learned:
         """What is known of calls with this key; all ranks remember and forget the same."""
@@ -73,16 +95,28 @@ class Team:
             self._learned.popitem(last=False)
         return found
 
+    def group_for_saves(self) -> Any:
+        """One of their own: a save may go on in the background of steps. All ranks ask together."""
+        if self.watch.closed:
+            self._open()
+        if len(self._gloo) == 1:
+            self._gloo.append(self._new_gloo("saves"))
+        return self._gloo[1]
+
+    def _new_gloo(self, name: str) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.size, _OPERATION)
+
     def _open(self) -> None:
-        store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        store = self._store = PrefixStore(f"opening{self._openings}", self._shared.store)
         self._openings += 1
         self._calls = 0
         self._learned.clear()
         _gather(store, self.rank, self.size)
-        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), self.rank, self.size, _OPERATION)
+        gloo = self._new_gloo("gloo")
+        self._gloo = [gloo]
         self.links = links_of(
             self.rank,
-            self._place,
+            self.place,
             gloo,
             partial(self._communicators, PrefixStore("nccl", store)) if self._nccl else None,
         )
@@ -91,14 +125,14 @@ class Team:
             self.rank,
             self.size,
             self._heartbeat,
-            _poisoner(gloo, self.links),
+            _poisoner(self._gloo, self.links),
             self._shared.host,
         )
         self.peers = Peers(gloo, self.watch.waiting)
 
     def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
         """One for each pair of ranks and direction, opened now, in the same order on every rank."""
-        assert isinstance(self._place, Gpu)
+        assert isinstance(self.place, Gpu)
         pairs = [(src, dst) for src in range(self.size) for dst in range(self.size) if src != dst]
         made = {}
         for src, dst in pairs:
@@ -106,14 +140,15 @@ class Team:
                 options = dist.ProcessGroupNCCL.Options()
                 ours = PrefixStore(f"{src}-{dst}", store)
                 group = dist.ProcessGroupNCCL(ours, int(self.rank == dst), 2, options)
-                group.eager_connect_single_device(self._place.device)
+                group.eager_connect_single_device(self.place.device)
                 made[src, dst] = group
         return made
 
 
-def _poisoner(gloo: Any, links: Links) -> Callable[[], None]:
+def _poisoner(groups: list[Any], links: Links) -> Callable[[], None]:
     def fail() -> None:
-        poison(gloo)
+        for gloo in groups:
+            poison(gloo)
         links.abort()
 
     return fail
