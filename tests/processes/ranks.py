@@ -30,7 +30,12 @@ from tests.processes.packing import packed, unpacked
 from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
-PRELOADED = ("pytest", "penstock.pipe", "tests.processes.rank", "tests.support")
+PRELOADED = (
+    "penstock.pipe",
+    "tests.processes.rank",
+    "tests.properties.fuzz",
+    "tests.features.page",
+)
 START = 60.0  # seconds in which processes must come up
 
 
