@@ -456,7 +456,8 @@ def test_hooks_of_a_shared_module_run_wherever_it_is_used() -> None:
 def test_stages_of_one_rank_need_no_stand_ins() -> None:
     for ranks, any_needed in ((1, False), (2, True)):
         split = Pipe(language("module"), 1, stages=[2, 2, 2, 2], devices=["cpu"] * ranks)._split
-        found = Ties(split.partition.stages, split.places, split.placement, False, chunks=1)
+        places = list(split.places.values())
+        found = Ties(split.partition.stages, places, split.placement, False, chunks=1)
         assert any(found.stand_ins.values()) == any_needed
 
 

@@ -9,17 +9,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Cost
 from penstock.errors import KindError, RunError
+from penstock.notation import dumps
 from penstock.options import check_chunks, check_loss, check_words
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
-from penstock.partition.split import Wish, split, ties
+from penstock.partition.split import Site, Wish, split
+from penstock.partition.tied import ties_in_words
 from penstock.run.asking import Answers, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
+from penstock.run.processes.joining import check_same, first_decides, group_of, join, place_in
+from penstock.run.processes.many import ManyProcesses, Sharing
+from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
 from penstock.schedules.choice import Asked, check_trains, choose, read
@@ -43,6 +50,12 @@ class Pipe(nn.Module):
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
+    mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
+                         holds its own stages alone. The rest is for that:
+    data                 given on all ranks, or on the first alone
+    outputs              on the last rank, or on all
+    shapes               of messages: learned in the first call with such inputs, or sent always
+    heartbeat            seconds after which a rank that does not come on is given up
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
@@ -67,11 +80,18 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        data: str = "all",
+        outputs: str = "last",
+        shapes: str = "learned",
+        heartbeat: float = 10.0,
     ) -> None:
         super().__init__()
         check_children(module)
         check_chunks(chunks)
         check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+        check_words(data=data, outputs=outputs, shapes=shapes)
         check_loss(loss_fn)
         verify_skippables(module)
         self.chunks, self.checkpoint = chunks, checkpoint
@@ -82,19 +102,46 @@ class Pipe(nn.Module):
             assert isinstance(converted, nn.Sequential)
             module = converted
         asked = read(schedule)
-        self._split = split(module, Wish(stages, devices, balance, example, chunks), asked)
+        wish = Wish(stages, devices, balance, example, chunks)
+        processes = group_of(mesh, group)
+        team = None
+        if processes is None:
+            self._split = split(module, wish, asked)
+        else:
+            place = place_in(processes, devices)
+            team = join(processes, place, heartbeat)
+            site = Site(team.rank, team.size, place, first_decides(team))
+            self._split = split(module, wish, asked, site)
         self._choice = choose(asked, self._split.placement, chunks, self._split.partition.graph)
         made = self._choice(chunks)
         check_trains(made, self._choice.name)
         require_sound(made, self._split.partition.graph)
-        deferred = [m for m in module.modules() if isinstance(m, DeferredBatchNorm)]
         programs = Programs(self._choice, self._split.partition.graph)
-        self._runs: Answers = OneProcess(self._split, programs, deferred)
+        self._runs: Answers = OneProcess(self._split, programs)
+        if team is not None:
+            schedule_text = dumps(made)
+            check_same(
+                team,
+                module,
+                chunks=chunks,
+                checkpoint=checkpoint,
+                schedule=schedule_text,
+                data=data,
+                outputs=outputs,
+                shapes=shapes,
+                reduction=reduction,
+            )
+            begin_alike(self._split.ties, team.peers)
+            self._runs = ManyProcesses(team, self._split, programs, Sharing(data, outputs, shapes))
         self._noticed = _Noticed()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
         # here on no attribute is set.
-        self._modules.update(module._modules)
+        self._modules.update(
+            (name, layer)
+            for stage in self._split.stages_here
+            for name, layer in zip(stage.names, stage.layers, strict=True)
+        )
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
 
@@ -160,13 +207,14 @@ class Pipe(nn.Module):
         return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
 
     def _check_layers(self) -> None:
-        known = [name for stage in self._split.partition.stages for name in stage.names]
+        here = self._split.stages_here
+        known = [name for stage in here for name in stage.names]
         if list(self._modules) != known:
             raise RunError(
                 f"the pipe was made of the layers {', '.join(known)}, and now has "
                 f"{', '.join(self._modules)}: make the Pipe after the change"
             )
-        for stage in self._split.partition.stages:
+        for stage in here:
             for name, layer in zip(stage.names, stage.layers, strict=True):
                 if self._modules.get(name) is not layer:
                     raise RunError(
@@ -199,6 +247,11 @@ class Pipe(nn.Module):
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
         lines = [f"Pipe({options}, schedule={self._choice.name!r},"]
         for stage in self._split.partition.stages:
+            if not self._split.is_here(stage.index):
+                lines.append(
+                    f"  {stage} in the process of rank {self._split.placement[stage.index]}"
+                )
+                continue
             numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
             place = self._split.place_of(stage.index)
             lines.append(f"  {stage} on {place!r}, {numbers:,} parameters")
@@ -207,7 +260,12 @@ class Pipe(nn.Module):
             lines.append(
                 f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
             )
-        return "\n".join(lines + [f"  tied {tie}" for tie in ties(self._split)]) + ")"
+        here = self._split.stages_here
+        tied = ties_in_words(here, self._split.placement)
+        tied += [
+            f"{tie.name}: on ranks {', '.join(map(str, tie.holders))}" for tie in self._split.ties
+        ]
+        return "\n".join(lines + [f"  tied {tie}" for tie in tied]) + ")"
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
@@ -229,7 +287,7 @@ class Pipe(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """What every other conversion comes to, also that of a module with the pipe in it."""
-        for place in self._split.places:
+        for place in self._split.places.values():
             try:
                 moved = fn(torch.empty(0, device=place.device)).device != place.device
             except (RuntimeError, AssertionError):  # to a device that is not there

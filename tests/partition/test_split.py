@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from penstock import ArgumentError, Pipe, Schedule, WithDevice, loads, schedules
 from penstock.partition.sequential import cut, placed_by_user
-from penstock.partition.split import Split, Wish, _move, split, ties
+from penstock.partition.split import Split, Wish, _move, split
+from penstock.partition.tied import ties_in_words
 from tests.support import Do
 
 
@@ -157,8 +158,12 @@ def tied() -> nn.Sequential:
 
 
 def test_parameters_that_ranks_share_are_found() -> None:
-    assert ties(cut_of(tied(), stages=3)) == ["2.0.weight on rank 2 is 0.weight of rank 0"]
-    assert ties(cut_of(tied(), stages=3, devices=["cpu"])) == []
+    for devices, words in (
+        (None, ["2.0.weight on rank 2 is 0.weight of rank 0"]),
+        (["cpu"], []),
+    ):
+        found = cut_of(tied(), stages=3, devices=devices)
+        assert ties_in_words(found.partition.stages, found.placement) == words
 
 
 def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
@@ -169,7 +174,7 @@ def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
     for layer in (model[0], model[2]):
         layer.register_buffer("table", table)
     partition = cut(model, [1, 1, 1])
-    _move(partition, [torch.device(name) for name in ("cpu", "meta", "meta")])
+    _move(partition.stages, [torch.device(name) for name in ("cpu", "meta", "meta")])
     assert model[2][0].weight is model[0].weight is shared  # type: ignore[index]
     assert model[2].table is model[0].table is table
     assert shared.device == shared.grad.device == torch.device("cpu")

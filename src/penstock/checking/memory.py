@@ -126,7 +126,7 @@ def measured(subject: Subject, pipe: Pipe, places: Sequence[Metered]) -> Reading
     finally:
         for place in places:
             place.meter = None
-    program = result.measured.program
+    program = result.timeline.program
     order = [(span.rank, span.action) for span in play(program)]
     return Reading(program, order, meter.before, meter.after)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,23 +20,48 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
+from penstock.partition.tied import Tie, ties_between
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
+from penstock.stage.stage import Stage
 
 BALANCES = ("time", "memory", "parameters")
 
 
 @dataclass(frozen=True)
 class Split:
-    """A partition whose stages stand on ranks, each at a place."""
+    """A partition whose stages stand on ranks. `places` are those of this process's ranks."""
 
     partition: Partition
-    places: tuple[Place, ...]
+    places: Mapping[int, Place]
     placement: tuple[int, ...]
+    ties: tuple[Tie, ...] = ()  # with ranks of other processes
+
+    def is_here(self, stage: int) -> bool:
+        """Does this process compute the stage?"""
+        return self.placement[stage] in self.places
 
     def place_of(self, stage: int) -> Place:
-        """Where the stage computes."""
+        """Where the stage computes: one of this process's."""
         return self.places[self.placement[stage]]
+
+    @property
+    def stages_here(self) -> list[Stage]:
+        """Those that this process computes."""
+        return [stage for stage in self.partition.stages if self.is_here(stage.index)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where this process stands among those of a pipe.
+
+    `settled` gives what the first rank finds, on every rank.
+    """
+
+    rank: int
+    ranks: int
+    place: Place
+    settled: Callable[[Callable[[], Sequence[int]]], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +75,13 @@ class Wish:
     chunks: int
 
 
-def split(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
-    """Cut and place as wished; without a wish, as the layers stand."""
+def split(
+    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site | None = None
+) -> Split:
+    """Cut and place as wished; without a wish, as the layers stand, or a share for each process."""
     _check_wish(wish)
+    if site is not None:
+        return _among_processes(module, wish, schedule, site)
     if wish.stages is None and wish.devices is None:
         if wish.balance is not None or wish.example is not None:
             raise ArgumentError(
@@ -85,7 +114,7 @@ def _check_wish(wish: Wish) -> None:
 def _as_placed(module: nn.Sequential) -> Split:
     counts, devices = placed_by_user(list(module))
     ranks = list(dict.fromkeys(devices))
-    places = tuple(place_at(device) for device in ranks)
+    places = dict(enumerate(map(place_at, ranks)))
     placement = tuple(ranks.index(device) for device in devices)
     return Split(cut(module, counts), places, placement)
 
@@ -96,21 +125,42 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     if stages is None:
         assert wish.devices is not None
         stages = len(wish.devices) * per_rank
-    number = stages if isinstance(stages, int) else len(stages)
-    if number < 1:
-        raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
+    number = _number(stages)
     ranks = -(-number // per_rank)
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    _move(partition, [places[rank].device for rank in placement])
-    return Split(partition, places, placement)
+    _move(partition.stages, [places[rank].device for rank in placement])
+    return Split(partition, dict(enumerate(places)), placement)
 
 
-def _move(partition: Partition, devices: Sequence[torch.device]) -> None:
+def _among_processes(
+    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site
+) -> Split:
+    """This process's share: it keeps no layer of another's."""
+    stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
+    placement = placement_of(schedule, site.ranks, _number(stages))
+    counts = site.settled(lambda: _counts(module, stages, wish, site.place))
+    whole = cut(module, counts)
+    ties = ties_between(whole.stages, placement, site.rank)
+    mine = [stage for stage in whole.stages if placement[stage.index] == site.rank]
+    _move(mine, [site.place.device for _ in mine])
+    seen = [stage if stage in mine else stage.elsewhere() for stage in whole.stages]
+    partition = replace(whole, stages=tuple(seen))
+    return Split(partition, {site.rank: site.place}, placement, ties)
+
+
+def _number(stages: int | Sequence[int]) -> int:
+    number = stages if isinstance(stages, int) else len(stages)
+    if number < 1:
+        raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
+    return number
+
+
+def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
     """Each layer to its stage's device; what several share, to that of the first."""
     settled: set[Tensor] = set()
-    for stage, device in zip(partition.stages, devices, strict=True):
+    for stage, device in zip(stages, devices, strict=True):
         for layer in stage.layers:
             held = {*tensors_of(layer)}
             if any(t.device != device for t in held - settled):
@@ -167,17 +217,3 @@ def _counts(
 
 def _parameter_bytes(layer: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in layer.parameters())
-
-
-def ties(split: Split) -> list[str]:
-    """Every parameter that stages of several ranks share, and whose it is, in words."""
-    owners: dict[nn.Parameter, tuple[str, int]] = {}
-    found = []
-    for stage in split.partition.stages:
-        rank = split.placement[stage.index]
-        for name, layer in zip(stage.names, stage.layers, strict=True):
-            for inner, parameter in layer.named_parameters():
-                first, owner = owners.setdefault(parameter, (f"{name}.{inner}", rank))
-                if owner != rank:
-                    found.append(f"{name}.{inner} on rank {rank} is {first} of rank {owner}")
-    return found

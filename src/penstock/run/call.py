@@ -205,10 +205,21 @@ class Measured:
     @cached_property
     def timeline(self) -> Timeline:
         """When everything ran. On a GPU this waits until the run has ended."""
+        lanes = zip(self.marks, self.origins, strict=True)
         spans = [
-            Span(rank, m.step.at, m.step.action, _seconds(origin, m.start), _seconds(origin, m.end))
-            for rank, (lane, origin) in enumerate(zip(self.marks, self.origins, strict=True))
+            Span(rank, m.step.at, m.step.action, *seconds_of(m, origin))
+            for rank, (lane, origin) in enumerate(lanes)
             for m in lane
         ]
-        spans.sort(key=lambda span: (span.start, span.end))
-        return Timeline(self.program, observed(self.program, spans), tuple(spans))
+        return timeline_of(self.program, spans)
+
+
+def seconds_of(mark: Mark, origin: Moment) -> tuple[float, float]:
+    """From when to when, counted from the origin."""
+    return _seconds(origin, mark.start), _seconds(origin, mark.end)
+
+
+def timeline_of(program: Program, spans: Sequence[Span]) -> Timeline:
+    """Of spans that were measured, in any order."""
+    ordered = sorted(spans, key=lambda span: (span.start, span.end))
+    return Timeline(program, observed(program, ordered), tuple(ordered))

@@ -15,17 +15,17 @@ from penstock.cost import Cost
 from penstock.ir import Program
 from penstock.partition.split import Split
 from penstock.run.asking import Lesson, Settings, manner_of
-from penstock.run.call import Call, Measured, Runtime
+from penstock.run.call import Call, Runtime
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
 from penstock.run.passage import Passage
 from penstock.run.programs import Programs
 from penstock.run.threads import Crew, Threads
 from penstock.run.ties import Ties
-from penstock.run.training import StepResult, train
+from penstock.run.training import HasTimeline, StepResult, train
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
-from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.batchnorm import deferred_in
 from penstock.stage.loss import ending_in_loss
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import Stage
@@ -35,10 +35,9 @@ from penstock.timeline import Timeline, simulate
 class OneProcess:
     """Answers a pipe's calls. A copy has threads of its own."""
 
-    def __init__(
-        self, split: Split, programs: Programs, deferred: Sequence[DeferredBatchNorm]
-    ) -> None:
-        self._split, self._programs, self._deferred = split, programs, list(deferred)
+    def __init__(self, split: Split, programs: Programs) -> None:
+        self._split, self._programs = split, programs
+        self._deferred = deferred_in(split.stages_here)
         self._made = _Made()
 
     def forward(self, settings: Settings, batch: Batch) -> Any:
@@ -93,19 +92,12 @@ class OneProcess:
         for layer in self._deferred:
             layer.begin(schedule.chunks)
         places, placement = self._split.places, self._split.placement
-        ties = Ties(stages, places, placement, tracked, schedule.chunks)
-        runtime = self._runtime(settings)
-        return Call(
-            stages,
-            dict(enumerate(places)),
-            placement,
-            manner_of(schedule, tracked),
-            runtime,
-            ties,
-        )
+        ties = Ties(stages, list(places.values()), placement, tracked, schedule.chunks)
+        manner = manner_of(schedule, tracked)
+        return Call(stages, places, placement, manner, self._runtime(settings), ties)
 
     def _runtime(self, settings: Settings) -> Runtime:
-        where = self._split.places, self._split.placement
+        where = list(self._split.places.values()), self._split.placement
         if len(self._split.places) == 1 or settings.runtime == "inline":
             return Inline(*where)  # of one rank, there is nothing to run beside
         return Threads(self._crew_at_hand(), *where)
@@ -134,7 +126,7 @@ class _Made:
     crew: Crew | None = None
     making: Lock = field(default_factory=Lock)
     stepping: AbstractContextManager[object] = field(default_factory=RLock)
-    last: Measured | None = None
+    last: HasTimeline | None = None
 
     def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
         return _Made, ()

@@ -31,10 +31,10 @@ class Ties:
         hooked: bool,
         chunks: int,
     ) -> None:
-        modules = [[real(module) for module in stage.modules()] for stage in stages]
+        modules = [modules_of(stage) for stage in stages]
         ranks = [placement[stage.index] for stage in stages]
-        held = [_held(those) for those in modules]
-        shared = _shared(held)
+        held = [held_by(those) for those in modules]
+        shared = held_by_several(held)
         owners = _owners(stages, ranks, held) if shared and len(places) > 1 else {}
         self._doubles = [
             Doubles(place.device, {key for key, owner in owners.items() if owner != rank}, hooked)
@@ -56,7 +56,12 @@ class Ties:
             torch.autograd.backward(owners, [g.to(owner.device) for owner, g in learned])
 
 
-def _shared(held: Sequence[set[int]]) -> set[int]:
+def modules_of(stage: Stage) -> list[nn.Module]:
+    """The stage's own, though another call may be computing with stand-ins for them."""
+    return [real(module) for module in stage.modules()]
+
+
+def held_by_several(held: Sequence[set[int]]) -> set[int]:
     """The ids that several stages have."""
     once: set[int] = set().union(*held)
     if len(once) == sum(map(len, held)):
@@ -82,7 +87,7 @@ def _owners(
     return owners
 
 
-def _held(modules: Sequence[nn.Module]) -> set[int]:
+def held_by(modules: Sequence[nn.Module]) -> set[int]:
     """The ids of the modules and of their tensors."""
     ids = {id(real(t)) for m in modules for t in m._parameters.values() if t is not None}
     ids.update([id(real(t)) for m in modules for t in m._buffers.values() if t is not None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,20 @@ from torch.utils import _pytree as pytree
 
 from penstock.batch import Rows, gather
 from penstock.ir import Program
-from penstock.run.call import Call, Measured
+from penstock.run.call import Call
 from penstock.run.feed import Fed
 from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.weighing import Ledger
 from penstock.timeline import Timeline
+
+
+class HasTimeline(Protocol):
+    """A run that took place."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """When everything ran."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class StepResult:
     loss: Tensor
     outputs: Any
     metrics: dict[str, Any]
-    measured: Measured
+    measured: HasTimeline
 
     @property
     def timeline(self) -> Timeline:
@@ -54,21 +62,21 @@ def train(
     except BaseException:
         ledger.give_up()
         raise
-    factor = ledger.finish()
+    ledger.finish()
     for cell, parcel in call.desk.inputs.items():
         pass_changes_on(given[cell], parcel.tensors)
-    _pass_on(given, call, factor)
+    pass_gradients_on(given, call, ledger.factor)
     scores = ledger.scores
     asked = [score.beside.output[0] for score in scores if score.beside.output]
     return StepResult(
         ledger.total(),
         gather(asked, fed.rows) if asked else None,
-        _metrics(ledger, fed.rows),
+        metrics_of(ledger, fed.rows),
         call.measured(program),
     )
 
 
-def _metrics(ledger: Ledger, rows: Rows) -> dict[str, Any]:
+def metrics_of(ledger: Ledger, rows: Rows) -> dict[str, Any]:
     """Those of the micro-batches put together, name by name."""
     device = ledger.scores[0].loss.device
     columns = [score.beside.metrics for score in ledger.scores]
@@ -103,11 +111,14 @@ def _number(value: Any, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=kind, device=device)
 
 
-def _pass_on(given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None) -> None:
+def pass_gradients_on(
+    given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None
+) -> None:
     """If what was given was computed by something that learns: let it learn, once."""
     found = [
         (tensor, gradient if factor is None else _times(gradient, factor))
         for cell, parcel in sorted(call.desk.input_gradients.items())
+        if cell in given  # else it came from another process
         for tensor, gradient in zip(given[cell], parcel.tensors, strict=True)
         if gradient is not None
     ]

@@ -161,17 +161,25 @@ class Ledger:
                 total = total + score.added.to(total.device) * share
         return total.detach()
 
-    def finish(self) -> Tensor | None:
-        """Add this step's gradients to the earlier ones. Gives what others are to be multiplied by.
+    @property
+    def in_own_unit(self) -> bool:
+        """Are this step's gradients of another unit than earlier ones, until its end?"""
+        return self._aside is not None
 
-        That is None if they are right as they are.
-        """
+    @property
+    def factor(self) -> Tensor | None:
+        """What this step's gradients are to be multiplied by; None if they are right already."""
         if self._aside is None:
             return None
         assert self._unit is not None
-        factor = self._unit / _total(self._weights)
-        self._aside.give_back(factor)
-        return factor
+        return self._unit / _total(self._weights)
+
+    def finish(self) -> None:
+        """Add this step's gradients to the earlier ones."""
+        if self._aside is not None:
+            factor = self.factor
+            assert factor is not None
+            self._aside.give_back(factor)
 
     def give_up(self) -> None:
         """The step has failed: gradients are as they were before it."""

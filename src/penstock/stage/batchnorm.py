@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.stage.checkpointing import is_recomputing
+from penstock.stage.stage import Stage
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -123,3 +125,9 @@ class DeferredBatchNorm(_BatchNorm):
         for name, buffer in module._buffers.items():
             new.register_buffer(name, cast(Any, buffer))
         return new.train(module.training)
+
+
+def deferred_in(stages: Iterable[Stage]) -> list[DeferredBatchNorm]:
+    """Those in stages, each once."""
+    found = [m for s in stages for m in s.modules() if isinstance(m, DeferredBatchNorm)]
+    return list(dict.fromkeys(found))

@@ -25,17 +25,21 @@ class Habits:
 
 @dataclass(eq=False)
 class Stage:
-    """Layers that run as one piece."""
+    """Layers that run as one piece. One of another process has no layers here."""
 
     index: int
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
     compute: Compute
+    kinds: tuple[str, ...] = ()  # the layers' types, for people
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        self.kinds = self.kinds or tuple(type(layer).__name__ for layer in self.layers)
+
     def __str__(self) -> str:
-        kinds = ", ".join(type(layer).__name__ for layer in self.layers[:4])
-        more = ", ..." if len(self.layers) > 4 else ""
+        kinds = ", ".join(self.kinds[:4])
+        more = ", ..." if len(self.kinds) > 4 else ""
         ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
         return f"stage {self.index} (layer{'s' * (len(self.names) > 1)} {ends}: {kinds}{more})"
 
@@ -51,9 +55,17 @@ class Stage:
         manner = tuple([(m.training, _chances(m)) for m in modules])
         return self._habits.setdefault((type(self.compute), manner), Habits())
 
+    def elsewhere(self) -> Stage:
+        """The same, as a process knows it that does not compute it."""
+        return Stage(self.index, self.names, (), _computed_elsewhere, self.kinds)
+
     def forget(self) -> None:
         """Watch it anew."""
         self._habits.clear()
+
+
+def _computed_elsewhere(arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+    raise AssertionError("a stage of another process")
 
 
 _CHANCES = ("p", "drop_prob", "drop_rate", "dropout")

@@ -13,7 +13,6 @@ from threading import Thread
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.run.processes.codec import Shape, flat
@@ -22,6 +21,25 @@ from penstock.stage.places import Gpu, Place, used_on
 UNTAKEN = 4  # messages to one receiver that may be on their way at once
 
 Arrival = Callable[[], list[Tensor]]
+
+
+class Group(Protocol):
+    """A process group, as far as messages need it."""
+
+    def rank(self) -> int:
+        """Of this process."""
+
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
+        """What it gives can be waited for."""
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
+        """What it gives can be waited for."""
+
+    def abort(self) -> None:
+        """Let all that waits fail."""
 
 
 class Links(Protocol):
@@ -43,7 +61,7 @@ class Links(Protocol):
 class HostLinks:
     """Between ranks on CPUs."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._sent = _Untaken()
 
@@ -82,7 +100,7 @@ class StagedLinks:
     thread goes on.
     """
 
-    def __init__(self, group: dist.ProcessGroup, place: Gpu) -> None:
+    def __init__(self, group: Group, place: Gpu) -> None:
         self._group, self._place = group, place
         self._host = HostLinks(group)
         self._orders: SimpleQueue[tuple[torch.cuda.Event, int, int, list[Tensor]] | None] = (
@@ -151,9 +169,7 @@ class NcclLinks:
     NCCL knows no tags: what goes over one communicator is received in the order it was sent.
     """
 
-    def __init__(
-        self, rank: int, place: Gpu, groups: dict[tuple[int, int], dist.ProcessGroup]
-    ) -> None:
+    def __init__(self, rank: int, place: Gpu, groups: dict[tuple[int, int], Group]) -> None:
         self._rank, self._place, self._groups = rank, place, groups
         self._sent: list[tuple[Any, list[Tensor]]] = []
 
@@ -226,8 +242,8 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 def links_of(
     rank: int,
     place: Place,
-    group: dist.ProcessGroup,
-    open_nccl: Callable[[], dict[tuple[int, int], dist.ProcessGroup]] | None,
+    group: Group,
+    open_nccl: Callable[[], dict[tuple[int, int], Group]] | None,
 ) -> Links:
     """The best there is for the place."""
     if not isinstance(place, Gpu):

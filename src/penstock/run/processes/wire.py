@@ -6,8 +6,9 @@ first call with such inputs (its signature): there, a header goes before each me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -24,12 +25,28 @@ class Learned:
 
     metas: dict[Message, Meta] = field(default_factory=dict)
     weighted: bool = False  # does the loss return weights?
+    announcement: str = ""  # of the first rank, if it alone has the data
     known: bool = False
 
 
-Post = Callable[[int, int, str], None]  # a text to a rank, under a tag
-Take = Callable[[int, int], str]
-Waiting = Callable[[str, int], None]  # for a message of a rank
+class Words(Protocol):
+    """Texts to and from ranks, each under a tag."""
+
+    def post(self, rank: int, tag: int, text: str) -> None:
+        """To a rank."""
+
+    def take(self, rank: int, tag: int, what: str) -> str:
+        """From a rank."""
+
+
+class Watched(Protocol):
+    """Who is told what this rank does."""
+
+    def at(self, what: str) -> None:
+        """It computes."""
+
+    def waiting(self, what: str, peer: int | None) -> None:
+        """It is about to wait for a rank."""
 
 
 class Wire:
@@ -39,15 +56,13 @@ class Wire:
         self,
         links: Links,
         placement: Sequence[int],
-        tags: Mapping[Message, int],
+        tag: Callable[[Message], int],
         learned: Learned,
-        post: Post,
-        take: Take,
-        waiting: Waiting,
+        words: Words,
+        watched: Watched,
     ) -> None:
-        self._links, self._placement, self._tags = links, placement, tags
-        self._learned, self._post, self._take = learned, post, take
-        self._waiting = waiting
+        self._links, self._placement, self._tag = links, placement, tag
+        self._learned, self._words, self._watched = learned, words, watched
         self.weighted = learned.weighted
 
     def send(self, message: Message, parcel: Parcel) -> None:
@@ -57,10 +72,10 @@ class Wire:
     def send_to(self, peer: int, message: Message, parcel: Parcel) -> None:
         """The same, to a rank that is named: also what comes from outside."""
         meta = Meta.of(parcel)
-        tag = self._tags[message]
+        tag = self._tag(message)
         if not self._learned.known:
             self._learned.metas[message] = meta
-            self._post(peer, tag, f"{int(self.weighted)}{dumps(meta)}")
+            self._words.post(peer, tag, f"{int(self.weighted)}{dumps(meta)}")
         elif self._learned.metas[message] != meta:
             raise RunError(
                 f"message {message} has {meta}, and in the first call with such inputs it had "
@@ -68,7 +83,7 @@ class Wire:
                 "gradients: if what a stage gives depends on more than the sizes of the inputs, "
                 "make the pipe with shapes='sent'"
             )
-        self._waiting(str(message), peer)
+        self._watched.waiting(str(message), peer)
         self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
 
     def recv(self, message: Message) -> Callable[[], Parcel]:
@@ -77,23 +92,25 @@ class Wire:
 
     def recv_from(self, peer: int, message: Message) -> Callable[[], Parcel]:
         """The same, from a rank that is named."""
-        tag = self._tags[message]
+        tag = self._tag(message)
         if not self._learned.known:
-            self._waiting(f"the header of {message}", peer)
-            text = self._take(peer, tag)
+            text = self._words.take(peer, tag, f"the header of {message}")
             self.weighted = self.weighted or text[0] == "1"
             self._learned.metas[message] = loads(text[1:])
         meta = self._learned.metas[message]
         arrival = self._links.recv(peer, tag, [s for s in meta.shapes if s is not None])
 
         def wait() -> Parcel:
-            self._waiting(str(message), peer)
-            return meta.parcel(_with_nones(meta, arrival()))
+            self._watched.waiting(str(message), peer)
+            parcel = meta.parcel(_with_nones(meta, arrival()))
+            self._watched.at(f"what {message} is for")
+            return parcel
 
         return wait
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""
+        self._watched.waiting("all that was sent to be taken", None)
         self._links.flush()
 
 

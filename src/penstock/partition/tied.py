@@ -1,0 +1,79 @@
+"""What stages of several ranks share: a parameter or buffer that stands in layers of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from penstock.stage.stage import Stage
+
+Spot = tuple[nn.Module, str]  # a module, and a name of its own
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One tensor that ranks share, each in a process of its own, where it is a tensor of its own.
+
+    `holders` are the ranks, its owner's first; `spots` are where this process has it.
+    """
+
+    name: str  # that of its owner's
+    holders: tuple[int, ...]
+    spots: tuple[Spot, ...]
+
+    @property
+    def owner(self) -> int:
+        """The rank of the first stage that has it."""
+        return self.holders[0]
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """This process's; None if it has none."""
+        for module, name in self.spots:
+            return _registered(module)[name]
+        return None
+
+
+def ties_between(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> tuple[Tie, ...]:
+    """The tensors that several ranks have, in the order of their first stages, as `rank` sees."""
+    found: dict[Tensor, list[tuple[int, str, Spot]]] = {}
+    for stage in stages:
+        for name, tensor, spot in _tensors(stage):
+            found.setdefault(tensor, []).append((placement[stage.index], name, spot))
+    ties = []
+    for places in found.values():
+        holders = tuple(dict.fromkeys(holder for holder, _, _ in places))
+        if len(holders) > 1:
+            spots = tuple(spot for holder, _, spot in places if holder == rank)
+            ties.append(Tie(places[0][1], holders, spots))
+    return tuple(ties)
+
+
+def ties_in_words(stages: Sequence[Stage], placement: Sequence[int]) -> list[str]:
+    """Every parameter that stages of several ranks share, and whose it is."""
+    owners: dict[Tensor, tuple[str, int]] = {}
+    found = []
+    for stage in stages:
+        rank = placement[stage.index]
+        for layer_name, layer in zip(stage.names, stage.layers, strict=True):
+            for inner, parameter in layer.named_parameters():
+                name = f"{layer_name}.{inner}"
+                first, owner = owners.setdefault(parameter, (name, rank))
+                if owner != rank:
+                    found.append(f"{name} on rank {rank} is {first} of rank {owner}")
+    return found
+
+
+def _tensors(stage: Stage) -> Iterator[tuple[str, Tensor, Spot]]:
+    for layer_name, layer in zip(stage.names, stage.layers, strict=True):
+        for path, module in layer.named_modules():
+            prefix = ".".join(part for part in (layer_name, path) if part)
+            for name, tensor in _registered(module).items():
+                yield f"{prefix}.{name}", tensor, (module, name)
+
+
+def _registered(module: nn.Module) -> Mapping[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}

@@ -1,0 +1,108 @@
+"""Joining the processes of a pipe: which group, which device, and that all mean the same pipe."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from penstock.errors import ArgumentError
+from penstock.run.processes.agreement import agree
+from penstock.run.processes.team import Team
+from penstock.stage.places import Gpu, Place, place_at
+
+
+def group_of(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The processes that a user means; None if all ranks are in one."""
+    if mesh is None and group is None:
+        return None
+    if mesh is not None and group is not None:
+        raise ArgumentError("mesh and group both say which processes a pipe has: give one of them")
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "a pipe over several processes needs torch.distributed: call penstock.init() first, "
+            "under torchrun"
+        )
+    if mesh is None:
+        if not isinstance(group, ProcessGroup):
+            raise ArgumentError("this process is not in the group: make the pipe in those that are")
+        return group
+    if mesh.ndim != 1:
+        raise ArgumentError(
+            f"the mesh has the dims {mesh.mesh_dim_names}, and the ranks of a pipe are on one: "
+            "give that one, as in mesh=mesh['pp']"
+        )
+    return mesh.get_group()
+
+
+def place_in(group: ProcessGroup, devices: Sequence[Any] | None) -> Place:
+    """Where this process computes: as it is told, on the GPU that is its own, or on the CPU."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if devices is not None:
+        if len(devices) != size:
+            raise ArgumentError(
+                f"devices has {len(devices)} entries, and the pipe has {size} processes: give one "
+                "for each rank, or leave devices out"
+            )
+        return place_at(devices[rank])
+    if _uses_nccl(group):
+        return place_at(f"cuda:{torch.cuda.current_device()}")
+    return place_at("cpu")
+
+
+def _uses_nccl(group: ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend_config(group)
+
+
+def join(group: ProcessGroup, place: Place, heartbeat: float) -> Team:
+    """Meet the other processes."""
+    if not heartbeat > 0:
+        raise ArgumentError(f"heartbeat is a number of seconds above 0, not {heartbeat!r}")
+    return Team(group, place, heartbeat, nccl=isinstance(place, Gpu) and _uses_nccl(group))
+
+
+def first_decides(team: Team) -> Callable[[Callable[[], Sequence[int]]], Sequence[int]]:
+    """What the first rank finds is what all ranks take: times are measured on one."""
+
+    def settled(find: Callable[[], Sequence[int]]) -> Sequence[int]:
+        with team.call("cutting the model"):
+            if team.rank == 0:
+                found: Sequence[int] = team.peers.value(0, list(find()), "where to cut")
+            else:
+                found = team.peers.value(0, None, "where to cut")
+        return list(found)
+
+    return settled
+
+
+def check_same(team: Team, module: nn.Sequential, **options: object) -> None:
+    """All ranks are making the same pipe."""
+    layers = {
+        f"layer {name}": f"{type(layer).__name__} {_digest(layer)}"
+        for name, layer in module.named_children()
+    }
+    with team.call("making the pipe") as name:
+        facts = {
+            "penstock": penstock.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "the start": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            **{key: str(value) for key, value in options.items()},
+            **layers,
+        }
+        agree(team.peers, name, facts)
+
+
+def _digest(layer: nn.Module) -> str:
+    """Of the names, shapes and dtypes of all it has."""
+    parts = [f"{n} {type(m).__name__}" for n, m in layer.named_modules()]
+    parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_parameters()]
+    parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_buffers()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]

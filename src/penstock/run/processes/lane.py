@@ -1,0 +1,62 @@
+"""One rank's lane, in the caller's thread: the runtime of a call among several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.ir import Compute, Recv
+from penstock.run.inline import in_this_thread
+from penstock.run.phase import Phase
+from penstock.run.processes.wire import Wire
+from penstock.run.transport import Transport
+from penstock.run.worker import Step, Worker
+from penstock.stage.context import Context
+
+
+class Lane:
+    """Carries out the steps of this process's rank; `at` is told of each before it begins."""
+
+    def __init__(self, wire: Wire, at: Callable[[str], None], ahead: bool) -> None:
+        self._wire, self._at, self._ahead = wire, at, ahead
+
+    def end(self, rank: int) -> Transport:
+        """This process has one rank."""
+        return self._wire
+
+    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+        """Until all that was sent has been taken."""
+        (worker,) = workers
+        steps = phase.lanes[worker.rank]
+        with (
+            in_this_thread(context),
+            torch.inference_mode(context.inference),
+            worker.place.entered(),
+        ):
+            for step in ahead(steps) if self._ahead else steps:
+                self._at(str(step.action))
+                worker.do(step)
+            self._wire.flush()
+
+
+def ahead(steps: Sequence[Step]) -> list[Step]:
+    """Each receive one computation earlier, so that the message arrives during that.
+
+    A receive that is asked for early blocks nobody; so this program ends if the other does. It
+    needs memory for one more message from each sender.
+
+    """
+    out: list[Step] = []
+    least = 0  # receives keep their order
+    for step in steps:
+        if not isinstance(step.action, Recv):
+            out.append(step)
+            continue
+        at = len(out)
+        while at > least and not isinstance(out[at - 1].action, Compute):
+            at -= 1
+        at = max(at - 1, least)
+        out.insert(at, step)
+        least = at + 1
+    return out

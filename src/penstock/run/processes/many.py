@@ -1,0 +1,331 @@
+"""A pipe each of whose ranks is a process: what one of them does when all call the pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.batch import gather, moved
+from penstock.cost import Cost
+from penstock.errors import RunError
+from penstock.ir import Message, Program
+from penstock.partition.split import Split
+from penstock.run.asking import Lesson, Settings, manner_of
+from penstock.run.call import Call, Draws
+from penstock.run.feed import Batch, Fed, feed
+from penstock.run.passage import from_outside, pass_changes_on, tensors_by_cell
+from penstock.run.phase import Phase
+from penstock.run.processes.agreement import Facts, agree, sampled
+from penstock.run.processes.book import Book
+from penstock.run.processes.lane import Lane
+from penstock.run.processes.links import HostLinks, Links
+from penstock.run.processes.opening import (
+    Announcement,
+    facts_of,
+    facts_of_data,
+    own_state,
+    tensors_in,
+)
+from penstock.run.processes.peers import FIRST_OF_MESSAGES
+from penstock.run.processes.results import Ending, Told, tell
+from penstock.run.processes.team import Team
+from penstock.run.processes.ties import TiesBetween
+from penstock.run.processes.wire import Learned, Wire
+from penstock.run.programs import Programs
+from penstock.run.training import HasTimeline, StepResult, metrics_of, pass_gradients_on
+from penstock.run.weighing import Ledger, loss_scale
+from penstock.stage.added import behind_call
+from penstock.stage.batchnorm import deferred_in
+from penstock.stage.loss import ending_in_loss
+from penstock.stage.parcel import Parcel, put_together
+from penstock.stage.places import Place
+from penstock.stage.randomness import move_on, next_seed
+from penstock.stage.reduction import reduction_of
+from penstock.stage.stage import OUTSIDE, Stage
+from penstock.timeline import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who has the data, who gets the outputs, and whether shapes are learned or sent each time."""
+
+    data: str = "all"
+    outputs: str = "last"
+    shapes: str = "learned"
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A call that all ranks have agreed on."""
+
+    fed: Fed
+    announced: Announcement
+    learned: Learned
+    seed: int
+
+
+class ManyProcesses:
+    """Answers a pipe's calls, on one of its ranks."""
+
+    def __init__(
+        self,
+        team: Team,
+        split: Split,
+        programs: Programs,
+        sharing: Sharing,
+    ) -> None:
+        self.team, self._split, self._programs = team, split, programs
+        self._deferred, self._sharing = deferred_in(split.stages_here), sharing
+        self._last: HasTimeline | None = None
+
+    # ---- the two doors --------------------------------------------------------------------
+
+    def forward(self, settings: Settings, batch: Batch) -> Any:
+        """What the model computes of a batch: on the last rank, or on all."""
+        if torch.is_grad_enabled():
+            raise RunError(
+                "pipe(x) cannot be differentiated over several processes, as the loss would be on "
+                "one of them alone: train with pipe.step(x, target=y), and call pipe(x) under "
+                "torch.no_grad()"
+            )
+        with self.team.call("forward") as name:
+            opened = self._open(name, settings, batch, facts_of(settings), "")
+            size = settings.size(opened.fed.chunks, False)
+            program, phase, _ = self._programs.halves(size)
+            call, wire = self._call(program, behind_call(self._stages), opened)
+            self._take_inputs(call, program, opened)
+            call.run(phase)
+            self._pass_changes_on(call, opened.fed)
+            outputs = None
+            if self._split.is_here(self._last_stage):
+                cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
+                values = [_value(call.desk.outputs.pop(cell)) for cell in cells]
+                outputs = gather(values, opened.fed.rows)
+            told = tell(self.team.peers, program, call, Ending(drew=call.drew))
+            self._end(told, opened, wire)
+            return self._spread(outputs) if self._sharing.outputs == "all" else outputs
+
+    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+        """Forward, loss and backward of a batch under the schedule."""
+        with self.team.call("step") as name:
+            facts = facts_of(settings, outputs=lesson.outputs, scaler=lesson.scaler is not None)
+            opened = self._open(name, settings, batch, facts, _name_of(lesson.loss_fn))
+            if torch.is_grad_enabled():
+                program, phase = self._programs.whole(settings.size(opened.fed.chunks))
+            else:
+                size = settings.size(opened.fed.chunks, False)
+                program, phase, _ = self._programs.halves(size)
+            return self._train(settings, lesson, opened, program, phase)
+
+    def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
+        """With the costs of the last step, if there was one."""
+        program, _ = self._programs.whole(settings.size(settings.chunks))
+        if cost is None and self._last is not None:
+            cost = self._last.timeline.cost
+        return simulate(program, cost)
+
+    # ---- how a call begins and ends -------------------------------------------------------
+
+    @property
+    def _stages(self) -> Sequence[Stage]:
+        return self._split.partition.stages
+
+    @property
+    def _last_stage(self) -> int:
+        return len(self._stages) - 1
+
+    @property
+    def _place(self) -> Place:
+        return self._split.places[self.team.rank]
+
+    def _open(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> _Opened:
+        """Agree on what is about to be done; then every rank knows the sizes of it."""
+        apart = self._sharing.data == "first"
+        first = self._split.placement[0] == self.team.rank
+        modules = [m for stage in self._split.stages_here for m in stage.modules()]
+        own += own_state(modules)
+        fed, sample = None, None
+        if first or not apart:
+            fed = feed(self._split.partition, settings.chunks, batch, self._feeding)
+            own += str(facts_of_data(batch)) if apart else ""
+        if not apart:
+            facts, sample = {**facts, **facts_of_data(batch)}, sampled(tensors_in(batch))
+        agreed = agree(self.team.peers, name, facts, sample, own, next_seed())
+        learned = Learned() if self._sharing.shapes == "sent" else self.team.learned(agreed.key)
+        if apart:
+            if not learned.announcement:
+                text = None if fed is None else Announcement.of(fed, bool(batch.target)).dumps()
+                told = self.team.peers.told(self._split.placement[0], text, f"the data of {name}")
+                learned.announcement = told
+            announced = Announcement.loads(learned.announcement)
+        else:
+            assert fed is not None
+            announced = Announcement.of(fed, bool(batch.target))
+        fed = fed or Fed({}, announced.rows, announced.chunks)
+        return _Opened(fed, announced, learned, agreed.seed)
+
+    def _feeding(self, stage: int) -> torch.device | None:
+        """Where this rank feeds a stage; what it carries to others goes from the host."""
+        if self._split.is_here(stage):
+            return self._place.device
+        return torch.device("cpu") if self._sharing.data == "first" else None
+
+    def _call(
+        self, program: Program, stages: Sequence[Stage], opened: _Opened
+    ) -> tuple[Call, Wire]:
+        schedule, team = program.schedule, self.team
+        for layer in self._deferred:
+            layer.begin(schedule.chunks)
+        wire = self._wire(team.links, program, opened.learned)
+        here = [stages[stage.index] for stage in self._split.stages_here]
+        ties = TiesBetween(here, self._split.ties, schedule.chunks, team.peers)
+        draws = Draws(lambda: opened.seed, lambda: None)  # it moves on when all have told
+        lane = Lane(wire, team.watch.at, opened.learned.known)
+        where = self._split.places, self._split.placement
+        return Call(stages, *where, manner_of(schedule), lane, ties, draws), wire
+
+    def _wire(self, links: Links, program: Program, learned: Learned) -> Wire:
+        team = self.team
+        return Wire(links, self._split.placement, _tags(program), learned, team.peers, team.watch)
+
+    def _take_inputs(self, call: Call, program: Program, opened: _Opened) -> None:
+        """What comes from outside into this rank's cells, and from it into others'."""
+        here = {s: values for s, values in opened.fed.given.items() if self._split.is_here(s)}
+        call.desk.inputs = from_outside(here)
+        if self._sharing.data == "all":
+            return
+        outside = self._wire(HostLinks(self.team.peers.group), program, opened.learned)
+        first = self._split.placement[0]
+        cells = [(s, i) for s in opened.announced.stages for i in range(opened.fed.chunks)]
+        away = [cell for cell in cells if self._split.placement[cell[0]] != first]
+        if self.team.rank == first:
+            parcels = from_outside(opened.fed.given)
+            for stage, i in away:
+                parcel = parcels[stage, i]
+                _check_carried(parcel)
+                rank = self._split.placement[stage]
+                outside.send_to(rank, Message(OUTSIDE, stage, i), parcel)
+            outside.flush()
+            return
+        mine = [cell for cell in away if self._split.is_here(cell[0])]
+        asked = [outside.recv_from(first, Message(OUTSIDE, *cell)) for cell in mine]
+        for cell, wait in zip(mine, asked, strict=True):
+            call.desk.inputs[cell] = wait().moved(lambda t: t.to(self._place.device))
+
+    def _pass_changes_on(self, call: Call, fed: Fed) -> None:
+        for cell, given in tensors_by_cell(fed.given).items():
+            if cell in call.desk.inputs:
+                pass_changes_on(given, call.desk.inputs[cell].tensors)
+
+    def _end(self, told: Told, opened: _Opened, wire: Wire) -> None:
+        """All went well: the generator moves on if any rank drew, and what was seen is known."""
+        if told.drew:
+            move_on()
+        self.team.peers.flush()
+        opened.learned.weighted = wire.weighted
+        opened.learned.known = self._sharing.shapes == "learned"
+
+    def _spread(self, value: Any) -> Any:
+        """What the last stage's rank has, on all of them."""
+        last = self._split.placement[self._last_stage]
+        found = self.team.peers.value(last, value, "outputs")
+        return moved(found, self._place.device)
+
+    # ---- a training step ------------------------------------------------------------------
+
+    def _train(
+        self, settings: Settings, lesson: Lesson, opened: _Opened, program: Program, phase: Phase
+    ) -> StepResult:
+        rule = reduction_of(lesson.loss_fn, settings.reduction)
+        target = opened.announced.target
+        stages = ending_in_loss(self._stages, lesson.loss_fn, rule.counting, target, lesson.outputs)
+        call, wire = self._call(program, stages, opened)
+        self._take_inputs(call, program, opened)
+        scale = loss_scale(lesson.scaler, self._place.device)
+        ends_here = self._split.is_here(self._last_stage)
+        ledger = None
+        if ends_here:
+            targets = self._targets(call, opened) if target else [()] * opened.fed.chunks
+            ledger = Ledger(rule, opened.fed.rows.shares(), targets, scale)
+        book = Book(ledger, wire, opened.learned)
+        call.desk.prepare = book.prepare
+        call.desk.answer = book.answer if ends_here else None
+        try:
+            call.run(phase)
+            ending = Ending(drew=call.drew)
+            if ledger is not None:
+                ending = Ending(
+                    ledger.total(), ledger.factor, call.drew, self._has_more(ledger, lesson)
+                )
+            told = tell(self.team.peers, program, call, ending)
+        except BaseException:
+            book.give_up()
+            raise
+        return self._result(call, opened, wire, book, told, lesson)
+
+    def _targets(self, call: Call, opened: _Opened) -> list[tuple[Any, ...]]:
+        cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
+        parcels = [call.desk.inputs[cell] for cell in cells]
+        return [put_together(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
+
+    def _has_more(self, ledger: Ledger, lesson: Lesson) -> bool:
+        """Are there values to be spread?"""
+        metrics = any(score.beside.metrics for score in ledger.scores)
+        return metrics or (lesson.outputs and self._sharing.outputs == "all")
+
+    def _result(
+        self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told, lesson: Lesson
+    ) -> StepResult:
+        """After all ranks have told: gradients in their unit, and the same result on each."""
+        book.finish(told.factor)
+        self._end(told, opened, wire)
+        self._pass_changes_on(call, opened.fed)
+        factor = None if told.factor is None else torch.tensor(told.factor, dtype=torch.float64)
+        pass_gradients_on(tensors_by_cell(opened.fed.given), call, factor)
+        ledger, rows = book.ledger, opened.fed.rows
+        outputs, metrics = None, {}
+        if ledger is not None:
+            asked = [s.beside.output[0] for s in ledger.scores if s.beside.output]
+            outputs = gather(asked, rows) if asked else None
+            metrics = metrics_of(ledger, rows)
+        if told.more:
+            seen = outputs if self._sharing.outputs == "all" else None
+            others = self._spread((seen, metrics))
+            outputs = others[0] if outputs is None else outputs
+            metrics = others[1]
+        loss = torch.tensor(told.loss, dtype=told.dtype, device=self._place.device)
+        if torch.is_grad_enabled():
+            self._last = told.measured
+        return StepResult(loss, outputs, metrics, told.measured)
+
+
+def _value(parcel: Parcel) -> Any:
+    (value,) = put_together(parcel.tensors, parcel.layout)  # type: ignore[arg-type]
+    return value
+
+
+def _tags(program: Program) -> Callable[[Message], int]:
+    """A number for each message of a program, and for what comes from outside."""
+    chunks, neighbours = program.schedule.chunks, program.schedule.stages + 1
+
+    def tag(message: Message) -> int:
+        pair = (message.src + 1) * neighbours + message.dst + 1
+        return FIRST_OF_MESSAGES + pair * chunks + message.microbatch
+
+    return tag
+
+
+def _check_carried(parcel: Parcel) -> None:
+    if any(parcel.needs):
+        raise RunError(
+            "with data='first', a side input or target wants a gradient, and it goes to another "
+            "process, from where no gradient comes back: detach it, or give it to the first layer"
+        )
+
+
+def _name_of(loss_fn: Any) -> str:
+    named = loss_fn if hasattr(loss_fn, "__qualname__") else type(loss_fn)
+    return f"{named.__module__}.{named.__qualname__}"
