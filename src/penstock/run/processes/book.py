@@ -47,7 +47,8 @@ class Book:
         if self.ledger is not None:
             self.ledger.finish()
         elif self._aside is not None:
-            self._aside.give_back(torch.tensor(1.0 if factor is None else factor).double())
+            exact = torch.tensor(1.0 if factor is None else factor, dtype=torch.float64)
+            self._aside.give_back(exact)
 
     def give_up(self) -> None:
         """The step has failed: gradients are as they were before it."""
