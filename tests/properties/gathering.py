@@ -25,7 +25,7 @@ def gathered(case: Case) -> list[Numbers]:
 def on_rank(case: Case) -> list[Numbers]:
     """What one of the processes does."""
     pipe = piped(case, case.model.build().train(case.training), processes=True)
-    given_here = case.data == "all" or distributed.get_rank() == 0
+    given_here = case.data == "all" or distributed.get_rank() == pipe._split.placement[0]
     return list(trained(case, pipe, given_here))
 
 
