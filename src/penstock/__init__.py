@@ -22,6 +22,7 @@ from penstock.errors import (
     Misfit,
     MissingExtra,
     PenstockError,
+    RemoteError,
     RunError,
     Unsound,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "PipeSequential",
     "Program",
     "Recv",
+    "RemoteError",
     "Report",
     "RunError",
     "Schedule",

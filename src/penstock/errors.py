@@ -5,6 +5,7 @@ PenstockError
 │   └── Misfit    (RunError)     inputs that cannot be cut alike: lists each, and what to write
 ├── KindError     (TypeError)    a value of the wrong kind: says which kind would work
 ├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
+│   └── RemoteError              a rank failed, and with it every rank: the same error on each
 ├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
 ├── Unsound       (ValueError)   a schedule that must not run: lists every problem
 ├── Mismatch      (AssertionError) in checking/report.py: a pipe computes something else
@@ -15,6 +16,8 @@ PenstockError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 
 class PenstockError(Exception):
@@ -31,6 +34,55 @@ class KindError(PenstockError, TypeError):
 
 class RunError(PenstockError, RuntimeError):
     """A pipe cannot go on."""
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where in a pipe an error was raised: a worker leaves it on the error, as `.whereabouts`."""
+
+    stage: int
+    layers: tuple[str, ...]
+    microbatch: int
+    action: str
+    called: str  # the stage, with its layers, for people
+
+    def __str__(self) -> str:
+        return f"in {self.called}, micro-batch {self.microbatch}, action {self.action}"
+
+
+Kind = Literal["raised", "died", "stalled", "left", "disagreed", "interrupted"]
+
+
+class RemoteError(RunError):
+    """A rank failed, and with it every rank of its pipe: each raises this, with the same text.
+
+    `kind` says what happened to `rank` (None: to none of the pipe's, but to what launched them)
+    while it was `doing` something. If it was in a stage, `stage`, `layers`, `microbatch` and
+    `action` say where. `traceback` is the text of the original error's. On the rank that
+    raised it, that error is the `__cause__` of this one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        kind: Kind = "raised",
+        rank: int | None = None,
+        doing: str = "",
+        where: Whereabouts | None = None,
+        traceback: str = "",
+    ) -> None:
+        self._given = (message, kind, rank, doing, where, traceback)
+        self.message, self.kind, self.rank, self.doing = message, kind, rank, doing
+        self.stage = None if where is None else where.stage
+        self.layers = () if where is None else where.layers
+        self.microbatch = None if where is None else where.microbatch
+        self.action = None if where is None else where.action
+        self.where, self.traceback = where, traceback
+        original = f"\n\nThe original error, on rank {rank}:\n{traceback}" if traceback else ""
+        super().__init__(message + original)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
+        return type(self), self._given, self.__dict__
 
 
 class _Listed(PenstockError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from penstock.errors import Whereabouts
 from penstock.ir import Action, Compute, Message, Op, Program, Recv, Send, consumes, produces
 from penstock.run.transport import Transport
 from penstock.stage.graph import Gradients
@@ -110,10 +111,10 @@ class Worker:
             else:
                 made = self._backward(tape, microbatch, taken)
         except BaseException as error:
-            error.add_note(
-                f"in {tape.stage}, micro-batch {microbatch}, action {action} on rank "
-                f"{self.rank} ({self.place!r})"
-            )
+            names, called = tape.stage.names, str(tape.stage)
+            where = Whereabouts(stage, names, microbatch, str(action), called)
+            error.whereabouts = where  # type: ignore[attr-defined]
+            error.add_note(f"{where} on rank {self.rank} ({self.place!r})")
             raise
         for message in makes:
             self._made[message] = made[message.dst]

@@ -188,8 +188,6 @@ def _plain_out(value: Any) -> Any:
         return {"dtype": _name(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
-    if isinstance(value, torch.Size):
-        return {"size": list(value)}
     if type(value) in (tuple, list):
         return {type(value).__name__: [_plain_out(item) for item in value]}
     if type(value) is dict:
@@ -210,8 +208,6 @@ def _plain_in(value: Any) -> Any:
         return _dtype(inner)
     if kind == "device":
         return torch.device(inner)
-    if kind == "size":
-        return torch.Size(inner)
     if kind == "complex":
         return complex(*inner)
     if kind == "dict":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-import penstock
 from penstock.errors import ArgumentError
 from penstock.run.processes.agreement import agree
 from penstock.run.processes.team import Team
@@ -91,7 +91,7 @@ def check_same(team: Team, module: nn.Sequential, **options: object) -> None:
     }
     with team.call("making the pipe") as name:
         facts = {
-            "penstock": penstock.__version__,
+            "penstock": sys.modules["penstock"].__version__,
             "torch": torch.__version__.split("+")[0],
             "the start": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
             **{key: str(value) for key, value in options.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -29,11 +30,9 @@ class Lane:
         """Until all that was sent has been taken."""
         (worker,) = workers
         steps = phase.lanes[worker.rank]
-        with (
-            in_this_thread(context),
-            torch.inference_mode(context.inference),
-            worker.place.entered(),
-        ):
+        # inference_mode(False) would switch autograd's threads on again
+        mode = torch.inference_mode() if context.inference else nullcontext()
+        with in_this_thread(context), mode, worker.place.entered():
             for step in ahead(steps) if self._ahead else steps:
                 self._at(str(step.action))
                 worker.do(step)

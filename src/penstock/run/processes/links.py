@@ -160,7 +160,8 @@ class StagedLinks:
         self._host.flush()
 
     def abort(self) -> None:
-        """The group's own poison wakes those who wait."""
+        """The group's own poison wakes those who wait; the thread ends."""
+        self._orders.put(None)
 
 
 class NcclLinks:
@@ -204,9 +205,9 @@ class NcclLinks:
         self._sent.clear()
 
     def abort(self) -> None:
-        """All communicators."""
+        """All communicators, each in a thread of its own: it may wait."""
         for group in self._groups.values():
-            group.abort()
+            Thread(target=group.abort, name="penstock-abort", daemon=True).start()
 
 
 class _Untaken:

@@ -6,6 +6,7 @@ whoever caught the error on every rank may go on.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import RemoteError
+from penstock.errors import RemoteError, RunError
 from penstock.run.processes.links import Links, links_of
 from penstock.run.processes.peers import Peers
 from penstock.run.processes.poison import poison
@@ -48,22 +49,43 @@ class Team:
         self._place, self._heartbeat, self._nccl = place, heartbeat, nccl
         self._openings = 0
         self._calls = 0
+        self._turn = threading.Lock()
+        self._caller: int | None = None
         self._learned: OrderedDict[str, Learned] = OrderedDict()
         self._open()
 
     def __deepcopy__(self, memo: Any) -> Team:
         return self
 
+    def __reduce__(self) -> Any:
+        raise RunError(
+            "a pipe over several processes cannot be pickled, as its other stages are elsewhere: "
+            "use pipe.save(folder), or pipe.state_dict() for what is on this rank"
+        )
+
     @contextmanager
     def call(self, kind: str) -> Iterator[str]:
-        """Within, what is raised is raised on every rank; gives the call's name."""
-        if self.watch.closed:
-            self._open()
-        self._calls += 1
-        name = f"{kind} (call {self._calls})"
-        with self.watch.guarded(name):
-            yield name
-        self.watch.outside()
+        """Within, what is raised is raised on every rank; gives the call's name.
+
+        Threads take turns. The thread that is within may not begin another call.
+        """
+        if self._caller == threading.get_ident():
+            raise RunError(
+                f"{kind} of a pipe was called within another call of it, in a layer or a hook: the "
+                "other ranks would not know of it; call it after the step"
+            )
+        with self._turn:
+            if self.watch.closed:
+                self._open()
+            self._calls += 1
+            name = f"{kind} (call {self._calls})"
+            self._caller = threading.get_ident()
+            try:
+                with self.watch.guarded(name):
+                    yield name
+                self.watch.outside()
+            finally:
+                self._caller = None
 
     def learned(self, key: str) -> Learned:
         """What is known of calls with this key; all ranks remember and forget the same."""

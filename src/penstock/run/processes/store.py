@@ -1,0 +1,59 @@
+"""A store for the ranks of one group, apart from all else that is stored in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+_ADDRESS = 512  # bytes, more than a name and a port need
+
+
+class Shared(NamedTuple):
+    """A store, and the rank of the group that serves it; None: another process does."""
+
+    store: Store
+    host: int | None
+
+
+def store_of(group: ProcessGroup, name: str) -> Shared:
+    """A store for this group and name. Every rank of the group calls it, with the same name.
+
+    A store over TCP, which threads can clone: that of the process group itself, or one of its
+    own. A launcher that starts the ranks again may keep its store: each start has its own part.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    base: Store = group.get_group_store()
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, TCPStore):
+        launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = None if launched or 0 not in ranks else ranks.index(0)
+    else:
+        base, host = _served_by_the_first(group), 0
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    members = "-".join(map(str, ranks))
+    return Shared(PrefixStore(f"penstock/{start}/{members}/{name}", base), host)
+
+
+def _served_by_the_first(group: ProcessGroup) -> TCPStore:
+    """A store of the group's own; its address goes through the group."""
+    name = socket.gethostname()
+    first = dist.get_rank(group) == 0
+    served = TCPStore(name, 0, is_master=True, wait_for_workers=False) if first else None
+    line = json.dumps([name, served.port]).encode() if served is not None else b""
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    address = torch.zeros(_ADDRESS, dtype=torch.uint8, device=device)
+    address[: len(line)] = torch.tensor(list(line), dtype=torch.uint8)
+    dist.broadcast(address, dist.get_global_rank(group, 0), group=group)
+    if served is not None:
+        return served
+    host, port = json.loads(bytes(address.tolist()).rstrip(b"\0"))
+    here = host == name
+    return TCPStore("localhost" if here else host, port, is_master=False, wait_for_workers=False)

@@ -1,0 +1,171 @@
+"""Who is to blame when a rank waits: decided from what the ranks last said of themselves.
+
+Nothing here talks to anybody: signs of life in, a cause or nothing out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from penstock.run.processes import cause as causes
+from penstock.run.processes.cause import Cause
+
+
+class Mode(IntEnum):
+    """What a rank does."""
+
+    OUTSIDE = 0  # the caller's own code, between steps
+    AT = 1  # computes an action
+    WAITING = 2  # for a message of a rank, or for all ranks
+    LEFT = 3
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life: the how-manieth, how far the rank has come, and what it does."""
+
+    beat: int
+    count: int
+    mode: Mode = Mode.OUTSIDE
+    label: str = ""  # of the step or the like
+    what: str = ""
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        if self.mode is Mode.WAITING:
+            whose = "all ranks" if self.peer is None else f"rank {self.peer}"
+            return f"in {self.label}, waiting for {self.what} of {whose}"
+        if self.mode is Mode.AT:
+            return f"in {self.label}, at {self.what}"
+        return f"after {self.label}" if self.label else "before its first step"
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps([self.beat, self.count, self.mode, self.label, self.what, self.peer])
+
+    @staticmethod
+    def loads(text: str | bytes) -> Sign:
+        """The other way."""
+        beat, count, mode, *rest = json.loads(text)
+        return Sign(beat, count, Mode(mode), *rest)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The last sign of a rank, and for how many seconds nothing about it has changed."""
+
+    sign: Sign
+    quiet: float  # since the last beat
+    still: float  # since it last came on
+
+
+class Sightings:
+    """What one rank has seen of all, by its own clock: those of other machines may differ."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Sign, float, float]] = {}
+
+    def see(self, rank: int, sign: Sign, now: float) -> None:
+        """A rank's last sign, again or anew."""
+        old, beaten, moved = self._seen.get(rank, (sign, now, now))
+        if sign.beat != old.beat:
+            beaten = now
+        if sign.count != old.count or sign.mode != old.mode:
+            moved = now
+        self._seen[rank] = sign, beaten, moved
+
+    def at(self, now: float) -> dict[int, Sight]:
+        """All of it, at that time."""
+        return {
+            rank: Sight(sign, now - beaten, now - moved)
+            for rank, (sign, beaten, moved) in self._seen.items()
+        }
+
+
+@dataclass(frozen=True)
+class Patience:
+    """After how many seconds a rank is blamed."""
+
+    heartbeat: float
+
+    @property
+    def beat(self) -> float:
+        """Between two signs of life."""
+        return min(0.25, self.heartbeat / 8)
+
+    @property
+    def quiet(self) -> float:
+        """Without a sign, or without coming on: told before the heartbeat is over."""
+        return self.heartbeat - 2 * self.beat
+
+    @property
+    def suspicious(self) -> float:
+        """Without a sign, after a connection was lost."""
+        return min(1.0, self.quiet)
+
+    @property
+    def hold(self) -> float:
+        """For the cause behind a lost connection: at least as long as another needs to find it."""
+        return 2 * self.suspicious + 2 * self.beat
+
+
+def judge(
+    me: int, sights: Mapping[int, Sight], patience: Patience, suspicious: bool
+) -> Cause | None:
+    """The cause, if a rank waits too long; `suspicious`: its connection to some rank is lost.
+
+    Each rank blames only those it waits for itself: whom they wait for, they blame.
+    """
+    mine = sights[me]
+    others = {rank: sight for rank, sight in sights.items() if rank != me}
+    awaited = _awaited(mine.sign, others)
+    waiter = f"rank {me} was {mine.sign}"
+    looked_at = others if suspicious else awaited
+    limit = patience.suspicious if suspicious else patience.quiet
+    for rank, (sign, quiet, _) in _fields(looked_at):
+        if sign.mode is not Mode.LEFT and quiet > limit:
+            return causes.died(rank, str(sign), quiet, waiter)
+    for rank, (sign, _, still) in _fields(awaited):
+        # What it sent before it left may still be on its way.
+        if sign.mode is Mode.LEFT and (suspicious or min(still, mine.still) > 2 * patience.beat):
+            return causes.left(rank, str(sign), waiter)
+    for rank, (sign, _, still) in _fields(awaited):
+        both = min(still, mine.still)
+        if sign.mode in (Mode.OUTSIDE, Mode.AT) and both > patience.quiet:
+            return causes.stalled(rank, str(sign), both, waiter, patience.heartbeat)
+    return _knot(me, sights, patience)
+
+
+def _fields(sights: Mapping[int, Sight]) -> list[tuple[int, tuple[Sign, float, float]]]:
+    return [(r, (sights[r].sign, sights[r].quiet, sights[r].still)) for r in sorted(sights)]
+
+
+def _awaited(sign: Sign, others: Mapping[int, Sight]) -> dict[int, Sight]:
+    """Those whom a rank waits for. Of all ranks, those that have not come there too."""
+    if sign.mode is not Mode.WAITING:
+        return {}
+    if sign.peer is not None:
+        return {rank: sight for rank, sight in others.items() if rank == sign.peer}
+
+    def there(other: Sign) -> bool:
+        return (other.mode, other.label, other.what) == (sign.mode, sign.label, sign.what)
+
+    return {rank: sight for rank, sight in others.items() if not there(sight.sign)}
+
+
+def _knot(me: int, sights: Mapping[int, Sight], patience: Patience) -> Cause | None:
+    """Do all whom this rank waits for, and those whom they wait for, wait for one another?"""
+    found, todo = {me}, [me]
+    while todo:
+        rank = todo.pop()
+        sight = sights[rank]
+        if sight.sign.mode is not Mode.WAITING or sight.still <= 2 * patience.heartbeat:
+            return None
+        others = {r: s for r, s in sights.items() if r != rank}
+        todo += (new := set(_awaited(sight.sign, others)) - found)
+        found |= new
+    told = "; ".join(f"rank {rank} {sights[rank].sign}" for rank in sorted(found))
+    return causes.knotted(me, str(sights[me].sign), told, patience.heartbeat)

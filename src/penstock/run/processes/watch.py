@@ -1,0 +1,167 @@
+"""A watch keeps the ranks of a pipe from waiting for one that failed, died, stalled or left.
+
+2 processes:   rank 0   at 0F0   at 0F1   waiting for 1>0:0 of rank 1 ──────────┐
+               rank 1   waiting  at 1F0 ╳ an error: published, all are woken ◄──┘ RemoteError
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from penstock.errors import PenstockError, RemoteError, RunError
+from penstock.run.processes import cause as causes
+from penstock.run.processes.lookout import Lookout
+from penstock.run.processes.signals import Signals
+from penstock.run.processes.verdict import Mode, Patience
+
+_SETTLED = 1.5  # seconds for the others to hear of it, if this process hosts the store
+_TRANSPORT = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+
+
+class Watch:
+    """One rank's watch over a pipe: says what this rank does, and learns why all must stop.
+
+    `store` is for this watch alone, with the same prefix on every rank; `host` is the rank whose
+    process serves it, if it is one of these. `poison()` lets all that waits in the pipe's groups
+    fail at once; it is called in another thread, and must not hold whatever holds the watch.
+
+    A watch serves until the first fault: then it is closed, and `failed`. It closes itself, too,
+    when nobody holds it any more, and when the interpreter ends.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        heartbeat: float = 10.0,
+        poison: Callable[[], object] = lambda: None,
+        host: int | None = None,
+    ) -> None:
+        self._lookout = Lookout(store, rank, size, Patience(heartbeat), poison, host)
+        self._finish = weakref.finalize(self, _leave, self._lookout)
+
+    @property
+    def failed(self) -> bool:
+        """Is there a cause to stop? The next guarded part raises it, if none has."""
+        return self._lookout.cause is not None
+
+    @property
+    def closed(self) -> bool:
+        """Is it over?"""
+        return not self._finish.alive
+
+    def at(self, what: str) -> None:
+        """This rank computes that now. Raises, if all must stop."""
+        lookout = self._lookout
+        lookout.count += 1
+        lookout.now = (Mode.AT, what, None)
+        if lookout.cause is not None:
+            raise lookout.cause.error()
+
+    def waiting(self, what: str, peer: int | None = None) -> None:
+        """This rank is about to wait for that, of one rank or of all. Raises, if all must stop.
+
+        Until the next `at` or `outside`, a RuntimeError is taken for a lost connection.
+        """
+        lookout = self._lookout
+        lookout.count += 1
+        lookout.now = (Mode.WAITING, what, peer)
+        if lookout.cause is not None:
+            raise lookout.cause.error()
+
+    def outside(self) -> None:
+        """This rank is between steps."""
+        lookout = self._lookout
+        lookout.count += 1
+        lookout.now = (Mode.OUTSIDE, "", None)
+
+    def guarded(self, doing: str) -> Guard:
+        """A context: what is raised in it becomes a RemoteError on every rank."""
+        return Guard(self, self._lookout, doing)
+
+    def close(self) -> None:
+        """Leave in order. No thread is left."""
+        self._finish()
+
+
+class Guard:
+    """A part of a program that all ranks leave together, or with the same error."""
+
+    def __init__(self, watch: Watch, lookout: Lookout, doing: str) -> None:
+        self._watch, self._lookout, self._doing = watch, lookout, doing
+        self._signals = Signals(lookout.bell.fileno())
+        self._outer = lookout.inside
+
+    def __enter__(self) -> None:
+        lookout = self._lookout
+        if lookout.pid != os.getpid():
+            raise RunError(
+                "this pipe was called in another process than it was made in: a fork has no part "
+                "in it; call it where it was made, or make one in each process"
+            )
+        if lookout.cause is not None:
+            self._watch.close()
+            raise lookout.cause.error()
+        lookout.inside, lookout.label = threading.current_thread(), self._doing
+        self._signals.take()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        lookout = self._lookout
+        if error is None:
+            lookout.inside = self._outer
+            self._signals.give_back(failed=False)
+            return
+        if isinstance(error, RemoteError) and self._watch.closed:  # raised by a guard in this one
+            self._signals.give_back(failed=True)
+            return
+        was, lost = str(lookout.sign()), _is_transport(error, lookout)
+        try:
+            cause = lookout.cause or (lookout.wait_for_cause() if lost else None)
+            cause = cause or lookout.tell(causes.raised(error, lookout.rank, lookout.label, was))
+            lookout.settled.wait(_SETTLED)
+        except BaseException as interrupt:  # Ctrl-C while this thread was in C: heard only now
+            error = interrupt
+            cause = lookout.tell(causes.raised(error, lookout.rank, lookout.label, was))
+        lookout.inside = None
+        self._signals.give_back(failed=True)
+        self._watch.close()
+        if not isinstance(error, Exception):
+            raise error
+        remote = cause.error()
+        remote.add_note(f"This is rank {lookout.rank} of {lookout.size}; it was {was}.")
+        raise remote from (None if lost or isinstance(error, RemoteError) else error)
+
+
+def _is_transport(error: BaseException, lookout: Lookout) -> bool:
+    """Was a connection lost? It may look like that by mistake: the error is told all the same."""
+    if not isinstance(error, RuntimeError) or isinstance(error, PenstockError):
+        return False
+    waits = lookout.now[0] is Mode.WAITING
+    return waits or isinstance(error, DistError) or bool(_TRANSPORT.search(str(error)))
+
+
+def _leave(lookout: Lookout) -> None:
+    """Nobody holds the watch, or the interpreter ends: perhaps by an error outside all guards."""
+    if lookout.pid != os.getpid():
+        return
+    ends = not threading.main_thread().is_alive()
+    error = getattr(sys, "last_value", None) if ends else None
+    if error is not None and lookout.cause is None:
+        lookout.tell(causes.raised(error, lookout.rank, lookout.label, str(lookout.sign())))
+        lookout.settled.wait(_SETTLED)
+    lookout.close()

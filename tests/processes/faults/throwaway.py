@@ -1,0 +1,154 @@
+"""Processes for one case: they may die, and each tells what became of it.
+
+    fates = perform(3, function, ...)     # on every rank: function(stage, ...), in a gloo group
+
+They are forked from a server that has imported torch, so that a case takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+
+PRELOADED = ("pytest", "penstock.pipe", "penstock.run.processes.watch", "tests.support")
+WITHIN = 20.0  # seconds for all of a case
+
+
+class Stage(NamedTuple):
+    """What a function finds on its rank."""
+
+    rank: int
+    size: int
+    connection: Connection
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        found = dist.group.WORLD
+        assert found is not None
+        return found
+
+    def tell(self, **facts: Any) -> None:
+        """To the test: what is told last counts. `now` is told with it."""
+        self.connection.send({**facts, "now": time.monotonic()})
+
+
+@dataclass
+class Fate:
+    """What became of a rank: its exit code, what it told, what it wrote."""
+
+    code: int | None  # None: it had to be killed, as its time was over
+    told: dict[str, Any] = field(default_factory=dict)
+    written: str = ""
+
+
+def perform(
+    size: int,
+    function: Callable[..., object],
+    *arguments: Any,
+    within: float = WITHIN,
+    hosted: bool = False,
+) -> list[Fate]:
+    """Run it on so many ranks; `hosted`: the first serves the store, and not this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            log = str(Path(folder) / f"{rank}.log")
+            given = Stage(rank, size, theirs), log, server.port, hosted, function, arguments
+            process = context.Process(target=_play, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        fates = [Fate(None) for _ in range(size)]
+        until = time.monotonic() + within
+        for process, fate, pipe, rank in zip(processes, fates, pipes, range(size), strict=True):
+            process.join(max(0.0, until - time.monotonic()))
+            fate.code = process.exitcode
+            if fate.code is None:
+                process.kill()
+                process.join()
+            fate.told = _told(pipe)
+            fate.written = (Path(folder) / f"{rank}.log").read_text()
+            process.close()
+        return fates
+
+
+def _told(pipe: Connection) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    try:
+        while pipe.poll():
+            facts.update(pipe.recv())
+    except EOFError:
+        pass
+    pipe.close()
+    return facts
+
+
+def _play(
+    stage: Stage,
+    log: str,
+    port: int,
+    hosted: bool,
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if hosted:
+        own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if stage.rank == 0:
+            store.set("hosted", str(own.port))
+        port = int(store.get("hosted"))
+        mine = stage.rank == 0
+        store = own if mine else TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("group", store),
+        rank=stage.rank,
+        world_size=stage.size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        function(stage, *arguments)
+    except BaseException as error:
+        _tell_of(stage, error)
+        sys.stdout.flush()
+        raise
+    stage.tell(done=True)
+
+
+def _tell_of(stage: Stage, error: BaseException) -> None:
+    names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
+    stage.tell(
+        error=type(error).__name__,
+        text=str(error),
+        fields={name: getattr(error, name, None) for name in names},
+        whole="".join(traceback.format_exception(error)),
+        came_from=type(error.__cause__).__name__,
+    )

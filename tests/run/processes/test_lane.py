@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock import lower, play, schedules
+from penstock.ir import Compute, Program, Recv, Send
+from penstock.run.processes.lane import ahead
+from penstock.run.worker import steps_of
+
+FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_receives_come_one_computation_earlier(name: str, ranks: int) -> None:
+    program = lower(schedules.make(name, ranks, 2 * ranks))
+    lanes = []
+    for rank in range(ranks):
+        before = steps_of(program, rank)
+        after = ahead(before)
+        assert sorted(step.at for step in after) == [step.at for step in before]
+        for kind in (Recv, Send, Compute):  # each keeps its order
+            kept = [step for step in after if isinstance(step.action, kind)]
+            assert kept == [step for step in before if isinstance(step.action, kind)]
+        for step in before:
+            if isinstance(step.action, Recv):
+                passed = set(before[: step.at]) - set(after[: after.index(step)])
+                assert sum(isinstance(other.action, Compute) for other in passed) <= 1
+        lanes.append(tuple(step.action for step in after))
+    play(Program(program.schedule, program.graph, tuple(lanes)))  # and it ends
+
+
+def test_a_small_lane() -> None:
+    program = lower(schedules.make("1f1b", 2, 2))
+    assert " ".join(str(step.action) for step in ahead(steps_of(program, 1))) == (
+        "?0>1:0 ?0>1:1 1F0 1B0 !1>0:0 1F1 1B1 !1>0:1"
+    )
