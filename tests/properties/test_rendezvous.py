@@ -31,6 +31,7 @@ from penstock import (
     schedules,
 )
 from penstock.ir import Action, consumes, produces
+from penstock.run.processes.lane import ahead
 from penstock.run.rendezvous import Rendezvous
 from penstock.run.transport import Mailboxes
 from penstock.run.worker import Step, steps_of
@@ -43,18 +44,8 @@ posted = partial(Rendezvous, waits=False)
 
 
 def early(program: Program, rank: int) -> list[Step]:
-    """A lane with each receive before the compute action that it stands behind."""
-    steps: list[Step] = []
-    last = 0  # where that is
-    for step in steps_of(program, rank):
-        if isinstance(step.action, Recv):
-            steps.insert(last, step)
-            last += 1
-        else:
-            steps.append(step)
-            if isinstance(step.action, Compute):
-                last = len(steps) - 1
-    return steps
+    """A lane with each receive one computation earlier, as processes have it."""
+    return ahead(steps_of(program, rank))
 
 
 def harder(name: str, ranks: int, chunks: int, v: int) -> Program:
@@ -78,18 +69,6 @@ def test_every_size(name: str, v: int, ranks: int) -> None:
             assert carried_out(program, strict) == expected, chunks
         else:
             assert carried_out(program, posted, early) == expected, chunks
-
-
-def test_receives_are_posted_one_compute_action_earlier() -> None:
-    program = lower(schedules.one_f_one_b(2, 3))
-    assert [" ".join(map(str, program.lanes[0])), " ".join(_names(early(program, 0)))] == [
-        "0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 0F2 ?1>0:1 !0>1:2 0B1 ?1>0:2 0B2",
-        "0F0 !0>1:0 ?1>0:0 0F1 !0>1:1 0B0 ?1>0:1 0F2 !0>1:2 ?1>0:2 0B1 0B2",
-    ]
-
-
-def _names(steps: Sequence[Step]) -> list[str]:
-    return [str(step.action) for step in steps]
 
 
 # ---- it goes red --------------------------------------------------------------------------
