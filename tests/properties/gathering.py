@@ -47,7 +47,7 @@ def as_one(of_ranks: Sequence[Numbers], names: Mapping[str, str]) -> Numbers:
             what, space, name = told.rpartition(" ")
             told = what + space + names.get(name, name)
             if told.startswith(ITS_GRADIENT):
-                found[told] = _plus(found.get(told), value)
+                found[told] = plus(found.get(told), value)
             elif told not in found:
                 found[told] = value
             elif not told.startswith(INPUT):  # each rank has its own, which its layers may change
@@ -62,5 +62,6 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Their sum; None is nothing."""
     return (a if b is None else b) if a is None or b is None else a + b
