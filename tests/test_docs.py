@@ -80,6 +80,7 @@ def _a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 # ---- python -------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # PyTorch's, of dcp.load
 @with_blocks("python")
 def test_code_runs_and_prints_what_is_quoted(page: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -188,7 +189,7 @@ def errors_of(source: Path) -> Iterator[list[str]]:
 def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
     source = ROOT / "src" / "penstock"
     files = [source / "pipe.py", source / "batch.py", source / "schedules" / "choice.py"]
-    for folder in ("stage", "run", "partition"):
+    for folder in ("gradients", "stage", "partition", "run", "run/processes", "saving"):
         files += sorted((source / folder).glob("*.py"))
     headings = re.sub(r"[`'\s]+", " ", (DOCS / "restrictions.md").read_text())
     missing = []

@@ -50,6 +50,7 @@ if _typing.TYPE_CHECKING:
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
+    from penstock.saving.folder import saved
     from penstock.stage.added import add_loss, added_losses
     from penstock.stage.checkpointing import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -105,6 +106,7 @@ __all__ = [
     "recompute",
     "recompute_mode",
     "require_sound",
+    "saved",
     "schedules",
     "simulate",
     "skippable",
@@ -131,6 +133,7 @@ _ON_DEMAND = {
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",
+    "saved": "saving.folder",
     "skippable": "stage.skip",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,20 +16,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Cost
 from penstock.errors import KindError, RunError
+from penstock.gradients.clip import clip_grad_norm
+from penstock.gradients.replicas import Replicas
+from penstock.ir import Schedule
 from penstock.notation import dumps
 from penstock.options import check_chunks, check_loss, check_words
 from penstock.partition.sequential import check_children
 from penstock.partition.side import names_in_chain
-from penstock.partition.split import Site, Wish, split
-from penstock.partition.tied import ties_in_words
-from penstock.run.asking import Answers, Lesson, Settings
+from penstock.partition.split import Split, Wish, in_words, split
+from penstock.partition.tied import tied_names
+from penstock.partition.wrapping import StageFn, wrapped
+from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import check_same, first_decides, group_of, join, place_in
-from penstock.run.processes.many import ManyProcesses, Sharing
+from penstock.run.processes.joining import check_same, group_of, join, site_in
+from penstock.run.processes.many import ManyProcesses
+from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
+from penstock.saving.pending import Pending, Saving
 from penstock.schedules.choice import Asked, check_trains, choose, read
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.compiled import never_compiled
@@ -36,6 +43,10 @@ from penstock.stage.reduction import LossFn
 from penstock.stage.skip import verify_skippables
 from penstock.timeline import Timeline
 from penstock.verify import require_sound
+
+if TYPE_CHECKING:
+    from penstock.saving.optimizers import Optimizers
+    from penstock.saving.saver import PathLike, Saver
 
 
 class Pipe(nn.Module):
@@ -50,6 +61,8 @@ class Pipe(nn.Module):
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
+    stage_fn             stage_fn(module, index) gives what computes in the place of a stage's
+                         layers: the module in fully_shard, DistributedDataParallel, torch.compile
     mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
                          holds its own stages alone. The rest is for that:
     data                 given on all ranks, or on the first alone
@@ -80,6 +93,7 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
+        stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
         data: str = "all",
@@ -103,37 +117,22 @@ class Pipe(nn.Module):
             module = converted
         asked = read(schedule)
         wish = Wish(stages, devices, balance, example, chunks)
+        sharing = Sharing(data, outputs, shapes)
         processes = group_of(mesh, group)
-        team = None
         if processes is None:
-            self._split = split(module, wish, asked)
+            arranged = self._arrange(split(module, wish, asked), asked, stage_fn)
+            self._runs: Answers = OneProcess(arranged)
         else:
-            place = place_in(processes, devices)
-            team = join(processes, place, heartbeat)
-            site = Site(team.rank, team.size, place, first_decides(team))
-            self._split = split(module, wish, asked, site)
-        self._choice = choose(asked, self._split.placement, chunks, self._split.partition.graph)
-        made = self._choice(chunks)
-        check_trains(made, self._choice.name)
-        require_sound(made, self._split.partition.graph)
-        programs = Programs(self._choice, self._split.partition.graph)
-        self._runs: Answers = OneProcess(self._split, programs)
-        if team is not None:
-            schedule_text = dumps(made)
-            check_same(
-                team,
-                module,
-                chunks=chunks,
-                checkpoint=checkpoint,
-                schedule=schedule_text,
-                data=data,
-                outputs=outputs,
-                shapes=shapes,
-                reduction=reduction,
-            )
-            begin_alike(self._split.ties, team.peers)
-            self._runs = ManyProcesses(team, self._split, programs, Sharing(data, outputs, shapes))
+            team = join(processes, devices, heartbeat)
+            with team.call("making the pipe") as name:
+                placed = split(module, wish, asked, site_in(team))
+                arranged = self._arrange(placed, asked, stage_fn)
+                facts = {"schedule": dumps(self._choice(chunks)), "reduction": reduction}
+                check_same(team, name, module, self._settings(), sharing, facts)
+                begin_alike(self._split.ties, team.peers)
+            self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()
+        self._saves = Pending()
         self.training = module.training
         # The children are the Sequential's own, under their own names, whatever those are: from
         # here on no attribute is set.
@@ -145,6 +144,22 @@ class Pipe(nn.Module):
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
 
+    def _arrange(
+        self, placed: Split, asked: str | Schedule | None, stage_fn: StageFn | None
+    ) -> Arrangement:
+        """What runs, and in which order."""
+        here = [stage.index for stage in placed.stages_here]
+        self._split = replace(placed, partition=wrapped(placed.partition, stage_fn, here))
+        graph = self._split.partition.graph
+        self._choice = choose(asked, self._split.placement, self.chunks, graph)
+        made = self._choice(self.chunks)
+        check_trains(made, self._choice.name)
+        require_sound(made, graph)
+        self._replicas = Replicas(self._split.partition.computing())
+        return Arrangement(
+            self._split, Programs(self._choice, graph), self._replicas, self._modules
+        )
+
     # ---- the two doors --------------------------------------------------------------------
 
     @never_compiled
@@ -153,7 +168,6 @@ class Pipe(nn.Module):
 
         Inputs by name go to every layer whose forward names them.
         """
-        self._check_layers()
         return self._runs.forward(self._settings(), Batch(inputs, side))
 
     @never_compiled
@@ -181,7 +195,6 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        self._check_layers()
         batch = Batch(inputs, side, () if target is None else (target,))
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
         return self._runs.step(self._settings(), batch, lesson)
@@ -194,33 +207,66 @@ class Pipe(nn.Module):
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
+        parameters = list(self.parameters())
         rest = norm_type, error_if_nonfinite, foreach
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, *rest)
+        return clip_grad_norm(parameters, parameters, None, max_norm, *rest)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, steps do not reduce the gradients of replicas: the first one after it does."""
+        before, self._replicas.reduces = self._replicas.reduces, False
+        try:
+            yield
+        finally:
+            self._replicas.reduces = before
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         return self._runs.forecast(self._settings(), cost)
 
+    # ---- checkpoints ----------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: PathLike,
+        optimizer: Optimizers = None,
+        extra: Any = None,
+        background: bool = False,
+    ) -> Saving:
+        """Write a checkpoint that counts only when it is whole, and replaces the one before.
+
+        Parameters, buffers and the optimizers' state, by the names of the unsplit model, and the
+        generator of random numbers; `extra` is given back by `load`. In the background, training
+        may go on at once: the next save, or `wait` of what this returns, waits for it.
+        """
+        with self._runs.calling("saving"):
+            return self._saver().save(folder, optimizer, extra, background)
+
+    def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
+        """Read a checkpoint, however it was split; gives its `extra`.
+
+        `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
+        .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        """
+        with self._runs.calling("loading"):
+            return self._saver().load(path, optimizer)
+
+    def export(self, file: PathLike) -> Path:
+        """Write parameters and buffers to one .safetensors file."""
+        with self._runs.calling("exporting"):
+            return self._saver().export(file)
+
+    def _saver(self) -> Saver:
+        from penstock.saving.saver import Saver, held  # their import takes a second
+
+        same = {**tied_names(self), **self._split.same}
+        first = self._split.is_here(0)
+        return Saver(held(self, same, self._runs.group_for_saves(), first), self._saves)
+
     # ---- how they are run -----------------------------------------------------------------
 
     def _settings(self) -> Settings:
         return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
-
-    def _check_layers(self) -> None:
-        here = self._split.stages_here
-        known = [name for stage in here for name in stage.names]
-        if list(self._modules) != known:
-            raise RunError(
-                f"the pipe was made of the layers {', '.join(known)}, and now has "
-                f"{', '.join(self._modules)}: make the Pipe after the change"
-            )
-        for stage in here:
-            for name, layer in zip(stage.names, stage.layers, strict=True):
-                if self._modules.get(name) is not layer:
-                    raise RunError(
-                        f"layer '{name}' was replaced after the pipe was made, and would not run: "
-                        "make the Pipe after the change, or change what is inside the layer"
-                    )
 
     # ---- a module like any other ----------------------------------------------------------
 
@@ -245,27 +291,15 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
-        lines = [f"Pipe({options}, schedule={self._choice.name!r},"]
-        for stage in self._split.partition.stages:
-            if not self._split.is_here(stage.index):
-                lines.append(
-                    f"  {stage} in the process of rank {self._split.placement[stage.index]}"
-                )
-                continue
-            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
-            place = self._split.place_of(stage.index)
-            lines.append(f"  {stage} on {place!r}, {numbers:,} parameters")
-        skips = Counter((key.name, src, dst) for key, src, dst in self._split.partition.routes)
-        for (name, src, dst), times in skips.items():
-            lines.append(
-                f"  skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1)
-            )
-        here = self._split.stages_here
-        tied = ties_in_words(here, self._split.placement)
-        tied += [
-            f"{tie.name}: on ranks {', '.join(map(str, tie.holders))}" for tie in self._split.ties
-        ]
-        return "\n".join(lines + [f"  tied {tie}" for tie in tied]) + ")"
+        head = f"Pipe({options}, schedule={self._choice.name!r},"
+        return "\n".join([head, *(f"  {line}" for line in in_words(self._split))]) + ")"
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Also what is around the stages."""
+        super().train(mode)
+        for module in (m for stage in self._split.partition.stages for m in stage.around):
+            module.training = mode
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""

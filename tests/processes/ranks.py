@@ -32,6 +32,7 @@ from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 SIZES = (2, 3, 4)
 PRELOADED = (
     "penstock.pipe",
+    "penstock.saving.saver",
     "tests.processes.rank",
     "tests.properties.fuzz",
     "tests.features.page",

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ArgumentError, KindError
+from penstock.errors import ArgumentError, KindError, RunError
 from penstock.ir import StageGraph
-from penstock.partition.side import Side, check_named, names_in_chain, picked, side_names
-from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
-from penstock.stage.stage import OUTSIDE, Stage
+from penstock.partition.chain import chain
+from penstock.partition.side import check_named, names_in_chain, picked, side_names
+from penstock.stage.skip import SkipKey, popped_keys, stashed_keys
+from penstock.stage.stage import Stage
 
 
 class PipeSequential(nn.Sequential):
@@ -73,6 +74,15 @@ class Partition:
     graph: StageGraph
     routes: tuple[tuple[SkipKey, int, int], ...]  # skips that cross stages
     takes: tuple[tuple[frozenset[str], ...], ...]  # the side inputs of each stage's layers
+
+    def computing(self) -> list[nn.Module]:
+        """The layers, and what the user has put around them."""
+        return [module for stage in self.stages for module in (*stage.around, *stage.layers)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once."""
+        layers = (layer for stage in self.stages for layer in stage.layers)
+        return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
 
 
 def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
@@ -154,6 +164,23 @@ def check_children(module: nn.Module) -> None:
         )
 
 
+def check_unchanged(children: Mapping[str, nn.Module | None], stages: Sequence[Stage]) -> None:
+    """They are still the layers that the stages were cut from."""
+    known = [name for stage in stages for name in stage.names]
+    if list(children) != known:
+        raise RunError(
+            f"the pipe was made of the layers {', '.join(known)}, and now has "
+            f"{', '.join(children)}: make the Pipe after the change"
+        )
+    for stage in stages:
+        for name, layer in zip(stage.names, stage.layers, strict=True):
+            if children.get(name) is not layer:
+                raise RunError(
+                    f"layer '{name}' was replaced after the pipe was made, and would not run: "
+                    "make the Pipe after the change, or change what is inside the layer"
+                )
+
+
 def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
     """Cut after so many children each time; `counts` add up to them all."""
     names, children = zip(*module._modules.items(), strict=True)
@@ -169,9 +196,9 @@ def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
             index,
             names[part],
             children[part],
-            _Chain(
+            chain(
                 index,
-                children[part],
+                dict(zip(names[part], children[part], strict=True)),
                 unpack,
                 routes,
                 last=index == len(counts) - 1,
@@ -192,70 +219,3 @@ def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, in
                 yield dst_key, stashed[dst_key], stage
         for module in inner:
             stashed.update(dict.fromkeys(stashed_keys(module), stage))
-
-
-class _Chain:
-    """What one stage computes: its layers, one after the other.
-
-    From the stage before come the value and the skips that begin there; from others, skips; from
-    outside, side inputs.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        layers: Sequence[nn.Module],
-        unpack: bool,
-        routes: Sequence[tuple[SkipKey, int, int]],
-        last: bool,
-        takes: Sequence[frozenset[str]],
-    ) -> None:
-        self._layers, self._unpack = tuple(layers), unpack
-        self._takes = tuple(takes)
-        self._before = index - 1 if index else OUTSIDE
-        self._after = OUTSIDE if last else index + 1
-        self._arriving = _by_neighbour((src, key) for key, src, dst in routes if dst == index)
-        self._departing = _by_neighbour((dst, key) for key, src, dst in routes if src == index)
-        self._skips = any(popped_keys(m) or stashed_keys(m) for l in layers for m in l.modules())
-
-    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
-        """From what came, by source, to what goes on, by destination."""
-        main = arrived[self._before]
-        side: dict[str, Any] = {}
-        given = arrived.get(OUTSIDE)
-        if given and isinstance(given[-1], Side):
-            side = given[-1].values
-            main = given[:-1] if self._before == OUTSIDE else main
-        if not self._skips:
-            return {self._after: (self._values(main, side),)}
-        skips = Skips()
-        for src, keys in self._arriving.items():
-            values = arrived[src][1:] if src == self._before else arrived[src]
-            for key, value in zip(keys, values, strict=True):
-                skips.stash(key, value, shared=True)
-        with use_skips(skips):
-            value = self._values(main if self._before == OUTSIDE else main[:1], side)
-        departing = {self._after: (value,)}
-        for dst, keys in self._departing.items():
-            stashed = tuple(skips.pop(key) for key in keys)
-            departing[dst] = (*departing.get(dst, ()), *stashed)
-        return departing
-
-    def _values(self, given: tuple[Any, ...], side: dict[str, Any]) -> Any:
-        """The first layer of all takes the batch as its arguments; later ones, one value."""
-        begins = self._before == OUTSIDE
-        value: Any = given if begins else given[0]
-        for at, layer in enumerate(self._layers):
-            if (begins and not at) or (self._unpack and isinstance(value, tuple)):
-                values = value
-            else:
-                values = (value,)
-            value = layer(*values, **picked(side, self._takes[at])) if side else layer(*values)
-        return value
-
-
-def _by_neighbour(pairs: Any) -> dict[int, tuple[SkipKey, ...]]:
-    found: dict[int, tuple[SkipKey, ...]] = {}
-    for neighbour, key in pairs:
-        found[neighbour] = (*found.get(neighbour, ()), key)
-    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
+from penstock.partition.materialise import Blanks, is_on_meta, materialise
 from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import (
     Partition,
@@ -20,7 +22,7 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
-from penstock.partition.tied import Tie, ties_between
+from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
 from penstock.stage.stage import Stage
@@ -36,6 +38,8 @@ class Split:
     places: Mapping[int, Place]
     placement: tuple[int, ...]
     ties: tuple[Tie, ...] = ()  # with ranks of other processes
+    same: Mapping[str, str] = field(default_factory=dict)  # further names of what is tied
+    blanks: Blanks = field(default_factory=Blanks)
 
     def is_here(self, stage: int) -> bool:
         """Does this process compute the stage?"""
@@ -130,8 +134,9 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
+    blanks = _give_memory(module, partition.stages, [places[rank].device for rank in placement])
     _move(partition.stages, [places[rank].device for rank in placement])
-    return Split(partition, dict(enumerate(places)), placement)
+    return Split(partition, dict(enumerate(places)), placement, blanks=blanks)
 
 
 def _among_processes(
@@ -144,10 +149,12 @@ def _among_processes(
     whole = cut(module, counts)
     ties = ties_between(whole.stages, placement, site.rank)
     mine = [stage for stage in whole.stages if placement[stage.index] == site.rank]
+    same = tied_names(module)
+    blanks = _give_memory(module, mine, [site.place.device for _ in mine])
     _move(mine, [site.place.device for _ in mine])
     seen = [stage if stage in mine else stage.elsewhere() for stage in whole.stages]
     partition = replace(whole, stages=tuple(seen))
-    return Split(partition, {site.rank: site.place}, placement, ties)
+    return Split(partition, {site.rank: site.place}, placement, ties, same, blanks)
 
 
 def _number(stages: int | Sequence[int]) -> int:
@@ -155,6 +162,14 @@ def _number(stages: int | Sequence[int]) -> int:
     if number < 1:
         raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
     return number
+
+
+def _give_memory(
+    module: nn.Sequential, stages: Sequence[Stage], devices: Sequence[torch.device]
+) -> Blanks:
+    """To layers of these stages that were built on meta."""
+    named = zip(stages, devices, strict=True)
+    return materialise(module, {name: device for stage, device in named for name in stage.names})
 
 
 def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
@@ -204,6 +219,11 @@ def _counts(
         return balancing.cut([_parameter_bytes(layer) for layer in module], stages)
     if wish.example is None:
         raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
+    if is_on_meta(module):
+        raise ArgumentError(
+            f"balance='{wanted}' runs the layers, and the model was built on meta: balance by "
+            "parameters, or give the layers of each stage, as in stages=[2, 3]"
+        )
     example = wish.example if isinstance(wish.example, tuple) else (wish.example,)
     unpack = isinstance(module, PipeSequential)
     layers, device = list(module), first.device
@@ -217,3 +237,20 @@ def _counts(
 
 def _parameter_bytes(layer: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in layer.parameters())
+
+
+def in_words(split: Split) -> list[str]:
+    """Where each stage is, what jumps over stages, and what ranks share."""
+    lines = []
+    for stage in split.partition.stages:
+        if split.is_here(stage.index):
+            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
+            lines.append(f"{stage} on {split.place_of(stage.index)!r}, {numbers:,} parameters")
+        else:
+            lines.append(f"{stage} in the process of rank {split.placement[stage.index]}")
+    skips = Counter((key.name, src, dst) for key, src, dst in split.partition.routes)
+    for (name, src, dst), times in skips.items():
+        lines.append(f"skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1))
+    tied = ties_in_words(split.stages_here, split.placement)
+    tied += [f"{tie.name}: on ranks {', '.join(map(str, tie.holders))}" for tie in split.ties]
+    return lines + [f"tied {tie}" for tie in tied]

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from penstock.stage.stage import Stage
 
+_COMPILED = "_orig_mod."  # torch.compile puts it into names; PyTorch's checkpoints leave it out
+
 Spot = tuple[nn.Module, str]  # a module, and a name of its own
 
 
@@ -49,6 +51,29 @@ def ties_between(stages: Sequence[Stage], placement: Sequence[int], rank: int) -
             spots = tuple(spot for holder, _, spot in places if holder == rank)
             ties.append(Tie(places[0][1], holders, spots))
     return tuple(ties)
+
+
+def plain(name: str) -> str:
+    """The name without what torch.compile adds to it."""
+    return name.replace(_COMPILED, "")
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """The further names of tensors that have several, each with the first.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> layers[1].weight = layers[0].weight
+    >>> tied_names(layers)
+    {'1.weight': '0.weight'}
+    """
+    first: dict[Tensor, str] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {
+        plain(name): kept
+        for name, tensor in (*parameters, *buffers)
+        if (kept := first.setdefault(tensor, plain(name))) != plain(name)
+    }
 
 
 def ties_in_words(stages: Sequence[Stage], placement: Sequence[int]) -> list[str]:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
+from penstock.partition.sequential import check_unchanged
+from penstock.partition.split import Split
 from penstock.run.call import Manner
 from penstock.run.feed import Batch
-from penstock.run.programs import Size
+from penstock.run.programs import Programs, Size
 from penstock.run.training import StepResult
 from penstock.stage.reduction import LossFn
 from penstock.stage.tape import Keep
 from penstock.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A model cut and placed, the programs that run it, and the layers as the pipe has them now."""
+
+    split: Split
+    programs: Programs
+    replicas: Replicas
+    layers: Mapping[str, nn.Module | None]
+
+    def check(self) -> None:
+        """The layers are those that were cut, and have been given their numbers."""
+        check_unchanged(self.layers, self.split.stages_here)
+        self.split.blanks.check()
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,12 @@ class Answers(Protocol):
 
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward."""
+
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Within, what is raised on one rank is raised on all."""
+
+    def group_for_saves(self) -> Any:
+        """Of all processes that save together; None if there is one."""
 
     def forecast(self, settings: Settings, cost: Any) -> Timeline:
         """The timeline of a training step on paper."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from typing import Any
@@ -12,14 +12,14 @@ import torch
 
 from penstock.batch import gather
 from penstock.cost import Cost
+from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
-from penstock.partition.split import Split
-from penstock.run.asking import Lesson, Settings, manner_of
+from penstock.partition.wrapping import check_apart
+from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
 from penstock.run.call import Call, Runtime
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
 from penstock.run.passage import Passage
-from penstock.run.programs import Programs
 from penstock.run.threads import Crew, Threads
 from penstock.run.ties import Ties
 from penstock.run.training import HasTimeline, StepResult, train
@@ -35,24 +35,30 @@ from penstock.timeline import Timeline, simulate
 class OneProcess:
     """Answers a pipe's calls. A copy has threads of its own."""
 
-    def __init__(self, split: Split, programs: Programs) -> None:
-        self._split, self._programs = split, programs
-        self._deferred = deferred_in(split.stages_here)
+    def __init__(self, arranged: Arrangement) -> None:
+        self._arranged = arranged
+        self._split, self._programs = arranged.split, arranged.programs
+        self._replicas = arranged.replicas
+        self._deferred = deferred_in(self._split.stages_here)
         self._made = _Made()
 
     def forward(self, settings: Settings, batch: Batch) -> Any:
         """What the model computes of a batch; behind it, an autograd function."""
+        self._arranged.check()
+        self._replicas.check_call()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         size = settings.size(fed.chunks, torch.is_grad_enabled())
         program, *phases = self._programs.halves(size)
         stages = behind_call(self._split.partition.stages)
         call = self._call(settings, program, stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), fed.given)
-        tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
+        with self._replicas.held():
+            tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
         return gather(passage.outputs(tensors), fed.rows)
 
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward of a batch under the schedule."""
+        self._arranged.check()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         if torch.is_grad_enabled():
             program, phase = self._programs.whole(settings.size(fed.chunks))
@@ -69,10 +75,20 @@ class OneProcess:
         scale = loss_scale(lesson.scaler, self._device_of(len(stages) - 1))
         ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
         with self._turn():
-            result = train(self._call(settings, program, stages), program, phase, fed, ledger)
+            call = self._call(settings, program, stages)
+            result = train(call, program, phase, fed, ledger, self._replicas)
         if torch.is_grad_enabled():
+            if lesson.scaler is not None:
+                agree_on_overflow(self._split.partition.parameters(), ())
             self._made.last = result.measured
         return result
+
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Nothing has to be told to anybody."""
+        return nullcontext()
+
+    def group_for_saves(self) -> None:
+        """There is one process."""
 
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
@@ -115,6 +131,7 @@ class OneProcess:
         """The threads: made at the first call, and ended with the pipe."""
         with self._made.making:  # one crew, though several threads call
             if self._made.crew is None or not self._made.crew.here:
+                check_apart(self._split.partition, self._split.placement)
                 self._made.crew = Crew(len(self._split.places))
             return self._made.crew
 

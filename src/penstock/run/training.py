@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.batch import Rows, gather
+from penstock.gradients.replicas import Replicas
 from penstock.ir import Program
 from penstock.run.call import Call
 from penstock.run.feed import Fed
@@ -52,17 +53,23 @@ def train(
     phase: Phase,
     fed: Fed,
     ledger: Ledger,
+    replicas: Replicas,
 ) -> StepResult:
-    """Run the phase over micro-batches; the ledger says what their losses come to."""
+    """Run the phase over micro-batches; the ledger says what their losses come to.
+
+    The gradients of stages that have replicas are reduced once.
+    """
     given = tensors_by_cell(fed.given)
     call.desk.inputs = from_outside(fed.given)
     call.desk.answer, call.desk.prepare = ledger.answer, ledger.prepare
-    try:
-        call.run(phase)
-    except BaseException:
-        ledger.give_up()
-        raise
-    ledger.finish()
+    with replicas.held() as held:
+        try:
+            call.run(phase)
+        except BaseException:
+            ledger.give_up()
+            raise
+        ledger.finish()
+        held.factor = ledger.factor
     for cell, parcel in call.desk.inputs.items():
         pass_changes_on(given[cell], parcel.tensors)
     pass_gradients_on(given, call, ledger.factor)

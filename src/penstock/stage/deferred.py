@@ -15,13 +15,16 @@ from penstock.stage.operations import Weight
 
 
 class Deferral:
-    """Stand-ins for the weights of some modules, and a shelf for what they put off."""
+    """Stand-ins for the weights of some modules, and a shelf for what they put off.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    What is `around` them may be compiled.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], around: Sequence[nn.Module] = ()) -> None:
         self._shelf = Shelf()
         self._homes: list[tuple[dict[str, Any], str, nn.Parameter, Weight]] = []
         made: dict[nn.Parameter, Weight] = {}
-        closed = compiled_parts(modules)
+        closed = compiled_parts([*around, *modules])
         for module in modules:
             if module in closed:
                 continue

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.gradients.shards import local
 from penstock.stage.parcel import Parcel
 
 
 def _home(tensor: Tensor) -> int:
-    """Where it is; of a sparse tensor, where its values are."""
+    """Where it is; of a sparse tensor, where its values are; of one in parts, where its part is."""
+    tensor = local(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:

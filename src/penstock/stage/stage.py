@@ -32,6 +32,8 @@ class Stage:
     layers: tuple[nn.Module, ...]
     compute: Compute
     kinds: tuple[str, ...] = ()  # the layers' types, for people
+    around: tuple[nn.Module, ...] = ()  # what the user has put around the layers
+    shifting: frozenset[nn.Module] = frozenset()  # whose parameters come and go while it computes
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -86,6 +86,7 @@ class Tape:
         self._context, self._keep, self._divided = context, keep, divided
         self._habits = stage.habits(modules)
         self._buffered = [module for module in modules if module._buffers]
+        self._steady = [module for module in modules if module not in stage.shifting]
         self._modules, self._training = modules, [module.training for module in modules]
         self._of_parameters: list[tuple[int, int]] = []  # while something is kept
         self._tracked = tracked
@@ -178,7 +179,7 @@ class Tape:
             self._of_parameters = self._state_of_parameters()
 
     def _state_of_parameters(self) -> list[tuple[int, int]]:
-        found = [p for module in self._modules for p in module._parameters.values()]
+        found = [p for module in self._steady for p in module._parameters.values()]
         return [(p.data_ptr(), p._version) for p in found if p is not None]
 
     def _watched(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[_Kept, Apart]:
@@ -244,7 +245,7 @@ class Tape:
 
     @cached_property
     def _deferral(self) -> Deferral:
-        return Deferral(self._modules)
+        return Deferral(self._steady, self.stage.around)
 
     # ---- backward -------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ are of another unit until its end: the ranks before learn that with the first gr
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.run.processes.wire import Learned, Wire
@@ -42,13 +43,12 @@ class Book:
             self._aside = self._aside or Aside()
             self._aside.take(tape, microbatch)
 
-    def finish(self, factor: float | None) -> None:
+    def finish(self, factor: Tensor | None) -> None:
         """Add this step's gradients to the earlier ones, multiplied by what the last rank told."""
         if self.ledger is not None:
             self.ledger.finish()
         elif self._aside is not None:
-            exact = torch.tensor(1.0 if factor is None else factor, dtype=torch.float64)
-            self._aside.give_back(exact)
+            self._aside.give_back(torch.ones(()) if factor is None else factor)
 
     def give_up(self) -> None:
         """The step has failed: gradients are as they were before it."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
+from penstock.partition.split import Site
+from penstock.run.asking import Settings
 from penstock.run.processes.agreement import agree
+from penstock.run.processes.opening import facts_of
+from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import Team
 from penstock.stage.places import Gpu, Place, place_at
 
@@ -62,42 +66,42 @@ def _uses_nccl(group: ProcessGroup) -> bool:
     return "nccl" in dist.get_backend_config(group)
 
 
-def join(group: ProcessGroup, place: Place, heartbeat: float) -> Team:
+def join(group: ProcessGroup, devices: Sequence[Any] | None, heartbeat: float) -> Team:
     """Meet the other processes."""
     if not heartbeat > 0:
         raise ArgumentError(f"heartbeat is a number of seconds above 0, not {heartbeat!r}")
+    place = place_in(group, devices)
     return Team(group, place, heartbeat, nccl=isinstance(place, Gpu) and _uses_nccl(group))
 
 
-def first_decides(team: Team) -> Callable[[Callable[[], Sequence[int]]], Sequence[int]]:
-    """What the first rank finds is what all ranks take: times are measured on one."""
+def site_in(team: Team) -> Site:
+    """Where this process stands. Where to cut is the first rank's to find: times differ."""
 
     def settled(find: Callable[[], Sequence[int]]) -> Sequence[int]:
-        with team.call("cutting the model"):
-            if team.rank == 0:
-                found: Sequence[int] = team.peers.value(0, list(find()), "where to cut")
-            else:
-                found = team.peers.value(0, None, "where to cut")
-        return list(found)
+        mine = list(find()) if team.rank == 0 else None
+        found: Sequence[int] = team.peers.value(0, mine, "where to cut")
+        return found
 
-    return settled
+    return Site(team.rank, team.size, team.place, settled)
 
 
-def check_same(team: Team, module: nn.Sequential, **options: object) -> None:
+def check_same(
+    team: Team,
+    name: str,
+    module: nn.Sequential,
+    settings: Settings,
+    sharing: Sharing,
+    more: Mapping[str, object],
+) -> None:
     """All ranks are making the same pipe."""
-    layers = {
-        f"layer {name}": f"{type(layer).__name__} {_digest(layer)}"
-        for name, layer in module.named_children()
+    facts = {
+        "penstock": sys.modules["penstock"].__version__,
+        "torch": torch.__version__.split("+")[0],
+        **facts_of(settings),
+        **{key: str(value) for key, value in {**asdict(sharing), **more}.items()},
+        **{f"layer {n}": f"{type(l).__name__} {_digest(l)}" for n, l in module.named_children()},
     }
-    with team.call("making the pipe") as name:
-        facts = {
-            "penstock": sys.modules["penstock"].__version__,
-            "torch": torch.__version__.split("+")[0],
-            "the start": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            **{key: str(value) for key, value in options.items()},
-            **layers,
-        }
-        agree(team.peers, name, facts)
+    agree(team.peers, name, facts)
 
 
 def _digest(layer: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,7 @@ from penstock.batch import gather, moved
 from penstock.cost import Cost
 from penstock.errors import RunError
 from penstock.ir import Message, Program
-from penstock.partition.split import Split
-from penstock.run.asking import Lesson, Settings, manner_of
+from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
 from penstock.run.feed import Batch, Fed, feed
 from penstock.run.passage import from_outside, pass_changes_on, tensors_by_cell
@@ -31,10 +31,10 @@ from penstock.run.processes.opening import (
 )
 from penstock.run.processes.peers import FIRST_OF_MESSAGES
 from penstock.run.processes.results import Ending, Told, tell
+from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import Team
 from penstock.run.processes.ties import TiesBetween
 from penstock.run.processes.wire import Learned, Wire
-from penstock.run.programs import Programs
 from penstock.run.training import HasTimeline, StepResult, metrics_of, pass_gradients_on
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
@@ -46,15 +46,6 @@ from penstock.stage.randomness import move_on, next_seed
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.timeline import Timeline, simulate
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """Who has the data, who gets the outputs, and whether shapes are learned or sent each time."""
-
-    data: str = "all"
-    outputs: str = "last"
-    shapes: str = "learned"
 
 
 @dataclass(frozen=True)
@@ -70,15 +61,11 @@ class _Opened:
 class ManyProcesses:
     """Answers a pipe's calls, on one of its ranks."""
 
-    def __init__(
-        self,
-        team: Team,
-        split: Split,
-        programs: Programs,
-        sharing: Sharing,
-    ) -> None:
-        self.team, self._split, self._programs = team, split, programs
-        self._deferred, self._sharing = deferred_in(split.stages_here), sharing
+    def __init__(self, team: Team, arranged: Arrangement, sharing: Sharing) -> None:
+        self.team, self._arranged, self._sharing = team, arranged, sharing
+        self._split, self._programs = arranged.split, arranged.programs
+        self._replicas = arranged.replicas
+        self._deferred = deferred_in(self._split.stages_here)
         self._last: HasTimeline | None = None
 
     # ---- the two doors --------------------------------------------------------------------
@@ -120,6 +107,14 @@ class ManyProcesses:
                 program, phase, _ = self._programs.halves(size)
             return self._train(settings, lesson, opened, program, phase)
 
+    def calling(self, kind: str) -> AbstractContextManager[object]:
+        """Within, what is raised on one rank is raised on all."""
+        return self.team.call(kind)
+
+    def group_for_saves(self) -> Any:
+        """Of the pipe's ranks."""
+        return self.team.group_for_saves()
+
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
         program, _ = self._programs.whole(settings.size(settings.chunks))
@@ -143,6 +138,7 @@ class ManyProcesses:
 
     def _open(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> _Opened:
         """Agree on what is about to be done; then every rank knows the sizes of it."""
+        self._arranged.check()
         apart = self._sharing.data == "first"
         first = self._split.placement[0] == self.team.rank
         modules = [m for stage in self._split.stages_here for m in stage.modules()]
@@ -253,18 +249,20 @@ class ManyProcesses:
         book = Book(ledger, wire, opened.learned)
         call.desk.prepare = book.prepare
         call.desk.answer = book.answer if ends_here else None
-        try:
-            call.run(phase)
-            ending = Ending(drew=call.drew)
-            if ledger is not None:
-                ending = Ending(
-                    ledger.total(), ledger.factor, call.drew, self._has_more(ledger, lesson)
-                )
-            told = tell(self.team.peers, program, call, ending)
-        except BaseException:
-            book.give_up()
-            raise
-        return self._result(call, opened, wire, book, told, lesson)
+        with self._replicas.held() as held:
+            try:
+                call.run(phase)
+                ending = Ending(drew=call.drew)
+                if ledger is not None:
+                    more = self._has_more(ledger, lesson)
+                    ending = Ending(ledger.total(), ledger.factor, call.drew, more)
+                told = tell(self.team.peers, program, call, ending)
+            except BaseException:
+                book.give_up()
+                raise
+            book.finish(told.factor)
+            held.factor = told.factor
+        return self._result(call, opened, wire, book, told)
 
     def _targets(self, call: Call, opened: _Opened) -> list[tuple[Any, ...]]:
         cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
@@ -277,14 +275,12 @@ class ManyProcesses:
         return metrics or (lesson.outputs and self._sharing.outputs == "all")
 
     def _result(
-        self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told, lesson: Lesson
+        self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told
     ) -> StepResult:
-        """After all ranks have told: gradients in their unit, and the same result on each."""
-        book.finish(told.factor)
+        """After all ranks have told: the same result on each."""
         self._end(told, opened, wire)
         self._pass_changes_on(call, opened.fed)
-        factor = None if told.factor is None else torch.tensor(told.factor, dtype=torch.float64)
-        pass_gradients_on(tensors_by_cell(opened.fed.given), call, factor)
+        pass_gradients_on(tensors_by_cell(opened.fed.given), call, told.factor)
         ledger, rows = book.ledger, opened.fed.rows
         outputs, metrics = None, {}
         if ledger is not None:

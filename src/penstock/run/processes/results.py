@@ -36,7 +36,7 @@ class Told:
 
     loss: float
     dtype: torch.dtype
-    factor: float | None
+    factor: Tensor | None
     drew: bool
     more: bool
     measured: Gathered
@@ -80,7 +80,7 @@ def tell(peers: Peers, program: Program, call: Call, ending: Ending) -> Told:
     return Told(
         last[0],
         _DTYPES[int(last[1])] if not math.isnan(last[1]) else torch.float32,
-        None if math.isnan(last[2]) else last[2],
+        None if math.isnan(last[2]) else torch.tensor(last[2], dtype=torch.float64),
         any(row[3] for row in rows),
         bool(last[4]),
         Gathered(program, [row[_HEAD:] for row in rows]),

@@ -46,7 +46,7 @@ class Team:
         members = tuple(dist.get_process_group_ranks(group))
         number = _pipes[members] = _pipes.get(members, -1) + 1
         self._shared = store_of(group, f"pipe{number}")
-        self._place, self._heartbeat, self._nccl = place, heartbeat, nccl
+        self.place, self._heartbeat, self._nccl = place, heartbeat, nccl
         self._openings = 0
         self._calls = 0
         self._turn = threading.Lock()
@@ -95,16 +95,28 @@ class Team:
             self._learned.popitem(last=False)
         return found
 
+    def group_for_saves(self) -> Any:
+        """One of their own: a save may go on in the background of steps. All ranks ask together."""
+        if self.watch.closed:
+            self._open()
+        if len(self._gloo) == 1:
+            self._gloo.append(self._new_gloo("saves"))
+        return self._gloo[1]
+
+    def _new_gloo(self, name: str) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.size, _OPERATION)
+
     def _open(self) -> None:
-        store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        store = self._store = PrefixStore(f"opening{self._openings}", self._shared.store)
         self._openings += 1
         self._calls = 0
         self._learned.clear()
         _gather(store, self.rank, self.size)
-        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), self.rank, self.size, _OPERATION)
+        gloo = self._new_gloo("gloo")
+        self._gloo = [gloo]
         self.links = links_of(
             self.rank,
-            self._place,
+            self.place,
             gloo,
             partial(self._communicators, PrefixStore("nccl", store)) if self._nccl else None,
         )
@@ -113,14 +125,14 @@ class Team:
             self.rank,
             self.size,
             self._heartbeat,
-            _poisoner(gloo, self.links),
+            _poisoner(self._gloo, self.links),
             self._shared.host,
         )
         self.peers = Peers(gloo, self.watch.waiting)
 
     def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
         """One for each pair of ranks and direction, opened now, in the same order on every rank."""
-        assert isinstance(self._place, Gpu)
+        assert isinstance(self.place, Gpu)
         pairs = [(src, dst) for src in range(self.size) for dst in range(self.size) if src != dst]
         made = {}
         for src, dst in pairs:
@@ -128,14 +140,15 @@ class Team:
                 options = dist.ProcessGroupNCCL.Options()
                 ours = PrefixStore(f"{src}-{dst}", store)
                 group = dist.ProcessGroupNCCL(ours, int(self.rank == dst), 2, options)
-                group.eager_connect_single_device(self._place.device)
+                group.eager_connect_single_device(self.place.device)
                 made[src, dst] = group
         return made
 
 
-def _poisoner(gloo: Any, links: Links) -> Callable[[], None]:
+def _poisoner(groups: list[Any], links: Links) -> Callable[[], None]:
     def fail() -> None:
-        poison(gloo)
+        for gloo in groups:
+            poison(gloo)
         links.abort()
 
     return fail

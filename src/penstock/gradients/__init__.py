@@ -1,0 +1,1 @@
+"""What is done with gradients after the backwards: reduced over replicas, clipped, agreed on."""

@@ -1,0 +1,104 @@
+"""Gradients averaged over replicas: once, in a few large messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import RunError
+from penstock.gradients.shards import Group, local
+
+BUCKET_BYTES = 25 << 20
+
+
+@torch.no_grad()
+def average(
+    parameters: Iterable[nn.Parameter], group: Group, share: float | Tensor | None = None
+) -> None:
+    """Make each `.grad` the mean of those of all ranks of the group.
+
+    A rank counts for its `share`; shares add up to 1, and are the same for all if left out. What
+    was averaged before stays as it is, so that steps may be added. A gradient that some ranks have
+    counts as 0 for the others; one that nobody has is left alone. Every rank of the group calls
+    this, with the same parameters in the same order.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return
+    wanted = list(dict.fromkeys(p for p in parameters if p.requires_grad))
+    _check_dense(wanted)
+    buckets = [_Bucket(those) for those in _buckets(wanted)]
+    for bucket in buckets:  # each is sent while the next is filled
+        bucket.send(group, 1 / size if share is None else share)
+    for bucket in buckets:
+        bucket.take_back()
+
+
+def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise RunError(
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which is "
+                "not averaged over replicas: make its layer with sparse=False"
+            )
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
+    """Of its gradient, whether it has one or not: all ranks must come to the same."""
+    asked: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.device, asked or parameter.dtype
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those of one kind together, up to some size."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        kind = _kind(parameter)
+        those, size = filling.pop(kind, ([], 0))
+        those.append(parameter)
+        size += local(parameter).numel() * kind[1].itemsize
+        if size >= BUCKET_BYTES:
+            full.append(those)
+        else:
+            filling[kind] = those, size
+    return [*full, *(those for those, _ in filling.values())]
+
+
+class _Bucket:
+    """Gradients one after the other, and behind them for each a 1 if there is one, or a 0."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        sizes = [local(parameter).numel() for parameter in parameters]
+        device, dtype = _kind(parameters[0])
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
+        *parts, self._there = flat.split([*sizes, len(sizes)])
+        self._parts = [part.view(local(p).shape) for part, p in zip(parts, parameters, strict=True)]
+        self._flat = flat
+
+    def send(self, group: Group, share: float | Tensor) -> None:
+        """Fill it, and begin to add those of all ranks."""
+        pairs = list(zip(self._parts, self._parameters, strict=True))
+        for part, parameter in pairs:
+            if parameter.grad is not None:
+                part.copy_(local(parameter.grad))
+        there = [parameter.grad is not None for parameter in self._parameters]
+        self._flat.mul_(share.to(self._flat.device) if isinstance(share, Tensor) else share)
+        self._there.copy_(torch.tensor(there, dtype=self._flat.dtype))
+        summed = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+        self._work: Any = dist.all_reduce(summed, group=group, async_op=True)
+
+    def take_back(self) -> None:
+        """Wait for it, and put the means where they belong."""
+        self._work.wait()
+        for at, (part, parameter) in enumerate(zip(self._parts, self._parameters, strict=True)):
+            if parameter.grad is not None:
+                local(parameter.grad).copy_(part)
+            elif self._there[at] != 0:  # to ask is to wait for it, but who has one need not
+                parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(part)

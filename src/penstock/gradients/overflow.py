@@ -1,0 +1,44 @@
+"""A gradient that is not finite anywhere is so everywhere.
+
+A `torch.amp.GradScaler` looks at the gradients of its own process, and skips the optimizer's step
+if one of them is not finite. Ranks that do not agree on that would train different models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from penstock.gradients.shards import Group, all_groups, local, meeting_place, reduce
+
+
+@torch.no_grad()
+def agree_on_overflow(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> None:
+    """If a gradient of any rank is not finite, let every gradient of all ranks have an infinity.
+
+    In every one, as each may belong to another optimizer. The ranks are those of the groups, and
+    those who have parts of the same DTensors; all of them call this. On a GPU nobody waits for it,
+    unless the groups work on the host.
+    """
+    everyone = list(dict.fromkeys([*all_groups(parameters), *groups]))
+    if not everyone:
+        return
+    device = meeting_place(parameters, everyone[-1])
+    gradients = [_numbers(p.grad) for p in parameters if p.grad is not None]
+    here = [gradient for gradient in gradients if gradient.numel()]
+    finite = nn.utils.get_total_norm(here, inf).isfinite().to(device)
+    found = reduce((~finite).float(), ReduceOp.MAX, everyone)
+    if not found.is_cuda and not found.item():
+        return
+    for gradient in here:
+        gradient[(0,) * gradient.dim()].add_(torch.where(found > 0, inf, 0.0).to(gradient.device))
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Those that are here."""
+    gradient = local(gradient)
+    return gradient if gradient.layout is torch.strided else gradient._values()

@@ -1,0 +1,102 @@
+"""A model read from safetensors files: only the tensors that are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from penstock.errors import MissingExtra
+from penstock.saving.one_file import DTYPES
+
+_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class FilesReader(StorageReader):
+    """Reads tensors by their names out of safetensors files, and nothing else of them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files, self._file_of = files, dict[str, Path]()
+        self.notes: dict[str, str] = {}  # what the files say about themselves
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """It is used once."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """From the headers alone."""
+        found: dict[str, Any] = {}
+        for path in self._files:
+            with open_file(path) as file:
+                self.notes.update(file.metadata() or {})
+                for name in file.keys():  # noqa: SIM118  (it is no dict)
+                    part = file.get_slice(name)
+                    size = torch.Size(part.get_shape())
+                    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+                    dtype = _NAMED[part.get_dtype()]
+                    found[name] = TensorStorageMetadata(TensorProperties(dtype), size, [whole])
+                    self._file_of[name] = path
+        return Metadata(found)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """It knows the files already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """The parts that the plan names, file by file."""
+        items = sorted(plan.items, key=lambda item: str(self._file_of[item.storage_index.fqn]))
+        for path in dict.fromkeys(self._file_of[item.storage_index.fqn] for item in items):
+            with open_file(path) as file:
+                for item in items:
+                    name = item.storage_index.fqn
+                    if self._file_of[name] != path:
+                        continue
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_read(file, name, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+
+def _read(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    part = file.get_slice(name)
+    if not lengths or list(lengths) == part.get_shape():
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    cut: torch.Tensor = part[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+    return cut
+
+
+def open_file(path: Path) -> Any:
+    """The file, opened by the safetensors library."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise MissingExtra("safetensors", "safetensors", "reading a safetensors file") from None
+    return safe_open(path, framework="pt")

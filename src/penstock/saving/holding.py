@@ -1,0 +1,51 @@
+"""What one process has of a model, and under which names it is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from penstock.partition.tied import plain
+from penstock.saving.team import Alone, Team
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The layers of this process, under the unsplit model's names, and with whom it saves.
+
+    same     every further name of a tied tensor, with the one that it is saved under: of the
+             whole model, and alike on every rank
+    replica  which copy of the model this is part of, where there are several
+    first    whether random numbers of that copy begin here
+    """
+
+    module: nn.Module
+    same: Mapping[str, str]
+    team: Team = field(default_factory=Alone)
+    replica: int = 0
+    first: bool = True
+
+    def name(self, name: str) -> str:
+        """The one that it is saved under."""
+        return self.same.get(name, name)
+
+    def names(self, name: str) -> list[str]:
+        """All that the tensor has, the one that it is saved under first."""
+        kept = self.name(name)
+        return [kept, *(other for other, one in self.same.items() if one == kept)]
+
+    def state(self) -> dict[str, tuple[str, Any]]:
+        """What the state_dict has, each tied tensor once: its key there, and the value.
+
+        A rank that has only another name's copy of a tied tensor has it under that name.
+        """
+        values = {plain(key): (key, value) for key, value in self.module.state_dict().items()}
+        return {n: v for n, v in values.items() if self.name(n) == n or self.name(n) not in values}
+
+    def parameters(self) -> dict[nn.Parameter, str]:
+        """The name that each is saved under."""
+        found = self.module.named_parameters(remove_duplicate=False)
+        return {parameter: self.name(plain(name)) for name, parameter in found}

@@ -1,0 +1,184 @@
+"""An optimizer's state by the names of its parameters, so that it fits any split of the model.
+
+The names are those of `torch.distributed.checkpoint.state_dict` with its option
+`flatten_optimizer_state_dict`: `state.0.weight.exp_avg`, `param_groups.0.weight.lr`. That module
+itself takes a step with an optimizer that has not been used; here none is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from penstock.errors import ArgumentError, KindError
+from penstock.saving.holding import Holding
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+STATE, GROUPS = "state", "param_groups"
+
+
+def listed(optimizer: Optimizers) -> list[Optimizer]:
+    """One, several or none, as a list."""
+    if optimizer is None:
+        return []
+    several: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    strange = [type(one).__name__ for one in several if not isinstance(one, Optimizer)]
+    if strange:
+        raise KindError(
+            f"optimizer is a torch.optim.Optimizer or a list of them, and not {strange[0]}: what "
+            "else there is to save, such as a scheduler's state_dict(), goes into extra="
+        )
+    return several
+
+
+def check_known(holding: Holding, optimizers: Sequence[Optimizer]) -> None:
+    """Every parameter of the optimizers is the pipe's, and in one place of them."""
+    known = holding.parameters()
+    seen: set[nn.Parameter] = set()
+    for parameter in (
+        p for one in optimizers for group in one.param_groups for p in group["params"]
+    ):
+        if parameter not in known:
+            raise ArgumentError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of "
+                "the pipe's: give it an optimizer of its own, and put that one's state_dict() "
+                "into extra="
+            )
+        if parameter in seen:
+            raise ArgumentError(
+                f"'{known[parameter]}' is in several optimizers, and their states would have one "
+                "name: save one of them, and put the state_dict() of the others into extra="
+            )
+        seen.add(parameter)
+
+
+def state_of(holding: Holding, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The state and the settings of each parameter that this process saves."""
+    check_known(holding, optimizers)
+    names, saves = holding.parameters(), holding.state()
+    found: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            for parameter in group["params"]:
+                name = names[parameter]
+                if name not in saves:  # another rank's, of which this is a copy
+                    continue
+                found.update({f"{GROUPS}.{name}.{key}": v for key, v in settings.items()})
+                state = optimizer.state.get(parameter, {})
+                found.update({f"{STATE}.{name}.{key}": v for key, v in _flat(state)})
+    return found
+
+
+def _flat(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def blank(
+    holding: Holding, optimizers: Sequence[Optimizer], stored: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Room for what is stored of these optimizers' parameters: tensors to read into."""
+    check_known(holding, optimizers)
+    names = holding.parameters()
+    held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    settings = _by_name(GROUPS, stored, names.values())
+    missing = [names[parameter] for parameter in held if names[parameter] not in settings]
+    if missing:
+        raise ArgumentError(
+            f"the checkpoint has no optimizer state of {', '.join(missing)}: load it without "
+            "optimizer=, or with the optimizers that it was saved with"
+        )
+    room: dict[str, Any] = {}
+    for kind, found in ((GROUPS, settings), (STATE, _by_name(STATE, stored, names.values()))):
+        for parameter in held:
+            for key, value in found.get(names[parameter], {}).items():
+                room[f"{kind}.{names[parameter]}.{key}"] = _room(parameter, value)
+    return room
+
+
+def _room(parameter: nn.Parameter, stored: Any) -> Any:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    dtype = stored.properties.dtype
+    if isinstance(parameter, DTensor) and stored.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    device = parameter.device if stored.size else "cpu"  # a counter of steps stays on the host
+    return torch.empty(stored.size, dtype=dtype, device=device)
+
+
+def restore(holding: Holding, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+    """Put what was read into the optimizers."""
+    names = holding.parameters()
+    states = _by_name(STATE, state, names.values())
+    settings = _by_name(GROUPS, state, names.values())
+    for optimizer in optimizers:
+        groups: list[dict[str, Any]] = []
+        numbered: dict[int, Any] = {}
+        for group in optimizer.param_groups:
+            mine = [names[parameter] for parameter in group["params"]]
+            first = sum(len(one["params"]) for one in groups)
+            numbers = list(range(first, first + len(mine)))
+            groups.append({**group, **_common(mine, settings), "params": numbers})
+            for number, name in zip(numbers, mine, strict=True):
+                if name in states:
+                    numbered[number] = _nested(states[name])
+        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _common(names: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Those of a group: its parameters were all saved with the same."""
+    for name in names:
+        for key, value in settings[name].items():
+            first = settings[names[0]].get(key)
+            if not _equal(first, value):
+                raise ArgumentError(
+                    f"'{names[0]}' and '{name}' are in one group of the optimizer, and were saved "
+                    f"with {key}={first} and {key}={value}: make the groups as they were"
+                )
+    return dict(settings[names[0]]) if names else {}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _by_name(
+    kind: str, flat: Mapping[str, Any], names: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """What belongs to each of the names: `state.0.weight.step` to `0.weight`, as `step`."""
+    known = set(names)
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        begin, *parts = key.split(".")
+        if begin != kind:
+            continue
+        for end in range(1, len(parts)):
+            if (name := ".".join(parts[:end])) in known:
+                found.setdefault(name, {})[".".join(parts[end:])] = value
+                break
+    return found
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dots are levels, as they were before."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *levels, last = key.split(".")
+        place = found
+        for level in levels:
+            place = place.setdefault(level, {})
+        place[last] = value
+    return found

@@ -1,0 +1,172 @@
+"""One load: each process finds its own tensors in a checkpoint, and reads nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.optim import Optimizer
+
+from penstock.errors import ArgumentError
+from penstock.saving import optimizers as states
+from penstock.saving.files import FilesReader
+from penstock.saving.folder import saved
+from penstock.saving.holding import Holding
+from penstock.saving.writing import EXTRA
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is stored at a path: facts about each entry, by name, and how to read it."""
+
+    path: Path
+    reader: StorageReader
+    metadata: Metadata
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """What is known of each, without reading it."""
+        return self.metadata.state_dict_metadata
+
+    @property
+    def prefix(self) -> str:
+        """Before the names of the model; a checkpoint by others may have none."""
+        return f"{MODEL}." if any(key.startswith(f"{MODEL}.") for key in self.entries) else ""
+
+    def below(self, prefix: str) -> dict[str, Any]:
+        """The entries that begin so, without it."""
+        found = self.entries.items()
+        return {k.removeprefix(prefix): v for k, v in found if k.startswith(prefix)}
+
+
+def found_at(path: Path) -> Path:
+    """The checkpoint that is meant: in a folder of saves, the last."""
+    if path.is_file() or (path / ".metadata").exists():
+        return path
+    last = saved(path)
+    if last is not None:
+        return last
+    missing = "is not there" if not path.exists() else "has no checkpoint in it yet"
+    raise ArgumentError(
+        f"'{path}' {missing}: give a folder that pipe.save has written to (penstock.saved(folder) "
+        "tells whether it has), a folder of torch.distributed.checkpoint, a .safetensors file or "
+        "its .safetensors.index.json"
+    )
+
+
+def opened(path: Path) -> Source:
+    """What is stored there; nothing is read but what the files say about themselves."""
+    reader: StorageReader
+    if path.is_dir():
+        reader = FileSystemReader(path)
+    elif path.suffix == ".json":
+        shards = json.loads(path.read_text())["weight_map"].values()
+        reader = FilesReader([path.parent / name for name in dict.fromkeys(shards)])
+    else:
+        reader = FilesReader([path])
+    return Source(path, reader, reader.read_metadata())
+
+
+def check_all(source: Source, names: Collection[str], same: Mapping[str, str]) -> None:
+    """What is stored of the model is somewhere in it: `names` are those of all ranks."""
+    if source.path.is_dir() and not source.prefix:
+        return  # by others: what is there beside the model cannot be told from it
+    known = {*names, *same, *same.values()}
+    stored = source.below(source.prefix)
+    strange = [name for name in stored if name not in known and not _within(name, known)]
+    if strange:
+        raise ArgumentError(
+            f"'{source.path}' has {_some(strange)}, which the model has not: it was saved from "
+            "another model"
+        )
+
+
+def _within(name: str, known: set[str]) -> bool:
+    """Of a value in several parts, such as a module's extra state."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in known for end in range(1, len(parts)))
+
+
+def read_model(holding: Holding, source: Source) -> None:
+    """Into this process's own parameters and buffers."""
+    state = holding.state()
+    stored = source.below(source.prefix)
+    chosen = {
+        name: next((one for one in [name, *holding.names(name)] if one in stored), name)
+        for name in state
+    }
+    _check_fits(holding, source, chosen)
+    wanted = {chosen[name]: value for name, (_, value) in state.items()}
+    nested = {MODEL: wanted} if source.prefix else wanted
+    read(source, nested)
+    holding.module.load_state_dict(
+        {**holding.module.state_dict(), **{k: wanted[chosen[n]] for n, (k, _) in state.items()}}
+    )
+
+
+def _check_fits(holding: Holding, source: Source, chosen: Mapping[str, str]) -> None:
+    missing, other = [], []
+    for name, (_, value) in holding.state().items():
+        stored = source.entries.get(source.prefix + chosen[name])
+        if not isinstance(value, torch.Tensor):
+            continue
+        if stored is None:
+            missing.append(name)
+        elif isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
+            other.append(f"{name}, {tuple(stored.size)} there and {tuple(value.shape)} here")
+    if missing:
+        raise ArgumentError(
+            f"'{source.path}' has nothing for {_some(missing)}: it was saved from another model"
+        )
+    if other:
+        raise ArgumentError(
+            f"'{source.path}' has other shapes: {_some(other)}: it was saved from another model"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def read_optimizers(holding: Holding, source: Source, optimizers: Sequence[Optimizer]) -> None:
+    """Into this process's optimizers."""
+    room = {OPTIMIZER: states.blank(holding, optimizers, source.below(f"{OPTIMIZER}."))}
+    read(source, room)
+    states.restore(holding, optimizers, room[OPTIMIZER])
+
+
+def read_random(holding: Holding, source: Source) -> None:
+    """The generator of random numbers stands where it stood, if this replica was saved."""
+    stored = source.below(f"{RANDOM}.").get(str(holding.replica))
+    if isinstance(stored, TensorStorageMetadata):
+        room = {RANDOM: {str(holding.replica): torch.empty(stored.size, dtype=torch.uint8)}}
+        read(source, room)
+        torch.set_rng_state(room[RANDOM][str(holding.replica)])
+
+
+def read_extra(source: Source) -> Any:
+    """What the user has saved beside; None for a checkpoint that has nothing of the kind."""
+    path = source.path / EXTRA
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def read(source: Source, state: dict[str, Any]) -> None:
+    """Fill the state with what is stored under its names: this process alone, and only that."""
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, source.metadata, True)
+    source.reader.set_up_storage_reader(source.metadata, True)
+    plan = source.reader.prepare_local_plan(planner.create_local_plan())
+    [plan] = planner.create_global_plan(source.reader.prepare_global_plan([plan]))
+    with torch.no_grad():
+        source.reader.read_data(planner.finish_plan(plan), planner).wait()

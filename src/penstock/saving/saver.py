@@ -1,0 +1,142 @@
+"""What `Pipe.save`, `Pipe.load` and `Pipe.export` do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from pickle import PicklingError, UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ArgumentError, KindError
+from penstock.saving import reading, writing
+from penstock.saving.folder import clean, next_place
+from penstock.saving.holding import Holding
+from penstock.saving.one_file import OneFileWriter
+from penstock.saving.optimizers import Optimizers, listed, state_of
+from penstock.saving.pending import Pending, Saving
+from penstock.saving.reading import MODEL, OPTIMIZER, RANDOM
+from penstock.saving.team import Alone, Group, Grouped, Team, decided, each, together
+
+PathLike = str | os.PathLike[str]
+
+
+def held(module: nn.Module, same: Mapping[str, str], group: Group | None, first: bool) -> Holding:
+    """What a process has of a model, which it saves with the processes of a group."""
+    return Holding(module, same, Alone() if group is None else Grouped(group), first=first)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Saves what a process holds. Each waits for the save before it."""
+
+    holding: Holding
+    pending: Pending
+
+    def save(self, folder: PathLike, optimizer: Optimizers, extra: Any, background: bool) -> Saving:
+        """Plan and, for the background, copy; then write."""
+        self.pending.wait()
+        holding, team, home = self.holding, self.holding.team, Path(folder).absolute()
+        doing = f"saving to '{home}'"
+        state, packed = each(team, doing, lambda: (_state(holding, optimizer), _packed(extra)))
+        place = decided(team, doing, lambda: next_place(home))
+        same = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in holding.same.items()}
+        writer = writing.CheckpointWriter(place, same, packed)
+
+        def undo() -> None:
+            clean(place.parent)
+
+        with _undone_by(undo, team):
+            planned = writing.plan(team, doing, writer, state)
+            if background:
+                each(team, doing, lambda: planned.planner.copy(planned.mine))
+
+        def write() -> None:
+            with _undone_by(undo, team):
+                writing.write(team, doing, writer, planned)
+
+        saving = Saving(place, write, background)
+        self.pending.last = saving if background else None
+        return saving
+
+    def load(self, path: PathLike, optimizer: Optimizers) -> Any:
+        """Read what this process needs; gives what was saved as `extra`."""
+        self.pending.wait()
+        holding, team = self.holding, self.holding.team
+        doing = f"loading '{path}'"
+        place = decided(team, doing, lambda: reading.found_at(Path(path).absolute()))
+        names = together(team, doing, lambda: list(holding.state()))
+
+        def work() -> Any:
+            source = reading.opened(place)
+            reading.check_all(source, [name for those in names for name in those], holding.same)
+            reading.read_model(holding, source)
+            optimizers = listed(optimizer)
+            if optimizers:
+                reading.read_optimizers(holding, source, optimizers)
+                reading.read_random(holding, source)
+            return reading.read_extra(source)
+
+        return each(team, doing, work)
+
+    def export(self, file: PathLike) -> Path:
+        """Write the model's tensors to one file, each rank its own bytes."""
+        self.pending.wait()
+        path = Path(file).absolute()
+        if path.suffix != ".safetensors":
+            raise ArgumentError(f"export writes a .safetensors file, and not '{path.name}'")
+        team, doing = self.holding.team, f"exporting to '{path}'"
+        writer = OneFileWriter(path, self.holding.same)
+        state = each(team, doing, lambda: _model(self.holding))
+        with _undone_by(writer.undo, team):
+            planned = writing.plan(team, doing, writer, state)
+            writing.write(team, doing, writer, planned)
+        return path
+
+
+@contextmanager
+def _undone_by(undo: Callable[[], None], team: Team) -> Iterator[None]:
+    """What is half written when it fails is removed, by the first rank."""
+    try:
+        yield
+    except BaseException:
+        if team.rank == 0:
+            undo()
+        raise
+
+
+def _model(holding: Holding) -> dict[str, Any]:
+    """What this process saves of the model: no copies of what another rank saves."""
+    return {n: value for n, (_, value) in holding.state().items() if holding.name(n) == n}
+
+
+def _state(holding: Holding, optimizer: Optimizers) -> dict[str, Any]:
+    """All that this process saves."""
+    state: dict[str, Any] = {MODEL: _model(holding)}
+    optimizers = listed(optimizer)
+    if optimizers:
+        state[OPTIMIZER] = state_of(holding, optimizers)
+    if holding.first:
+        state[RANDOM] = {str(holding.replica): torch.get_rng_state()}
+    return state
+
+
+def _packed(extra: Any) -> bytes:
+    """As `torch.load` reads it back, with nothing in it that could run code."""
+    packed = BytesIO()
+    try:
+        torch.save(extra, packed)
+        packed.seek(0)
+        torch.load(packed, weights_only=True)
+    except (PicklingError, UnpicklingError, AttributeError, TypeError) as error:
+        raise KindError(
+            "extra takes numbers, strings, tensors, and lists and dicts of them, as "
+            f"torch.load(weights_only=True) does: {error}"
+        ) from None
+    return packed.getvalue()

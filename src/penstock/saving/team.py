@@ -1,0 +1,105 @@
+"""Who saves together: one process alone, or a group of them that succeed or fail as one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from traceback import format_exception_only
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+
+T = TypeVar("T")
+
+
+class Team(Protocol):
+    """The processes that save together. `share` is called by all of them, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 decides for all."""
+
+    def share(self, value: Any) -> list[Any]:
+        """Everyone's values, in the order of the ranks, on every rank."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process."""
+
+    rank: int = 0
+
+    def share(self, value: Any) -> list[Any]:
+        """Its own."""
+        return [value]
+
+
+class Group(Protocol):
+    """A group of torch.distributed that carries tensors of the host, such as gloo's."""
+
+    def rank(self) -> int:
+        """This process's."""
+
+    def size(self) -> int:
+        """How many there are."""
+
+    def allgather(self, into: list[list[Tensor]], given: list[Tensor]) -> Any:
+        """Starts to give everyone everything."""
+
+
+class Grouped:
+    """The processes of a group that carries nothing else than this.
+
+    (A save in the background speaks over it, while others are in use.)
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank()
+
+    def share(self, value: Any) -> list[Any]:
+        """Their sizes first."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gathered(torch.tensor([len(data)]))]
+        padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+        found = zip(self._gathered(padded), sizes, strict=True)
+        return [pickle.loads(one[:size].numpy().tobytes()) for one, size in found]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([found], [mine]).wait()
+        return found
+
+
+def together(team: Team, doing: str, work: Callable[[], T]) -> list[T]:
+    """Everyone's results of the work; if anyone's fails, all fail, with one message."""
+    if isinstance(team, Alone):
+        return [work()]
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    told = None if failure is None else "".join(format_exception_only(failure)).strip()
+    answers = team.share((result, told))
+    problems = [f"  rank {rank}: {said}" for rank, (_, said) in enumerate(answers) if said]
+    if problems:
+        listed = "\n".join(problems)
+        raise RunError(f"{doing} failed, so no rank goes on with it:\n{listed}") from failure
+    return [value for value, _ in answers]
+
+
+def each(team: Team, doing: str, work: Callable[[], T]) -> T:
+    """This rank's result alone, which stays here; if anyone's work fails, all fail."""
+    mine: list[T] = []
+    together(team, doing, lambda: mine.append(work()))
+    return mine[0]
+
+
+def decided(team: Team, doing: str, work: Callable[[], T]) -> T:
+    """What the first rank's work gives, on every rank."""
+    return cast(T, together(team, doing, lambda: work() if team.rank == 0 else None)[0])
