@@ -34,7 +34,7 @@ PRELOADED = (
     "penstock.pipe",
     "penstock.saving.saver",
     "tests.processes.rank",
-    "tests.properties.fuzz",
+    "tests.properties.comparing",
     "tests.features.page",
 )
 START = 60.0  # seconds in which processes must come up
