@@ -188,7 +188,8 @@ def errors_of(source: Path) -> Iterator[list[str]]:
 
 def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
     source = ROOT / "src" / "penstock"
-    files = [source / "pipe.py", source / "batch.py", source / "schedules" / "choice.py"]
+    names = ("pipe", "options", "batch", "schedules/choice")
+    files = [source / f"{name}.py" for name in names]
     for folder in ("gradients", "stage", "partition", "run", "run/processes", "saving"):
         files += sorted((source / folder).glob("*.py"))
     headings = re.sub(r"[`'\s]+", " ", (DOCS / "restrictions.md").read_text())

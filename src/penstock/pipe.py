@@ -29,9 +29,10 @@ from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import check_same, group_of, join, site_in
+from penstock.run.processes.joining import check_same, join, site_in
 from penstock.run.processes.many import ManyProcesses
 from penstock.run.processes.sharing import Sharing
+from penstock.run.processes.standing import standing_in
 from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
@@ -118,12 +119,12 @@ class Pipe(nn.Module):
         asked = read(schedule)
         wish = Wish(stages, devices, balance, example, chunks)
         sharing = Sharing(data, outputs, shapes)
-        processes = group_of(mesh, group)
-        if processes is None:
+        standing = standing_in(mesh, group)
+        if standing is None:
             arranged = self._arrange(split(module, wish, asked), asked, stage_fn)
             self._runs: Answers = OneProcess(arranged)
         else:
-            team = join(processes, devices, heartbeat)
+            team = join(standing, devices, heartbeat)
             with team.call("making the pipe") as name:
                 placed = split(module, wish, asked, site_in(team))
                 arranged = self._arrange(placed, asked, stage_fn)

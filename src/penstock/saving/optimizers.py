@@ -60,17 +60,15 @@ def check_known(holding: Holding, optimizers: Sequence[Optimizer]) -> None:
 
 
 def state_of(holding: Holding, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The state and the settings of each parameter that this process saves."""
+    """The state and the settings of each parameter; of a tied one, each rank has the same."""
     check_known(holding, optimizers)
-    names, saves = holding.parameters(), holding.state()
+    names = holding.parameters()
     found: dict[str, Any] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             settings = {key: value for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
                 name = names[parameter]
-                if name not in saves:  # another rank's, of which this is a copy
-                    continue
                 found.update({f"{GROUPS}.{name}.{key}": v for key, v in settings.items()})
                 state = optimizer.state.get(parameter, {})
                 found.update({f"{STATE}.{name}.{key}": v for key, v in _flat(state)})

@@ -1,112 +1,37 @@
-"""A watch on its own: over gloo groups, with a stand-in for a step, in processes that fail."""
+"""A watch on its own, with a stand-in for a pipe's step, in processes that fail."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from penstock.errors import Whereabouts
-from penstock.run.processes.poison import poison
+from penstock.errors import RemoteError, RunError
 from penstock.run.processes.store import store_of
-from penstock.run.processes.watch import Watch
-from tests.processes.faults.throwaway import Fate, Stage, perform
-
-HEARTBEAT = 1.0
-PLACES = ("agreement", "forward", "send", "backward", "end", "between")
-
-Fault = Callable[[Stage, str], None]
-
-
-class Burst(Exception):
-    """What goes wrong."""
-
-
-def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watch:
-    store, host = store_of(stage.group, name)
-    wake = partial(poison, stage.group)
-    return Watch(store, stage.rank, stage.size, heartbeat, wake, host)
-
-
-def nothing(stage: Stage, place: str) -> None:
-    pass
-
-
-def step(watch: Watch, stage: Stage, number: int, fault: Fault = nothing) -> None:
-    """Agreement, two micro-batches down the ranks and back, and an exchange at the end."""
-    rank, last = stage.rank, stage.size - 1
-    with watch.guarded(f"step {number}"):
-        fault(stage, "agreement")
-        watch.waiting(f"step {number}")
-        dist.all_reduce(torch.zeros(1))
-        sends: list[tuple[str, int, dist.Work]] = []
-        for op, before, after in (("F", rank - 1, rank + 1), ("B", rank + 1, rank - 1)):
-            for m in range(2):
-                if 0 <= before <= last:
-                    watch.waiting(f"{before}>{rank}:{m}", before)
-                    dist.recv(torch.zeros(4), before, tag=m)
-                watch.at(f"{rank}{op}{m}")
-                if m == 1:
-                    fault(stage, "forward" if op == "F" else "backward")
-                if 0 <= after <= last:
-                    work = dist.isend(torch.zeros(4), after, tag=m)
-                    assert work is not None
-                    sends.append((f"{rank}>{after}:{m}", after, work))
-            fault(stage, "send")
-        for message, peer, work in sends:
-            watch.waiting(message, peer)
-            work.wait()
-        watch.waiting("the end")
-        dist.all_reduce(torch.zeros(1))
-        fault(stage, "end")
-        watch.outside()
-
-
-def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
-    """Some steps; the fault is in the second."""
-    watch = watched(stage)
-    for number in range(steps):
-        step(watch, stage, number, fault if number == 1 else nothing)
-        if number == 1:
-            fault(stage, "between")
-    watch.close()
-
-
-class At:
-    """A fault at one place of one rank."""
-
-    def __init__(self, rank: int, place: str, fail: Callable[[], object]) -> None:
-        self.rank, self.place, self.fail = rank, place, fail
-
-    def __call__(self, stage: Stage, place: str) -> None:
-        if (stage.rank, place) == (self.rank, self.place):
-            stage.tell(fault=time.monotonic())
-            self.fail()
-
-
-def burst() -> None:
-    error = Burst("all wrong")
-    error.whereabouts = Whereabouts(1, ("a", "b"), 3, "1F3", "stage 1 (layers a to b: Linear)")  # type: ignore[attr-defined]
-    raise error
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave() -> None:
-    os._exit(3)
-
-
-def stall() -> None:
-    time.sleep(60)
+from tests.processes.faults.standin import (
+    HEARTBEAT,
+    PLACES,
+    At,
+    Burst,
+    burst,
+    kill,
+    leave,
+    run,
+    stall,
+    step,
+    watched,
+)
+from tests.processes.faults.throwaway import Fate, Stage, perform, serve
 
 
 def same_cause(fates: list[Fate], ranks: list[int], kind: str, rank: int, within: float) -> str:
@@ -147,6 +72,18 @@ def test_nothing_is_left_of_a_watch() -> None:
     assert [fate.written for fate in fates] == ["", "", ""]
 
 
+def served_by_the_first(stage: Stage, file: str) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{file}", rank=stage.rank, world_size=stage.size)
+    assert store_of(stage.group, "pipe").host == 0
+    run(stage, At(1, "backward", burst))
+
+
+def test_a_group_without_a_store_over_tcp_gets_one(tmp_path: Path) -> None:
+    fates = perform(2, served_by_the_first, str(tmp_path / "meet"))
+    same_cause(fates, [0, 1], "raised", 1, within=2)
+
+
 # ---- a rank raises ------------------------------------------------------------------------
 
 
@@ -179,13 +116,15 @@ def test_an_error_at_each_place(place: str) -> None:
 # ---- a rank dies --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("fail", [kill, leave])
+@pytest.mark.parametrize(
+    ("place", "fail"),
+    [*((place, kill) for place in PLACES), ("forward", leave), ("between", leave)],
+)
 def test_a_rank_that_dies(place: str, fail: Callable[[], None]) -> None:
     for rank in (0, 1):
         fates = perform(2, run, At(rank, place, fail))
         text = same_cause(fates, [1 - rank], "died", rank, within=2 + HEARTBEAT)
-        assert f"rank {rank} died, " in text
+        assert f"rank {rank} died: no sign of life for " in text
         assert f"rank {1 - rank} was in step " in text
         assert "waiting for " in text
 
@@ -203,3 +142,224 @@ def test_a_rank_that_stalls(place: str) -> None:
         assert fates[rank].code == 1
         assert text.split(":")[0] in fates[rank].written
         assert "in stall" in fates[rank].written
+
+
+# ---- a rank leaves, or is told to ----------------------------------------------------------
+
+
+def leaves_early(stage: Stage, rank: int) -> None:
+    watch = watched(stage)
+    step(watch, stage, 0)
+    if stage.rank == rank:
+        watch.close()
+        stage.tell(fault=time.monotonic())
+        time.sleep(3)  # alive, and done
+    else:
+        step(watch, stage, 1)
+
+
+def test_a_rank_that_leaves_in_order() -> None:
+    fates = perform(2, leaves_early, 1)
+    text = same_cause(fates, [0], "left", 1, within=1)
+    assert text == (
+        "rank 1 has left, after step 0: its program ended, or its pipe was dropped; rank 0 was in "
+        "step 1, waiting for step 1 of all ranks. Call the pipe equally often on every rank."
+    )
+    assert fates[1].code == 0
+
+
+def interrupted(
+    stage: Stage, ranks: list[int], place: str, number: int, pause: float = 3.0
+) -> None:
+    """Signals come to these ranks while each does something else."""
+    watch = watched(stage, heartbeat=20)
+    step(watch, stage, 0)
+    if stage.rank in ranks:
+        wait = threading.Timer(0.3, os.kill, (os.getpid(), number))
+        wait.start()
+        stage.tell(fault=time.monotonic())
+    fail = partial(time.sleep, 1.5 if place == "forward" else 0)
+    if place == "forward" or stage.rank in ranks:
+        step(watch, stage, 1, At(0, "forward", fail))
+    else:
+        time.sleep(pause)  # the others wait in gloo for this one
+        step(watch, stage, 1)
+
+
+@pytest.mark.parametrize("place", ["forward", "wait"])
+def test_ctrl_c_on_all_ranks_ends_all(place: str) -> None:
+    ranks = [0, 1, 2] if place == "forward" else [0, 1]
+    fates = perform(3, interrupted, ranks, place, signal.SIGINT)
+    assert [fates[r].told["error"] for r in ranks] == ["KeyboardInterrupt"] * len(ranks)
+    assert all(fate.code not in (0, None) for fate in fates)
+    began = min(fates[r].told["fault"] for r in ranks)
+    assert all(fates[r].told["now"] - began < 2 for r in ranks)
+    assert place == "forward" or fates[2].told["fields"]["kind"] == "interrupted"
+
+
+def test_ctrl_c_on_one_rank_ends_all() -> None:
+    fates = perform(2, interrupted, [0], "forward", signal.SIGINT)
+    assert fates[0].told["error"] == "KeyboardInterrupt"
+    text = same_cause(fates, [1], "interrupted", 0, within=2)
+    assert "rank 0 was " in text
+    assert "in step 1, at 0F1" in text
+
+
+def test_a_rank_that_is_told_to_end_while_it_waits() -> None:
+    fates = perform(2, interrupted, [0], "wait", signal.SIGTERM, 1.0)
+    assert [fate.code for fate in fates] == [-signal.SIGTERM, 0]  # after its step
+
+    fates = perform(2, told_to_end)
+    text = same_cause(fates, [0, 1], "interrupted", 0, within=4)
+    assert "rank 0 was told to end by SIGTERM, in step 1, waiting for step 1 of all ranks" in text
+
+
+def told_to_end(stage: Stage) -> None:
+    watch = watched(stage, heartbeat=20)
+    if stage.rank == 0:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        stage.tell(fault=time.monotonic())
+    else:
+        time.sleep(2)
+    step(watch, stage, 1)
+
+
+# ---- the store goes ------------------------------------------------------------------------
+
+
+def test_the_host_of_the_store_dies() -> None:
+    fates = perform(3, run, At(0, "forward", kill), hosted=True)
+    text = same_cause(fates, [1, 2], "died", 0, within=2 + HEARTBEAT)
+    assert "is gone, with rank 0, which hosts it" in text or "rank 0 died" in text
+
+
+def held_up(stage: Stage) -> None:
+    watch = watched(stage)
+    step(watch, stage, 0)
+    if stage.rank == 0:
+        stage.tell(fault=time.monotonic())
+    else:
+        ctypes.PyDLL(None).usleep(500_000)  # with Python's lock held: nothing else runs here
+    step(watch, stage, 1, At(0, "agreement", burst))
+
+
+def test_the_host_of_the_store_stays_until_all_have_heard() -> None:
+    fates = perform(2, held_up, hosted=True)
+    same_cause(fates, [0, 1], "raised", 0, within=2)
+
+
+# ---- after a failure -----------------------------------------------------------------------
+
+
+def goes_on(stage: Stage) -> None:
+    for attempt in range(3):
+        watch = watched(stage, f"attempt {attempt}")
+        step(watch, stage, 0)
+        with pytest.raises(RemoteError, match="all wrong") as caught:
+            step(watch, stage, 1, At(attempt, "backward", burst))
+        assert caught.value.rank == attempt
+        assert watch.failed
+        assert watch.closed
+        assert [t.name for t in threading.enumerate() if "penstock" in t.name] == []
+        again = dist.new_group(list(range(stage.size)))
+        dist.distributed_c10d.GroupMember.WORLD = again
+    watch = watched(stage, "last")
+    step(watch, stage, 0)
+    watch.close()
+
+
+def test_training_goes_on_after_a_failure() -> None:
+    fates = perform(3, goes_on)
+    assert [fate.code for fate in fates] == [0, 0, 0], fates[0].written
+
+
+def all_at_once(stage: Stage) -> None:
+    run(stage, At(stage.rank, "end", partial(fails_as, stage.rank)))
+
+
+def fails_as(rank: int) -> None:
+    raise Burst(f"on {rank}")
+
+
+def test_when_all_fail_at_once_one_error_comes_out_of_all() -> None:
+    fates = perform(3, all_at_once)
+    rank = fates[0].told["fields"]["rank"]
+    text = same_cause(fates, [0, 1, 2], "raised", rank, within=2)
+    assert f"Burst: on {rank}" in text
+    assert [fate.told["came_from"] for fate in fates] == ["Burst"] * 3
+
+
+def hears_between_steps(stage: Stage) -> None:
+    watch = watched(stage)
+    step(watch, stage, 0)
+    if stage.rank == 1:
+        stage.tell(fault=time.monotonic())
+        step(watch, stage, 1, At(1, "agreement", burst))
+    time.sleep(0.5)
+    step(watch, stage, 1)
+
+
+def test_a_rank_between_steps_says_it_at_once_and_raises_at_its_next() -> None:
+    fates = perform(2, hears_between_steps)
+    same_cause(fates, [0, 1], "raised", 1, within=2)
+    assert "penstock: rank 0 will stop at its next step: rank 1 failed" in fates[0].written
+
+
+# ---- other processes -----------------------------------------------------------------------
+
+
+def forks(stage: Stage) -> None:
+    watch = watched(stage)
+    step(watch, stage, 0)
+    child = os.fork()
+    if not child:
+        try:
+            with pytest.raises(RunError, match="a fork has no part in it"), watch.guarded("x"):
+                pass
+            watch.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    step(watch, stage, 1)
+    watch.close()
+
+
+def test_a_fork_has_no_part_in_it() -> None:
+    fates = perform(2, forks)
+    assert [fate.code for fate in fates] == [0, 0], fates[0].written
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from tests.processes.faults.standin import Stage, step, watched
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+stage = Stage(rank, 2, None)
+watch = watched(stage)
+step(watch, stage, 0)
+if rank == 1:
+    raise ValueError("no more data")
+step(watch, stage, 1)
+"""
+
+
+def test_a_program_that_ends_by_an_error_between_steps_says_which() -> None:
+    server = serve()
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(server.port)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    told = [program.communicate(timeout=40)[1] for program in programs]
+    assert [program.returncode for program in programs] == [1, 1], told
+    assert "RemoteError: rank 1 failed, after step 0: ValueError: no more data" in told[0]
+    assert told[0].count("ValueError: no more data") == 2  # with its traceback
+    assert "penstock: rank" not in told[1]

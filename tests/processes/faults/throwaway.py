@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -68,7 +69,7 @@ def perform(
     """Run it on so many ranks; `hosted`: the first serves the store, and not this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve()
     with TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
@@ -92,6 +93,20 @@ def perform(
             fate.written = (Path(folder) / f"{rank}.log").read_text()
             process.close()
         return fates
+
+
+def serve() -> TCPStore:
+    """A store, served by this process, over IPv4.
+
+    Over IPv6, which is the default, a server asks for the name of each client's address, and where
+    no name server answers, everyone waits for five seconds.
+    """
+    ear = socket.create_server(("127.0.0.1", 0))
+    port = ear.getsockname()[1]
+    listens = ear.detach()
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listens
+    )
 
 
 def _told(pipe: Connection) -> dict[str, Any]:
@@ -119,14 +134,15 @@ def _play(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # a client asks for names, too
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if hosted:
-        own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if stage.rank == 0:
-            store.set("hosted", str(own.port))
-        port = int(store.get("hosted"))
-        mine = stage.rank == 0
-        store = own if mine else TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+            store.set("hosted", str((own := serve()).port))
+            store = own
+        else:
+            port = int(store.get("hosted"))
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",
         store=PrefixStore("group", store),

@@ -18,6 +18,7 @@ from penstock.errors import RemoteError
 from penstock.run.processes.peers import Peers
 
 Facts = Mapping[str, str]
+_SAMPLES = [f"some numbers of tensor {at}" for at in range(8)]  # of the first that were given
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,17 @@ def agree(
 
     What is a rank's `own` may differ, and counts for the key. A sample does not.
     """
-    told = {"the call": call, **facts}
-    mine = [_number(told), _number(sample or {}), _number(own), seed]
+    told, samples = {"the call": call, **facts}, sample or {}
+    some = [_number(samples[name]) if name in samples else 0 for name in _SAMPLES]
+    mine = [_number(told), _number(own), seed, *some]
     found = peers.exchange(torch.tensor(mine, dtype=torch.int64), f"agreement on {call}")
     rows: list[list[int]] = [row.tolist() for row in found]
-    if any(row[:2] != rows[0][:2] for row in rows):
-        texts = peers.texts(json.dumps({**told, **(sample or {})}), f"the facts of {call}")
+    seen = [{row[3 + at] for row in rows} - {0} for at in range(len(_SAMPLES))]
+    if any(row[0] != rows[0][0] for row in rows) or any(len(hashes) > 1 for hashes in seen):
+        texts = peers.texts(json.dumps({**told, **samples}), f"the facts of {call}")
         raise disagreement(call, [json.loads(text) for text in texts])
-    key = hashlib.sha256(repr([_number(facts), [row[2] for row in rows]]).encode()).hexdigest()
-    return Agreed(rows[0][3], key)
+    key = hashlib.sha256(repr([_number(facts), [row[1] for row in rows]]).encode()).hexdigest()
+    return Agreed(rows[0][2], key)
 
 
 def _number(value: Facts | str) -> int:
@@ -68,7 +71,8 @@ def disagreement(call: str, told: Sequence[Facts]) -> RemoteError:
     for name in dict.fromkeys(name for facts in told for name in facts):
         ranks: dict[str, list[int]] = {}
         for rank, facts in enumerate(told):
-            ranks.setdefault(facts.get(name, "nothing"), []).append(rank)
+            if name in facts or name not in _SAMPLES:
+                ranks.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
             said = (f"{v} on rank {', '.join(map(str, where))}" for v, where in ranks.items())
             problems.append(f"{name}: {'; '.join(said)}")
@@ -77,12 +81,15 @@ def disagreement(call: str, told: Sequence[Facts]) -> RemoteError:
 
 
 def sampled(tensors: Sequence[Tensor]) -> Facts:
-    """A few numbers of each that is on the host: batches that differ are told apart by them."""
-    found = {}
-    for at, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu" and tensor.numel() and not tensor.is_sparse:
-            found[f"some numbers of tensor {at}"] = str(_some(tensor.detach()))
-    return found
+    """A few numbers of tensors that are on the host: batches that differ are told apart by them.
+
+    What is on a device would have to be waited for; ranks that have it elsewhere are not compared.
+    """
+    return {
+        name: str(_some(tensor.detach()))
+        for name, tensor in zip(_SAMPLES, tensors, strict=False)
+        if tensor.device.type == "cpu" and tensor.numel() and tensor.layout is torch.strided
+    }
 
 
 def _some(tensor: Tensor) -> list[float]:

@@ -69,9 +69,9 @@ def raised(error: BaseException, rank: int, label: str, doing: str) -> Cause:
 def died(rank: int, doing: str, quiet: float, waiter: str) -> Cause:
     """A process that shows no sign of life any more."""
     message = (
-        f"rank {rank} died, {doing}: no sign of life for {quiet:.1f} s; {waiter}. Its own output "
-        f"may say why, or its machine's log: memory that ran out, a lost machine. Start all ranks "
-        f"again, from the last checkpoint."
+        f"rank {rank} died: no sign of life for {quiet:.1f} s, last seen {doing}; {waiter}. Its "
+        f"own output may say why, or its machine's log: memory that ran out, a lost machine. "
+        f"Start all ranks again, from the last checkpoint."
     )
     return Cause(message, "died", rank, doing)
 

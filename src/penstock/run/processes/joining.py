@@ -1,4 +1,4 @@
-"""Joining the processes of a pipe: which group, which device, and that all mean the same pipe."""
+"""Joining the processes of a pipe: on which device, and that all mean the same pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
 from penstock.partition.split import Site
@@ -20,31 +19,9 @@ from penstock.run.asking import Settings
 from penstock.run.processes.agreement import agree
 from penstock.run.processes.opening import facts_of
 from penstock.run.processes.sharing import Sharing
+from penstock.run.processes.standing import Standing
 from penstock.run.processes.team import Team
 from penstock.stage.places import Gpu, Place, place_at
-
-
-def group_of(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The processes that a user means; None if all ranks are in one."""
-    if mesh is None and group is None:
-        return None
-    if mesh is not None and group is not None:
-        raise ArgumentError("mesh and group both say which processes a pipe has: give one of them")
-    if not dist.is_initialized():
-        raise ArgumentError(
-            "a pipe over several processes needs torch.distributed: call penstock.init() first, "
-            "under torchrun"
-        )
-    if mesh is None:
-        if not isinstance(group, ProcessGroup):
-            raise ArgumentError("this process is not in the group: make the pipe in those that are")
-        return group
-    if mesh.ndim != 1:
-        raise ArgumentError(
-            f"the mesh has the dims {mesh.mesh_dim_names}, and the ranks of a pipe are on one: "
-            "give that one, as in mesh=mesh['pp']"
-        )
-    return mesh.get_group()
 
 
 def place_in(group: ProcessGroup, devices: Sequence[Any] | None) -> Place:
@@ -66,12 +43,13 @@ def _uses_nccl(group: ProcessGroup) -> bool:
     return "nccl" in dist.get_backend_config(group)
 
 
-def join(group: ProcessGroup, devices: Sequence[Any] | None, heartbeat: float) -> Team:
+def join(standing: Standing, devices: Sequence[Any] | None, heartbeat: float) -> Team:
     """Meet the other processes."""
     if not heartbeat > 0:
         raise ArgumentError(f"heartbeat is a number of seconds above 0, not {heartbeat!r}")
+    group = standing.group
     place = place_in(group, devices)
-    return Team(group, place, heartbeat, nccl=isinstance(place, Gpu) and _uses_nccl(group))
+    return Team(standing, place, heartbeat, nccl=isinstance(place, Gpu) and _uses_nccl(group))
 
 
 def site_in(team: Team) -> Site:

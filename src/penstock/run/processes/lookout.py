@@ -60,7 +60,8 @@ class Lookout:
         self._there: set[int] = set()  # ranks that have given a sign
         self._signals: dict[int, float] = {}  # when each came
         self._once, self._since = threading.Lock(), 0.0
-        self._sightings, self._beats, self._poison = Sightings(), 0, poison
+        self._sightings = Sightings(most=2 * patience.beat)
+        self._beats, self._poison = 0, poison
         self._store = store  # its host's server lives as long as this
         self._ear, self.bell = socket.socketpair()
         self._ear.setblocking(False)
@@ -158,11 +159,10 @@ class Lookout:
         self._there |= {r for r in keys.keys() - self._there if store.check([keys[r]])}
         texts = store.multi_get([keys[rank] for rank in self._there]) if self._there else []
         signs = dict(zip(self._there, map(Sign.loads, texts), strict=True))
-        now = time.monotonic()
-        for rank in keys:
-            self._sightings.see(rank, signs.get(rank, Sign(0, 0)), now)
-        self._sightings.see(self.rank, self.sign(), now)
-        return judge(self.rank, self._sightings.at(now), self.patience, self._suspicious)
+        signs = {rank: signs.get(rank, Sign(0, 0, Mode.ABSENT)) for rank in keys}
+        signs[self.rank] = self.sign()
+        sights = self._sightings.see(signs, time.monotonic())
+        return judge(self.rank, sights, self.patience, self._suspicious)
 
     def _hear(self) -> None:
         """Sleep until the next beat, or the bell: Python rings it for signals, by their number."""
@@ -229,7 +229,8 @@ class Lookout:
             self._since = time.monotonic()
             self.cause = cause
         self.known.set()
-        if self.inside is None and not self._over and cause != causes.store_lost(self.host):
+        others = cause.rank != self.rank and cause != causes.store_lost(self.host)
+        if self.inside is None and others and not self._over:
             # Its next step raises it; but a launcher may end this process before.
             _say(f"penstock: rank {self.rank} will stop at its next step: {cause.error()}")
         with suppress(Exception):

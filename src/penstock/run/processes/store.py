@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,11 @@ class Shared(NamedTuple):
 
     store: Store
     host: int | None
+    base: Store  # that it is a part of
+
+    def among(self, ranks: Sequence[int], name: str) -> Store:
+        """A store for other ranks of the world, who have the same base."""
+        return _part(self.base, ranks, name)
 
 
 def store_of(group: ProcessGroup, name: str) -> Shared:
@@ -37,9 +43,12 @@ def store_of(group: ProcessGroup, name: str) -> Shared:
         host = None if launched or 0 not in ranks else ranks.index(0)
     else:
         base, host = _served_by_the_first(group), 0
+    return Shared(_part(base, ranks, name), host, base)
+
+
+def _part(base: Store, ranks: Sequence[int], name: str) -> Store:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    members = "-".join(map(str, ranks))
-    return Shared(PrefixStore(f"penstock/{start}/{members}/{name}", base), host)
+    return PrefixStore(f"penstock/{start}/{'-'.join(map(str, ranks))}/{name}", base)
 
 
 def _served_by_the_first(group: ProcessGroup) -> TCPStore:
@@ -53,7 +62,10 @@ def _served_by_the_first(group: ProcessGroup) -> TCPStore:
     address[: len(line)] = torch.tensor(list(line), dtype=torch.uint8)
     dist.broadcast(address, dist.get_global_rank(group, 0), group=group)
     if served is not None:
+        served.wait([f"here/{rank}" for rank in range(1, group.size())])  # before anybody drops it
         return served
     host, port = json.loads(bytes(address.tolist()).rstrip(b"\0"))
-    here = host == name
-    return TCPStore("localhost" if here else host, port, is_master=False, wait_for_workers=False)
+    host = "localhost" if host == name else host
+    reached = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    reached.set(f"here/{group.rank()}", "")
+    return reached

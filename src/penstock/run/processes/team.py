@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import RemoteError, RunError
 from penstock.run.processes.links import Links, links_of
 from penstock.run.processes.peers import Peers
 from penstock.run.processes.poison import poison
+from penstock.run.processes.standing import Standing
 from penstock.run.processes.store import store_of
 from penstock.run.processes.watch import Watch
 from penstock.run.processes.wire import Learned
@@ -41,11 +42,13 @@ class Team:
     watch: Watch
     links: Links
 
-    def __init__(self, group: ProcessGroup, place: Place, heartbeat: float, nccl: bool) -> None:
+    def __init__(self, standing: Standing, place: Place, heartbeat: float, nccl: bool) -> None:
+        group = standing.group
+        self.standing = standing
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = tuple(dist.get_process_group_ranks(group))
-        number = _pipes[members] = _pipes.get(members, -1) + 1
-        self._shared = store_of(group, f"pipe{number}")
+        self._number = _pipes[members] = _pipes.get(members, -1) + 1
+        self._shared = store_of(group, f"pipe{self._number}")
         self.place, self._heartbeat, self._nccl = place, heartbeat, nccl
         self._openings = 0
         self._calls = 0
@@ -96,23 +99,26 @@ class Team:
         return found
 
     def group_for_saves(self) -> Any:
-        """One of their own: a save may go on in the background of steps. All ranks ask together."""
+        """One of their own: a save may go on in the background of steps. All ranks ask together.
+
+        All copies of the pipe are in it.
+        """
         if self.watch.closed:
             self._open()
         if len(self._gloo) == 1:
-            self._gloo.append(self._new_gloo("saves"))
+            everyone = self.standing.everyone
+            store = self._shared.among(everyone, f"saves{self._number}-{self._openings}")
+            _gather(store, everyone.index(dist.get_rank()), len(everyone))
+            self._gloo.append(_new_gloo(store, everyone.index(dist.get_rank()), len(everyone)))
         return self._gloo[1]
 
-    def _new_gloo(self, name: str) -> Any:
-        return ProcessGroupGloo(PrefixStore(name, self._store), self.rank, self.size, _OPERATION)
-
     def _open(self) -> None:
-        store = self._store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        store = PrefixStore(f"opening{self._openings}", self._shared.store)
         self._openings += 1
         self._calls = 0
         self._learned.clear()
         _gather(store, self.rank, self.size)
-        gloo = self._new_gloo("gloo")
+        gloo = _new_gloo(store, self.rank, self.size)
         self._gloo = [gloo]
         self.links = links_of(
             self.rank,
@@ -143,6 +149,10 @@ class Team:
                 group.eager_connect_single_device(self.place.device)
                 made[src, dst] = group
         return made
+
+
+def _new_gloo(store: Store, rank: int, size: int) -> Any:
+    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, _OPERATION)
 
 
 def _poisoner(groups: list[Any], links: Links) -> Callable[[], None]:

@@ -21,6 +21,7 @@ class Mode(IntEnum):
     AT = 1  # computes an action
     WAITING = 2  # for a message of a rank, or for all ranks
     LEFT = 3
+    ABSENT = 4  # has given no sign yet
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Sign:
             return f"in {self.label}, waiting for {self.what} of {whose}"
         if self.mode is Mode.AT:
             return f"in {self.label}, at {self.what}"
+        if self.mode is Mode.ABSENT:
+            return "before it came to this pipe"
         return f"after {self.label}" if self.label else "before its first step"
 
     def dumps(self) -> str:
@@ -63,26 +66,32 @@ class Sight:
 
 
 class Sightings:
-    """What one rank has seen of all, by its own clock: those of other machines may differ."""
+    """What one rank has seen of all, by a clock that goes only while it looks.
 
-    def __init__(self) -> None:
+    Clocks of other machines may differ; and while this process itself, or the store, was held
+    up, others may have given signs that it could not see.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most  # seconds between two looks that count
+        self._looked = self._clock = 0.0
         self._seen: dict[int, tuple[Sign, float, float]] = {}
 
-    def see(self, rank: int, sign: Sign, now: float) -> None:
-        """A rank's last sign, again or anew."""
+    def see(self, signs: Mapping[int, Sign], now: float) -> dict[int, Sight]:
+        """One look: each rank's last sign, and for how long it has been the last."""
+        self._clock += min(now - self._looked, self._most)
+        self._looked = now
+        return {rank: self._of(rank, sign) for rank, sign in signs.items()}
+
+    def _of(self, rank: int, sign: Sign) -> Sight:
+        now = self._clock
         old, beaten, moved = self._seen.get(rank, (sign, now, now))
         if sign.beat != old.beat:
             beaten = now
         if sign.count != old.count or sign.mode != old.mode:
             moved = now
         self._seen[rank] = sign, beaten, moved
-
-    def at(self, now: float) -> dict[int, Sight]:
-        """All of it, at that time."""
-        return {
-            rank: Sight(sign, now - beaten, now - moved)
-            for rank, (sign, beaten, moved) in self._seen.items()
-        }
+        return Sight(sign, now - beaten, now - moved)
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,11 @@ class Patience:
     def quiet(self) -> float:
         """Without a sign, or without coming on: told before the heartbeat is over."""
         return self.heartbeat - 2 * self.beat
+
+    @property
+    def absent(self) -> float:
+        """Without a first sign: it may take long to start."""
+        return max(60.0, self.heartbeat)
 
     @property
     def suspicious(self) -> float:
@@ -124,9 +138,9 @@ def judge(
     awaited = _awaited(mine.sign, others)
     waiter = f"rank {me} was {mine.sign}"
     looked_at = others if suspicious else awaited
-    limit = patience.suspicious if suspicious else patience.quiet
     for rank, (sign, quiet, _) in _fields(looked_at):
-        if sign.mode is not Mode.LEFT and quiet > limit:
+        limit = patience.absent if sign.mode is Mode.ABSENT else patience.quiet
+        if sign.mode is not Mode.LEFT and quiet > (patience.suspicious if suspicious else limit):
             return causes.died(rank, str(sign), quiet, waiter)
     for rank, (sign, _, still) in _fields(awaited):
         # What it sent before it left may still be on its way.
