@@ -51,7 +51,7 @@ class Lookout:
         self.pid = os.getpid()
         # What the watched thread does now: it writes, the others read.
         self.count, self.label = 0, ""
-        self.now: tuple[Mode, str, int | None] = (Mode.OUTSIDE, "", None)
+        self.now: tuple[Mode, object, int | None] = (Mode.OUTSIDE, "", None)
         self.inside: threading.Thread | None = None  # the thread that is in a guarded part
         self.cause: Cause | None = None
         self.known, self.settled = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ class Lookout:
     def sign(self) -> Sign:
         """What it does now."""
         mode, what, peer = self.now
-        return Sign(self._beats, self.count, mode, self.label, what, peer)
+        return Sign(self._beats, self.count, mode, self.label, str(what), peer)
 
     def tell(self, cause: Cause) -> Cause:
         """Publish a cause, unless another rank was first; which one it became."""

@@ -18,7 +18,7 @@ from penstock.stage.parcel import Parcel, put_together, taken_apart
 NUMBERS, TEXT, TENSORS = 1, 2, 3  # tags
 FIRST_OF_MESSAGES = 16  # those below are for words, and for poison
 
-Waiting = Callable[[str, int | None], None]
+Waiting = Callable[[object, int | None], None]
 
 
 class Peers:

@@ -60,15 +60,15 @@ class Watch:
         """Is it over?"""
         return not self._finish.alive
 
-    def at(self, what: str) -> None:
-        """This rank computes that now. Raises, if all must stop."""
+    def at(self, what: object) -> None:
+        """This rank computes that now: made text only for signs. Raises, if all must stop."""
         lookout = self._lookout
         lookout.count += 1
         lookout.now = (Mode.AT, what, None)
         if lookout.cause is not None:
             raise lookout.cause.error()
 
-    def waiting(self, what: str, peer: int | None = None) -> None:
+    def waiting(self, what: object, peer: int | None = None) -> None:
         """This rank is about to wait for that, of one rank or of all. Raises, if all must stop.
 
         Until the next `at` or `outside`, a RuntimeError is taken for a lost connection.

@@ -16,6 +16,7 @@ from penstock.errors import RunError
 from penstock.ir import Message
 from penstock.run.processes.codec import Meta, dumps, loads
 from penstock.run.processes.links import Links
+from penstock.run.worker import Step
 from penstock.stage.parcel import Parcel
 
 
@@ -27,6 +28,7 @@ class Learned:
     weighted: bool = False  # does the loss return weights?
     announcement: str = ""  # of the first rank, if it alone has the data
     known: bool = False
+    order: tuple[Sequence[Step], Sequence[Step]] | None = None  # a lane, and how it is carried out
 
 
 class Words(Protocol):
@@ -42,10 +44,10 @@ class Words(Protocol):
 class Watched(Protocol):
     """Who is told what this rank does."""
 
-    def at(self, what: str) -> None:
+    def at(self, what: object) -> None:
         """It computes."""
 
-    def waiting(self, what: str, peer: int | None) -> None:
+    def waiting(self, what: object, peer: int | None) -> None:
         """It is about to wait for a rank."""
 
 
@@ -64,6 +66,7 @@ class Wire:
         self._links, self._placement, self._tag = links, placement, tag
         self._learned, self._words, self._watched = learned, words, watched
         self.weighted = learned.weighted
+        self.doing: object = "its inputs"  # what messages are waited for
 
     def send(self, message: Message, parcel: Parcel) -> None:
         """Hand over; it does not wait for the receiver."""
@@ -71,19 +74,18 @@ class Wire:
 
     def send_to(self, peer: int, message: Message, parcel: Parcel) -> None:
         """The same, to a rank that is named: also what comes from outside."""
-        meta = Meta.of(parcel)
         tag = self._tag(message)
         if not self._learned.known:
-            self._learned.metas[message] = meta
+            meta = self._learned.metas[message] = Meta.of(parcel)
             self._words.post(peer, tag, f"{int(self.weighted)}{dumps(meta)}")
-        elif self._learned.metas[message] != meta:
+        elif not self._learned.metas[message].fits(parcel):
             raise RunError(
-                f"message {message} has {meta}, and in the first call with such inputs it had "
-                f"{self._learned.metas[message]}, with other values beside it, or other needs for "
-                "gradients: if what a stage gives depends on more than the sizes of the inputs, "
-                "make the pipe with shapes='sent'"
+                f"message {message} has {Meta.of(parcel)}, and in the first call with such inputs "
+                f"it had {self._learned.metas[message]}, with other values beside it, or other "
+                "needs for gradients: if what a stage gives depends on more than the sizes of the "
+                "inputs, make the pipe with shapes='sent'"
             )
-        self._watched.waiting(str(message), peer)
+        self._watched.waiting(message, peer)
         self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
 
     def recv(self, message: Message) -> Callable[[], Parcel]:
@@ -101,9 +103,9 @@ class Wire:
         arrival = self._links.recv(peer, tag, [s for s in meta.shapes if s is not None])
 
         def wait() -> Parcel:
-            self._watched.waiting(str(message), peer)
+            self._watched.waiting(message, peer)
             parcel = meta.parcel(_with_nones(meta, arrival()))
-            self._watched.at(f"what {message} is for")
+            self._watched.at(self.doing)
             return parcel
 
         return wait
@@ -115,5 +117,7 @@ class Wire:
 
 
 def _with_nones(meta: Meta, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    if len(tensors) == len(meta.shapes):
+        return tuple(tensors)
     each = iter(tensors)
     return tuple([None if shape is None else next(each) for shape in meta.shapes])
