@@ -37,7 +37,7 @@ PRELOADED = (
     "tests.properties.comparing",
     "tests.features.page",
 )
-START = 60.0  # seconds in which processes must come up
+START = 120.0  # seconds in which processes must come up
 
 
 @dataclass(frozen=True)
