@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Backend, ProcessGroup
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup
 from torch.distributed import pipelining as torchs
 
 import penstock
@@ -135,7 +136,8 @@ class Theirs:
 def stages_of(model: nn.Sequential, count: int) -> list[nn.Sequential]:
     """As many layers in each."""
     size = len(model) // count
-    return [model[at * size : (at + 1) * size] for at in range(count)]
+    layers = list(model)
+    return [nn.Sequential(*layers[at * size : (at + 1) * size]) for at in range(count)]
 
 
 class Alone:
@@ -164,8 +166,8 @@ class Alone:
                 times[1, at] += time.perf_counter() - between
         dist.all_reduce(times)
         forward, backward = (times / self.sizes.chunks).tolist()
-        halves = [seconds / 2 for seconds in backward]
-        return Cost(forward, halves, halves, [1.0] * len(halves))
+        halves = tuple(seconds / 2 for seconds in backward)
+        return Cost(tuple(forward), halves, halves, (1.0,) * len(halves))
 
 
 def check(ours: Ours, theirs: Theirs, sizes: Sizes) -> None:
@@ -297,7 +299,8 @@ def receiving() -> Iterator[Receiving]:
             counter.note(tensor)
         return recv(group, tensors, *rest)
 
-    before = [(kind, kind.recv) for kind in (ProcessGroup, Backend)]
+    kinds: Any = (ProcessGroup, c10d.Backend)
+    before = [(kind, kind.recv) for kind in kinds]
     for kind, recv in before:
         kind.recv = lambda *given, recv=recv: counting(recv, *given)
     try:
