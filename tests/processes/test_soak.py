@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from benchmarks.soak import Row, soak
+
 from tests.processes.ranks import ranks
 
 
