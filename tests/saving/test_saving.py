@@ -394,3 +394,23 @@ def test_a_file_that_stands_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="is no link that a save has made"):
         piped(build()).save(tmp_path)
     assert (tmp_path / "latest").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_layer_may_be_called_model(kind: str, tmp_path: Path) -> None:
+    """Names in a folder of ours stand below "model."; it was taken for that in files, too."""
+    layers = OrderedDict(model=nn.Linear(3, 3), head=nn.Linear(3, 2))
+    pipe = Pipe(nn.Sequential(layers), stages=2, devices=["cpu", "cpu"])
+    if kind == "file":
+        pytest.importorskip("safetensors")
+        path = pipe.export(tmp_path / "whole.safetensors")
+    else:
+        path = tmp_path / "run"
+        pipe.save(path)
+    expected = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    pipe.load(path)
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, expected[name])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ArgumentError, RunError
-from penstock.stage.randomness import move_on, next_seed, seed_of_cell
+from penstock.stage.randomness import move_on, next_seed, seed_generators, seed_of_cell
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # the latter is nn.MultiheadAttention's
 
@@ -82,7 +82,7 @@ def materialise(module: nn.Sequential, where: Mapping[str, torch.device]) -> Bla
         fresh = list(_give_memory(name, layer, where[name], made))
         _check_reachable(name, layer)
         with torch.random.fork_rng([where[name]] if where[name].type == "cuda" else []):
-            torch.manual_seed(seed_of_cell(seed, number, 0))
+            seed_generators(seed_of_cell(seed, number, 0), where[name])
             _reset(built, {slot.module for slot, _, _ in fresh}, settled)
         blank += [entry for entry in fresh if _is_blank(*entry)]
     lost = [slot.name for slot, _, _ in blank if not slot.kept]

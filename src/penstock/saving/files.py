@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from penstock.errors import MissingExtra
+from penstock.errors import ArgumentError, MissingExtra
 from penstock.saving.one_file import DTYPES
 
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
@@ -29,7 +29,6 @@ class FilesReader(StorageReader):
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files, self._file_of = files, dict[str, Path]()
-        self.notes: dict[str, str] = {}  # what the files say about themselves
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """It is used once."""
@@ -39,12 +38,11 @@ class FilesReader(StorageReader):
         found: dict[str, Any] = {}
         for path in self._files:
             with open_file(path) as file:
-                self.notes.update(file.metadata() or {})
                 for name in file.keys():  # noqa: SIM118  (it is no dict)
                     part = file.get_slice(name)
                     size = torch.Size(part.get_shape())
                     whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-                    dtype = _NAMED[part.get_dtype()]
+                    dtype = _dtype(path, name, part.get_dtype())
                     found[name] = TensorStorageMetadata(TensorProperties(dtype), size, [whole])
                     self._file_of[name] = path
         return Metadata(found)
@@ -100,3 +98,12 @@ def open_file(path: Path) -> Any:
     except ImportError:
         raise MissingExtra("safetensors", "safetensors", "reading a safetensors file") from None
     return safe_open(path, framework="pt")
+
+
+def _dtype(path: Path, name: str, called: str) -> torch.dtype:
+    if called not in _NAMED:
+        raise ArgumentError(
+            f"'{path}' has {name} as {called}, which is none of PyTorch's dtypes here: convert it, "
+            f"to {', '.join(sorted(_NAMED))}"
+        )
+    return _NAMED[called]

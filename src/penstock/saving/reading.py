@@ -32,16 +32,12 @@ class Source:
     path: Path
     reader: StorageReader
     metadata: Metadata
+    prefix: str  # before the names of the model; a file, or a checkpoint by others, has none
 
     @property
     def entries(self) -> dict[str, Any]:
         """What is known of each, without reading it."""
         return self.metadata.state_dict_metadata
-
-    @property
-    def prefix(self) -> str:
-        """Before the names of the model; a checkpoint by others may have none."""
-        return f"{MODEL}." if any(key.startswith(f"{MODEL}.") for key in self.entries) else ""
 
     def below(self, prefix: str) -> dict[str, Any]:
         """The entries that begin so, without it."""
@@ -64,8 +60,11 @@ def found_at(path: Path) -> Path:
     )
 
 
-def opened(path: Path) -> Source:
-    """What is stored there; nothing is read but what the files say about themselves."""
+def opened(path: Path, names: Collection[str]) -> Source:
+    """What is stored there, perhaps of a model with these names; only headers are read.
+
+    (A model may have a layer that is called "model".)
+    """
     reader: StorageReader
     if path.is_dir():
         reader = FileSystemReader(path)
@@ -74,7 +73,9 @@ def opened(path: Path) -> Source:
         reader = FilesReader([path.parent / name for name in dict.fromkeys(shards)])
     else:
         reader = FilesReader([path])
-    return Source(path, reader, reader.read_metadata())
+    metadata = reader.read_metadata()
+    below = any(f"{MODEL}.{name}" in metadata.state_dict_metadata for name in names)
+    return Source(path, reader, metadata, f"{MODEL}." if below else "")
 
 
 def check_all(source: Source, names: Collection[str], same: Mapping[str, str]) -> None:
@@ -158,7 +159,9 @@ def read_random(holding: Holding, source: Source) -> None:
 def read_extra(source: Source) -> Any:
     """What the user has saved beside; None for a checkpoint that has nothing of the kind."""
     path = source.path / EXTRA
-    return torch.load(path, weights_only=True) if path.exists() else None
+    if not path.exists():
+        return None
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def read(source: Source, state: dict[str, Any]) -> None:

@@ -71,11 +71,12 @@ class Saver:
         holding, team = self.holding, self.holding.team
         doing = f"loading '{path}'"
         place = decided(team, doing, lambda: reading.found_at(Path(path).absolute()))
-        names = together(team, doing, lambda: list(holding.state()))
+        told = together(team, doing, lambda: list(holding.state()))
+        names = [name for those in told for name in those]
 
         def work() -> Any:
-            source = reading.opened(place)
-            reading.check_all(source, [name for those in names for name in those], holding.same)
+            source = reading.opened(place, names)
+            reading.check_all(source, names, holding.same)
             reading.read_model(holding, source)
             optimizers = listed(optimizer)
             if optimizers:

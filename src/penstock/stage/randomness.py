@@ -149,6 +149,12 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return device
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Those that all threads share: the host's and this device's, and no other device's."""
+    for where in dict.fromkeys((torch.device("cpu"), device)):
+        _shared_generator(where).manual_seed(seed)
+
+
 def _shared_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
