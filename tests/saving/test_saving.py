@@ -399,7 +399,7 @@ def test_a_file_that_stands_in_the_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_layer_may_be_called_model(kind: str, tmp_path: Path) -> None:
     """Names in a folder of ours stand below "model."; it was taken for that in files, too."""
-    layers = OrderedDict(model=nn.Linear(3, 3), head=nn.Linear(3, 2))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(model=nn.Linear(3, 3), head=nn.Linear(3, 2))
     pipe = Pipe(nn.Sequential(layers), stages=2, devices=["cpu", "cpu"])
     if kind == "file":
         pytest.importorskip("safetensors")
