@@ -7,11 +7,13 @@ They are forked from a server that has imported torch, so that a case takes a fr
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +29,13 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-PRELOADED = ("pytest", "penstock.pipe", "penstock.run.processes.watch", "tests.support")
+PRELOADED = (
+    "pytest",
+    "penstock.pipe",
+    "penstock.saving.saver",
+    "tests.processes.faults.course",
+    "tests.support",
+)
 WITHIN = 20.0  # seconds for all of a case
 
 
@@ -150,18 +158,43 @@ def _play(
         world_size=stage.size,
         timeout=timedelta(seconds=60),
     )
+    code = 0
     try:
         function(stage, *arguments)
+        stage.tell(done=True, threads=_threads())
     except BaseException as error:
         _tell_of(stage, error)
-        sys.stdout.flush()
-        raise
-    stage.tell(done=True)
+        code = _ended_by(error)
+    stage.tell(cpu=time.process_time())
+    _end(code)
+
+
+def _ended_by(error: BaseException) -> int:
+    """As the interpreter does when nobody catches it."""
+    if isinstance(error, SystemExit):
+        return int(error.code or 0)
+    traceback.print_exception(error)
+    sys.last_value = error
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end(code: int) -> None:
+    """As the interpreter does: a fork of a server would end without."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
 
 
 def _tell_of(stage: Stage, error: BaseException) -> None:
     names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
     stage.tell(
+        threads=_threads(),
         error=type(error).__name__,
         text=str(error),
         fields={name: getattr(error, name, None) for name in names},

@@ -16,6 +16,7 @@ from penstock.errors import RunError
 from penstock.ir import Message
 from penstock.run.processes.codec import Meta, dumps, loads
 from penstock.run.processes.links import Links
+from penstock.run.processes.peers import Watched
 from penstock.stage.parcel import Parcel
 
 
@@ -37,16 +38,6 @@ class Words(Protocol):
 
     def take(self, rank: int, tag: int, what: str) -> str:
         """From a rank."""
-
-
-class Watched(Protocol):
-    """Who is told what this rank does."""
-
-    def at(self, what: str) -> None:
-        """It computes."""
-
-    def waiting(self, what: str, peer: int | None) -> None:
-        """It is about to wait for a rank."""
 
 
 class Wire:
@@ -85,6 +76,7 @@ class Wire:
             )
         self._watched.waiting(str(message), peer)
         self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
+        self._watched.arrived()
 
     def recv(self, message: Message) -> Callable[[], Parcel]:
         """Ask for a message; the call that it gives waits for it."""
@@ -103,7 +95,7 @@ class Wire:
         def wait() -> Parcel:
             self._watched.waiting(str(message), peer)
             parcel = meta.parcel(_with_nones(meta, arrival()))
-            self._watched.at(f"what {message} is for")
+            self._watched.arrived()
             return parcel
 
         return wait
@@ -112,6 +104,7 @@ class Wire:
         """Wait until all that was sent has been taken."""
         self._watched.waiting("all that was sent to be taken", None)
         self._links.flush()
+        self._watched.arrived()
 
 
 def _with_nones(meta: Meta, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
