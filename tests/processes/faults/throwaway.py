@@ -33,6 +33,7 @@ PRELOADED = (
     "pytest",
     "penstock.pipe",
     "penstock.saving.saver",
+    "torch._dynamo",  # the first optimizer imports it
     "tests.processes.faults.course",
     "tests.support",
 )
