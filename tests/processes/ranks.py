@@ -31,11 +31,11 @@ from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
 PRELOADED = (
-    "pytest",
     "penstock.pipe",
     "penstock.saving.saver",
     "tests.processes.rank",
-    "tests.support",
+    "tests.properties.comparing",
+    "tests.features.page",
 )
 START = 60.0  # seconds in which processes must come up
 

@@ -216,7 +216,10 @@ class Measured:
 
 def seconds_of(mark: Mark, origin: Moment) -> tuple[float, float]:
     """From when to when, counted from the origin."""
-    return _seconds(origin, mark.start), _seconds(origin, mark.end)
+    _, start, end = mark
+    if type(start) is type(end) is type(origin) is float:  # on the host
+        return start - origin, end - origin
+    return _seconds(origin, start), _seconds(origin, end)
 
 
 def timeline_of(program: Program, spans: Sequence[Span]) -> Timeline:

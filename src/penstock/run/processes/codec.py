@@ -57,6 +57,12 @@ class Meta(NamedTuple):
         shapes = tuple([None if t is None else Shape.of(t) for t in parcel.tensors])
         return Meta(shapes, tuple(parcel.needs), parcel.shared, parcel.layout)
 
+    def fits(self, parcel: Parcel) -> bool:
+        """Is it the parcel's? Told at once, if the tensors are laid out just so."""
+        shapes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in parcel.tensors]
+        exact = tuple(shapes), parcel.needs, parcel.shared, parcel.layout
+        return exact == self or Meta.of(parcel) == self
+
     def parcel(self, tensors: tuple[Tensor | None, ...]) -> Parcel:
         """The parcel again, with these tensors."""
         return Parcel(tensors, self.layout, self.needs, self.shared)

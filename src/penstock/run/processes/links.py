@@ -67,9 +67,13 @@ class HostLinks:
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Straight from the tensors' memory."""
-        flats = [flat(tensor) for tensor in tensors if tensor.numel()]
-        works = [self._group.send([one.detach()], peer, tag) for one in flats]
-        self._sent.add(peer, works, flats)
+        works, held = [], []
+        for tensor in tensors:
+            if tensor.numel():
+                one = flat(tensor).detach()
+                works.append(self._group.send([one], peer, tag))
+                held.append(one)
+        self._sent.add(peer, works, held)
 
     def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
         """Into memory of its own."""

@@ -34,7 +34,9 @@ _INTERRUPTED = 0.2  # for Python's own handler, which cannot run while a wait is
 _TERMINATED = 1.5  # a launcher ends all when one has died: the cause is soon known
 _ACKNOWLEDGED = 1.0  # for the others to read the cause, before the store's host may go
 
-Doing = tuple[Mode, str, int | None, float]  # the fields of a sign that the watched thread writes
+Doing = tuple[
+    Mode, object, int | None, float
+]  # the fields of a sign that the watched thread writes
 
 
 class Lookout:
@@ -85,7 +87,7 @@ class Lookout:
     def sign(self) -> Sign:
         """What it does now."""
         mode, what, peer, patience = self.now
-        return Sign(self._beats, self.count, mode, self.label, what, peer, patience)
+        return Sign(self._beats, self.count, mode, self.label, str(what), peer, patience)
 
     def tell(self, cause: Cause) -> Cause:
         """Publish a cause, unless another rank was first; which one it became."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.batch import gather, moved
 from penstock.cost import Cost
@@ -17,7 +18,7 @@ from penstock.ir import Message, Program
 from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
 from penstock.run.feed import Batch, Fed, feed
-from penstock.run.passage import from_outside, pass_changes_on, tensors_by_cell
+from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.processes.agreement import Facts, agree, sampled
 from penstock.run.processes.book import Book
@@ -88,7 +89,7 @@ class ManyProcesses:
             call, wire = self._call(program, behind_call(self._stages), opened)
             self._take_inputs(call, program, opened)
             call.run(phase)
-            self._pass_changes_on(call, opened.fed)
+            _pass_changes_on(tensors_by_cell(opened.fed.given), call)
             outputs = None
             if self._split.is_here(self._last_stage):
                 cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
@@ -187,8 +188,8 @@ class ManyProcesses:
         here = [stages[stage.index] for stage in self._split.stages_here]
         ties = TiesBetween(here, self._split.ties, schedule.chunks, team.peers)
         draws = Draws(lambda: opened.seed, lambda: None)  # it moves on when all have told
-        at = partial(team.watch.at, patience=LEARNING if opened.first else 1.0)
-        lane = Lane(wire, at, opened.learned.known)
+        at = partial(team.watch.at, patience=LEARNING) if opened.first else team.watch.at
+        lane = Lane(wire, at, opened.learned)
         where = self._split.places, self._split.placement
         return Call(stages, *where, manner_of(schedule), lane, ties, draws), wire
 
@@ -219,11 +220,6 @@ class ManyProcesses:
         asked = [outside.recv_from(first, Message(OUTSIDE, *cell)) for cell in mine]
         for cell, wait in zip(mine, asked, strict=True):
             call.desk.inputs[cell] = wait().moved(lambda t: t.to(self._place.device))
-
-    def _pass_changes_on(self, call: Call, fed: Fed) -> None:
-        for cell, given in tensors_by_cell(fed.given).items():
-            if cell in call.desk.inputs:
-                pass_changes_on(given, call.desk.inputs[cell].tensors)
 
     def _end(self, told: Told, opened: _Opened, wire: Wire) -> None:
         """All went well: the generator moves on if any rank drew, and what was seen is known."""
@@ -288,8 +284,9 @@ class ManyProcesses:
     ) -> StepResult:
         """After all ranks have told: the same result on each."""
         self._end(told, opened, wire)
-        self._pass_changes_on(call, opened.fed)
-        pass_gradients_on(tensors_by_cell(opened.fed.given), call, told.factor)
+        given = tensors_by_cell(opened.fed.given)
+        _pass_changes_on(given, call)
+        pass_gradients_on(given, call, told.factor)
         ledger, rows = book.ledger, opened.fed.rows
         outputs, metrics = None, {}
         if ledger is not None:
@@ -310,6 +307,12 @@ class ManyProcesses:
 def _value(parcel: Parcel) -> Any:
     (value,) = put_together(parcel.tensors, parcel.layout)  # type: ignore[arg-type]
     return value
+
+
+def _pass_changes_on(given: Mapping[Cell, Sequence[Tensor]], call: Call) -> None:
+    for cell, tensors in given.items():
+        if cell in call.desk.inputs:
+            pass_changes_on(tensors, call.desk.inputs[cell].tensors)
 
 
 def _tags(program: Program) -> Callable[[Message], int]:

@@ -22,7 +22,7 @@ FIRST_OF_MESSAGES = 16  # those below are for words, and for poison
 class Watched(Protocol):
     """Who is told when this rank waits."""
 
-    def waiting(self, what: str, peer: int | None) -> None:
+    def waiting(self, what: object, peer: int | None) -> None:
         """It is about to, for something of a rank, or of all."""
 
     def arrived(self) -> None:

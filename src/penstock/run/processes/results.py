@@ -64,18 +64,18 @@ class Gathered:
 def tell(peers: Peers, program: Program, call: Call, ending: Ending) -> Told:
     """Tell all ranks. On a GPU this waits until the step has ended."""
     longest = max(map(len, program.lanes))
-    mine = torch.full((_HEAD + 2 * longest,), math.nan, dtype=torch.float64)
+    mine = [math.nan] * (_HEAD + 2 * longest)
     if ending.loss is not None:
-        mine[0], mine[1] = ending.loss.double(), _DTYPES.index(ending.loss.dtype)
+        mine[0], mine[1] = float(ending.loss), _DTYPES.index(ending.loss.dtype)
     if ending.factor is not None:
-        mine[2] = ending.factor.double()
+        mine[2] = float(ending.factor)
     mine[3], mine[4] = ending.drew, ending.more
     (worker,), (origin,) = call.workers, call.origins
-    times = [math.nan] * (2 * longest)
     for mark in worker.marks:
-        times[2 * mark.step.at : 2 * mark.step.at + 2] = seconds_of(mark, origin)
-    mine[_HEAD:] = torch.tensor(times, dtype=torch.float64)
-    rows = [row.tolist() for row in peers.exchange(mine, "the end of the step")]
+        at = _HEAD + 2 * mark.step.at
+        mine[at], mine[at + 1] = seconds_of(mark, origin)
+    numbers = torch.tensor(mine, dtype=torch.float64)
+    rows = [row.tolist() for row in peers.exchange(numbers, "the end of the step")]
     last = rows[program.schedule.placement[-1]]
     return Told(
         last[0],

@@ -61,15 +61,18 @@ class Watch:
         """Is it over?"""
         return not self._finish.alive
 
-    def at(self, what: str, patience: float = 1.0) -> None:
-        """This rank computes that now, for so many heartbeats at most. Raises, if all must stop."""
+    def at(self, what: object, patience: float = 1.0) -> None:
+        """This rank computes that now, for so many heartbeats at most. Raises, if all must stop.
+
+        It is made text only for signs.
+        """
         lookout = self._lookout
         lookout.count += 1
         lookout.now = lookout.busy = (Mode.AT, what, None, patience)
         if lookout.cause is not None:
             raise lookout.cause.error()
 
-    def waiting(self, what: str, peer: int | None = None) -> None:
+    def waiting(self, what: object, peer: int | None = None) -> None:
         """This rank is about to wait for that, of one rank or of all. Raises, if all must stop.
 
         Until it has `arrived`, a RuntimeError is taken for a lost connection.

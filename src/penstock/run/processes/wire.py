@@ -17,6 +17,7 @@ from penstock.ir import Message
 from penstock.run.processes.codec import Meta, dumps, loads
 from penstock.run.processes.links import Links
 from penstock.run.processes.peers import Watched
+from penstock.run.worker import Step
 from penstock.stage.parcel import Parcel
 
 
@@ -28,6 +29,7 @@ class Learned:
     weighted: bool = False  # does the loss return weights?
     announcement: str = ""  # of the first rank, if it alone has the data
     known: bool = False
+    order: tuple[Sequence[Step], Sequence[Step]] | None = None  # a lane, and how it is carried out
 
 
 class Words(Protocol):
@@ -62,19 +64,18 @@ class Wire:
 
     def send_to(self, peer: int, message: Message, parcel: Parcel) -> None:
         """The same, to a rank that is named: also what comes from outside."""
-        meta = Meta.of(parcel)
         tag = self._tag(message)
         if not self._learned.known:
-            self._learned.metas[message] = meta
+            meta = self._learned.metas[message] = Meta.of(parcel)
             self._words.post(peer, tag, f"{int(self.weighted)}{dumps(meta)}")
-        elif self._learned.metas[message] != meta:
+        elif not self._learned.metas[message].fits(parcel):
             raise RunError(
-                f"message {message} has {meta}, and in the first call with such inputs it had "
-                f"{self._learned.metas[message]}, with other values beside it, or other needs for "
-                "gradients: if what a stage gives depends on more than the sizes of the inputs, "
-                "make the pipe with shapes='sent'"
+                f"message {message} has {Meta.of(parcel)}, and in the first call with such inputs "
+                f"it had {self._learned.metas[message]}, with other values beside it, or other "
+                "needs for gradients: if what a stage gives depends on more than the sizes of the "
+                "inputs, make the pipe with shapes='sent'"
             )
-        self._watched.waiting(str(message), peer)
+        self._watched.waiting(message, peer)
         self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
         self._watched.arrived()
 
@@ -93,7 +94,7 @@ class Wire:
         arrival = self._links.recv(peer, tag, [s for s in meta.shapes if s is not None])
 
         def wait() -> Parcel:
-            self._watched.waiting(str(message), peer)
+            self._watched.waiting(message, peer)
             parcel = meta.parcel(_with_nones(meta, arrival()))
             self._watched.arrived()
             return parcel
@@ -108,5 +109,7 @@ class Wire:
 
 
 def _with_nones(meta: Meta, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    if len(tensors) == len(meta.shapes):
+        return tuple(tensors)
     each = iter(tensors)
     return tuple([None if shape is None else next(each) for shape in meta.shapes])
