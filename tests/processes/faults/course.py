@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -26,7 +27,7 @@ from penstock.run.processes.links import HostLinks
 from penstock.saving.writing import CheckpointWriter
 from tests.processes.faults.throwaway import Stage
 
-HEARTBEAT = 2.0
+HEARTBEAT = 3.0
 CHUNKS, STEPS, LAYERS = 3, 3, 6
 CODE = 3  # of those who exit by themselves
 
@@ -65,16 +66,19 @@ class Fault:
 
 
 class Trap:
-    """Lets the fault happen when its rank comes to its place."""
+    """Lets the fault happen when its rank comes to its place; `began` says when it did."""
 
-    def __init__(self, stage: Stage, fault: Fault) -> None:
-        self._stage, self._fault, self.step = stage, fault, 0
+    def __init__(self, rank: int, fault: Fault, tell: Callable[..., None] | None = None) -> None:
+        self._rank, self.fault, self._tell = rank, fault, tell
+        self.step, self.began = 0, 0.0
 
     def __call__(self, place: str, microbatch: int = 1) -> None:
-        here = self._stage.rank, place, self.step, microbatch
-        if here == (self._fault.rank, self._fault.place, 1, 1):
-            self._stage.tell(fault=time.monotonic())
-            self._fault.fail()
+        here = self._rank, place, self.step, microbatch
+        if here == (self.fault.rank, self.fault.place, 1, 1):
+            self.began = time.monotonic()
+            if self._tell is not None:
+                self._tell(fault=self.began)
+            self.fault.fail()
 
 
 def no_trap(place: str, microbatch: int = 1) -> None:
@@ -139,7 +143,10 @@ def optimizer_of(module: nn.Module) -> Optimizer:
 
 
 def with_traps(trap: Tripped) -> None:
-    """Where messages are sent and files are written. The process is thrown away after it."""
+    """Where messages are sent and files are written, which may take no longer than all else.
+
+    The process is thrown away after it.
+    """
     send, write = HostLinks.send, CheckpointWriter.write_data
 
     def trapped_send(self: HostLinks, *given: Any) -> None:
@@ -150,16 +157,21 @@ def with_traps(trap: Tripped) -> None:
         trap("saving", 1)
         return write(self, *given)
 
+    patch("penstock.run.processes.many.SLOW", 1.0).start()
     patch.object(HostLinks, "send", trapped_send).start()
     patch.object(CheckpointWriter, "write_data", trapped_write).start()
 
 
-def course(stage: Stage, fault: Fault, folder: Path, **options: Any) -> None:
-    """What every rank does."""
-    trap = Trap(stage, fault)
-    with_traps(trap)
+def pipe_of(trap: Tripped, **options: Any) -> Pipe:
     given = {"schedule": "1f1b", "heartbeat": HEARTBEAT, "loss_fn": loss_of(trap), **options}
-    pipe = Pipe(model_of(trap), CHUNKS, group=stage.group, **given)
+    return Pipe(model_of(trap), CHUNKS, group=dist.group.WORLD, **given)
+
+
+def course(stage: Stage, fault: Fault, folder: Path) -> None:
+    """What every rank does."""
+    trap = Trap(stage.rank, fault, stage.tell)
+    with_traps(trap)
+    pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)
     for trap.step in range(STEPS):
         x, target = batch(trap.step)

@@ -25,7 +25,9 @@ from penstock.run.processes.signals import Signals
 from penstock.run.processes.verdict import Mode, Patience
 
 _SETTLED = 1.5  # seconds for the others to hear of it, if this process hosts the store
-_TRANSPORT = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+_TRANSPORT = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
+)
 
 
 class Watch:

@@ -75,9 +75,11 @@ class Wire:
                 "needs for gradients: if what a stage gives depends on more than the sizes of the "
                 "inputs, make the pipe with shapes='sent'"
             )
-        self._watched.waiting(message, peer)
-        self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
-        self._watched.arrived()
+        wait = self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
+        if wait is not None:
+            self._watched.waiting(f"messages before {message} to be taken", peer)
+            wait()
+            self._watched.arrived()
 
     def recv(self, message: Message) -> Callable[[], Parcel]:
         """Ask for a message; the call that it gives waits for it."""
