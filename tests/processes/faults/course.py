@@ -66,7 +66,7 @@ class Fault:
 
 
 class Trap:
-    """Lets the fault happen when its rank comes to its place; `began` says when it did."""
+    """Lets the fault happen when its rank first comes to its place; `began` says when it did."""
 
     def __init__(self, rank: int, fault: Fault, tell: Callable[..., None] | None = None) -> None:
         self._rank, self.fault, self._tell = rank, fault, tell
@@ -74,7 +74,7 @@ class Trap:
 
     def __call__(self, place: str, microbatch: int = 1) -> None:
         here = self._rank, place, self.step, microbatch
-        if here == (self.fault.rank, self.fault.place, 1, 1):
+        if here == (self.fault.rank, self.fault.place, 1, 1) and not self.began:
             self.began = time.monotonic()
             if self._tell is not None:
                 self._tell(fault=self.began)

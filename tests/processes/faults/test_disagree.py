@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def save_beside(pipe: Pipe, folder: Path) -> None:
 
 STEPS: dict[Odd, str] = {
     other_batch: "some numbers of tensor 0: ",
-    other_size: "inputs: float64[6, 4]",
+    other_size: "inputs: float64[",
     other_target: "some numbers of tensor 1: ",
     no_backward: "gradients: ",
     evaluation: "training mode: ",
@@ -97,7 +98,7 @@ def disagreements(folder: Path) -> list[RemoteError]:
         for odd in odds:
             for rank in range(dist.get_world_size()):
                 mine = odd if dist.get_rank() == rank else common
-                error, took = caught(lambda mine=mine: mine(pipe, folder), trap)  # type: ignore[misc]
+                error, took = caught(partial(mine, pipe, folder), trap)
                 assert took < SOON
                 check_right(pipe)
                 found.append(error)
@@ -130,6 +131,7 @@ def grows() -> RemoteError:
     pipe = Pipe(
         nn.Sequential(nn.Linear(4, 4), Growing(), nn.Linear(4, 4), nn.Linear(4, 4)).double(),
         3,
+        "never",
         stages=[2, 2],
         group=dist.group.WORLD,
         loss_fn=lambda y: y.sum(),
@@ -172,7 +174,7 @@ def no_model() -> Pipe:
 def test_a_pipe_of_different_models(rank: int) -> None:
     found = ranks(2).run(makes, rank, other_model)
     assert {(error.kind, error.rank) for error in found} == {("disagreed", None)}
-    assert "layer 6: Tanh" in str(found[0])
+    assert "layer 6: " in str(found[0])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

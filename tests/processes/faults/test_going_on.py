@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -149,10 +150,10 @@ def bad_data(data: str) -> list[RemoteError]:
     trap = Trap(dist.get_rank(), Fault(-1, "", burst))
     pipe = pipe_of(trap, data=data)
     found = []
+    x, target = batch(1)
     for at in range(1 if data == "first" else 2):
-        x, target = batch(1)
         given = x[:5] if dist.get_rank() == at else x
-        found.append(caught(lambda given=given: pipe.step(given, target=target), trap)[0])  # type: ignore[misc]
+        found.append(caught(partial(pipe.step, given, target=target), trap)[0])
         check_right(pipe)
     return found
 
