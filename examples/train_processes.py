@@ -124,7 +124,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, fl
         start, loss = pipe.load(args.save, optimizer=optimizer)
         say(f"goes on after step {start}")
     for step in range(start + 1, args.steps + 1):
-        letters = batch(step).chunk(replicas)[replica]
+        letters = batch(step).chunk(replicas)[replica].to(mesh.device_type)
         optimizer.zero_grad()
         loss = pipe.step(letters, target=letters).loss
         optimizer.step()

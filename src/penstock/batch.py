@@ -142,9 +142,9 @@ def scatter(
     >>> scatter((torch.arange(5), "same"), chunks=3)[0]
     [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
     """
-    if len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim():
-        pieces = torch.chunk(values[0], chunks)
-        return [(piece,) for piece in pieces], Rows(tuple([len(piece) for piece in pieces]))
+    plain = all(isinstance(value, Tensor) and value.dim() for value in values)
+    if plain and len({len(value) for value in values}) == 1:  # in most calls
+        return _cut_alike(values, chunks)
     leaves, spec = pytree.tree_flatten(values)
     first = next((at for at, leaf in enumerate(leaves) if _dim(leaf) is not None), None)
     if first is None:
@@ -157,6 +157,12 @@ def scatter(
         raise _misfit(values, first, rows, names or [f"input {at}" for at in range(len(values))])
     cut = _cut(leaves, rows)
     return [pytree.tree_unflatten(each, spec) for each in cut], rows
+
+
+def _cut_alike(values: tuple[Tensor, ...], chunks: int) -> tuple[list[tuple[Any, ...]], Rows]:
+    made = {id(value): torch.chunk(value, chunks) for value in values}
+    columns = [made[id(value)] for value in values]
+    return list(zip(*columns, strict=True)), Rows(tuple([len(piece) for piece in columns[0]]))
 
 
 def _dim(leaf: Any) -> int | None:

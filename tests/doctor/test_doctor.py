@@ -91,14 +91,14 @@ def test_a_rank_that_never_comes_is_missed_by_all() -> None:
         seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
         where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        words = [sys.executable, *DOCTOR, "--patience", "2"]
+        words = [sys.executable, *DOCTOR, "--patience", "4"]
         started.append(start(words, environment(**seat, **size, **where)))
     first, second = end(started)
     assert (first.code, second.code) == (1, 1)
     assert second.out == ""
     found = findings(first)
     assert found["missing"] == [2]
-    assert found["broken"][0].startswith("rank 2 of 3 did not come within 6 s")
+    assert found["broken"][0].startswith("rank 2 of 3 did not come within 12 s")
     assert [link["problem"] for link in found["links"]] == [""]
 
 
@@ -106,7 +106,7 @@ def test_a_link_between_hosts_that_is_dead_is_reported() -> None:
     """The ranks meet at the launcher's store, and loopback leads nowhere."""
     with two_hosts() as hosts:
         env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        first, second = end(start_on(hosts, [*DOCTOR, "--patience", "3"], env, restarts=0))
+        first, second = end(start_on(hosts, [*DOCTOR, "--patience", "5"], env, restarts=0))
     assert (first.code, second.code) == (1, 1)
     found = findings(max(first, second, key=lambda ended: len(ended.out)))
     assert found["links"][0]["problem"]

@@ -14,6 +14,7 @@ from tests.launch.hosts import (
     ROOT,
     TORCHRUN,
     Ended,
+    children,
     end,
     environment,
     kill_all_on,
@@ -35,10 +36,6 @@ def ranks_equal(ended: Ended) -> list[int]:
 
 def losses(ended: Ended, step: int) -> set[str]:
     return set(re.findall(rf"step {step}  loss (\S+)", ended.out))
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for(file: Path) -> None:

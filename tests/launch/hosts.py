@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LIMIT = 90.0  # seconds, for all that is started in a test
+_PDEATHSIG = 1  # of prctl
+LIMIT = 150.0  # seconds, for all that is started at once in a test
 
 
 class Ended(NamedTuple):
@@ -53,15 +54,27 @@ def free_port() -> str:
 
 
 def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """In a session of its own, so that all of it can be ended."""
+    """It is told to end, and its workers by it, if this process ends before, however that ends."""
     return subprocess.Popen(
         list(words),
         env=dict(env or environment()),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
+
+
+def children(pid: int) -> list[int]:
+    """Of a process that runs."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
@@ -76,9 +89,13 @@ def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
 
 
 def _kill(started: Sequence[subprocess.Popen[str]]) -> None:
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    """With its workers, which have sessions of their own."""
+    todo = [process.pid for process in started if process.poll() is None]
+    while todo:
+        pid = todo.pop()
+        todo += children(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def run(words: Sequence[str], env: Mapping[str, str] | None = None) -> Ended:
@@ -89,8 +106,9 @@ def run(words: Sequence[str], env: Mapping[str, str] | None = None) -> Ended:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """As long as needed; the test is skipped where this is not allowed."""
-    tag = uuid.uuid4().hex[:6]
-    hosts = Host(f"penstock-{tag}-a", "10.79.0.1"), Host(f"penstock-{tag}-b", "10.79.0.2")
+    _clear_those_left()
+    tag = f"penstock-{os.getpid()}"
+    hosts = Host(f"{tag}-a", "10.79.0.1"), Host(f"{tag}-b", "10.79.0.2")
     made: list[Host] = []
     try:
         for host in hosts:
@@ -113,6 +131,13 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 def _ip(*words: str) -> int:
     return subprocess.run(["ip", *words], capture_output=True, timeout=10).returncode
+
+
+def _clear_those_left() -> None:
+    """By test runs that were killed."""
+    for place in Path("/run/netns").glob("penstock-*"):
+        if not Path("/proc", place.name.split("-")[1]).exists():
+            _clear(Host(place.name, ""))
 
 
 def _clear(host: Host) -> None:

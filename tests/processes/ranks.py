@@ -28,7 +28,7 @@ from tests.processes.packing import packed, unpacked
 from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
-START = 60.0  # seconds in which processes must come up
+START = 120.0  # seconds in which processes must come up
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from penstock import StageGraph, dumps
+from penstock import StageGraph, dumps, loads
+from penstock.ir import schedule_of
 from tests.properties.layers import EXACT, FRESH, LAYERS, MIXING, TIED
 from tests.properties.losses import LOSSES, MEANS, PLAIN
 from tests.properties.models import FORMS, SIDED, SKIPS, Layer, Model, Skip, Tie
@@ -45,6 +46,11 @@ class Case:
     @property
     def by_name(self) -> bool:
         return "\n" not in self.schedule
+
+    @property
+    def first_rank(self) -> int:
+        """That of the first stage."""
+        return 0 if self.by_name else schedule_of(loads(self.schedule)).placement[0]
 
     @property
     def mixes(self) -> bool:

@@ -18,14 +18,15 @@ INPUT, ITS_GRADIENT = "the input ", "the gradient of the input "
 def gathered(case: Case) -> list[Numbers]:
     """Of each step, and of eval mode: as if there were one process."""
     of_ranks = ranks(case.ranks).run(on_rank, case)
-    names = first_names(case.model.build())
-    return [as_one(each, names) for each in zip(*of_ranks, strict=True)]
+    names, first = first_names(case.model.build()), case.first_rank
+    ordered = [of_ranks[first], *of_ranks[:first], *of_ranks[first + 1 :]]
+    return [as_one(each, names) for each in zip(*ordered, strict=True)]
 
 
 def on_rank(case: Case) -> list[Numbers]:
     """What one of the processes does."""
     pipe = piped(case, case.model.build().train(case.training), processes=True)
-    given_here = case.data == "all" or distributed.get_rank() == pipe._split.placement[0]
+    given_here = case.data == "all" or distributed.get_rank() == case.first_rank
     return list(trained(case, pipe, given_here))
 
 
@@ -40,9 +41,12 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def as_one(of_ranks: Sequence[Numbers], names: Mapping[str, str]) -> Numbers:
-    """Whoever has a number has the same; gradients of inputs are parts of a sum."""
+    """Whoever has a number has the same; gradients of inputs are parts of a sum.
+
+    The rank of the first stage comes first: what its layers do to an input is what the model does.
+    """
     found: Numbers = {}
-    for rank, numbers in enumerate(of_ranks):
+    for numbers in of_ranks:
         for told, value in numbers.items():
             what, space, name = told.rpartition(" ")
             told = what + space + names.get(name, name)
@@ -50,8 +54,8 @@ def as_one(of_ranks: Sequence[Numbers], names: Mapping[str, str]) -> Numbers:
                 found[told] = plus(found.get(told), value)
             elif told not in found:
                 found[told] = value
-            elif not told.startswith(INPUT):  # each rank has its own, which its layers may change
-                assert same(found[told], value), f"{told} is another on rank {rank}"
+            elif not told.startswith(INPUT):  # each rank has its own
+                assert same(found[told], value), f"{told} is another on another rank"
     return found
 
 

@@ -62,6 +62,7 @@ class Ledger:
         self._rows = shares
         self._shares: Sequence[float] = [1] * len(shares) if reduction.sums else shares
         self._scores: dict[int, Score] = {}
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._first: Beside | None = None
         self._unit: Tensor | None = None  # what the gradients' weights are divided by
         self._aside: Aside | None = None
@@ -99,13 +100,14 @@ class Ledger:
     def _seed(self, microbatch: int, score: Score) -> Tensor:
         loss, weight = score.loss, score.beside.weight
         if weight is None:
-            seed = torch.full_like(loss, self._shares[microbatch])
-        else:
-            if self._unit is None:
-                self._unit = weight.masked_fill(weight == 0, 1) * len(self._shares)
-                self._aside = Aside()
-            seed = weight / self._unit
-        return self._scaled(seed).to(loss.dtype)
+            kind = self._shares[microbatch], loss.dtype, loss.device
+            if kind not in self._seeds:  # nobody writes to it
+                self._seeds[kind] = self._scaled(torch.full_like(loss, kind[0]))
+            return self._seeds[kind]
+        if self._unit is None:
+            self._unit = weight.masked_fill(weight == 0, 1) * len(self._shares)
+            self._aside = Aside()
+        return self._scaled(weight / self._unit).to(loss.dtype)
 
     def _scaled(self, seed: Tensor) -> Tensor:
         return seed if self._scale is None else (seed * self._scale).to(seed.dtype)
@@ -231,10 +233,11 @@ class Aside:
 
 def _ignores(targets: Sequence[tuple[Any, ...]]) -> bool:
     """Those on the host alone are looked at: others would have to be waited for."""
-    found = [
-        t for t in pytree.tree_leaves(list(targets)) if isinstance(t, Tensor) and not t.is_cuda
-    ]
-    return any(bool((t == IGNORED).any()) for t in found if t.dtype == torch.int64)
+    values = [value for target in targets for value in target]
+    if not all(isinstance(value, Tensor) for value in values):
+        values = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    found = [t for t in values if t.dtype == torch.int64 and not t.is_cuda]
+    return any(bool((t == IGNORED).any()) for t in found)
 
 
 def _total(numbers: Sequence[Tensor]) -> Tensor:

@@ -71,14 +71,19 @@ def added_losses() -> Iterator[list[Tensor]]:
         yield found
 
 
-@contextmanager
-def taken_by(take: Take) -> Iterator[None]:
+class taken_by:  # noqa: N801 (a context, as a function would give; every cell enters one)
     """Within, in this thread, whoever is told of each."""
-    before, _here.take = _here.take, take
-    try:
-        yield
-    finally:
-        _here.take = before
+
+    __slots__ = ("_before", "_take")
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+
+    def __enter__(self) -> None:
+        self._before, _here.take = _here.take, self._take
+
+    def __exit__(self, *_: object) -> None:
+        _here.take = self._before
 
 
 def _check_number(value: Any) -> None:
@@ -110,11 +115,8 @@ class Tally:
     def __init__(self) -> None:
         self._sizes: Counter[int] = Counter()  # of forwards that were not yet recomputed
 
-    @contextmanager
-    def into(self, added: list[Tensor]) -> Iterator[None]:
-        """Within, layers add to the list."""
-        with taken_by(added.append):
-            yield
+    def count(self, added: Sequence[Tensor]) -> None:
+        """What layers have added now, and what came from stages before."""
         self._sizes[len(added)] += is_checkpointing() - is_recomputing()
         if self._sizes[len(added)] < 0:
             raise RunError(
@@ -132,8 +134,9 @@ class Adding:
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """As the stage's, with the added losses for the last of its destinations."""
         arrived, added = unpacked(arrived)
-        with self._tally.into(added):
+        with taken_by(added.append):
             departing = self._compute(arrived)
+        self._tally.count(added)
         if not added:
             return departing
         dst = max(departing)

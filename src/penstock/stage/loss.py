@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
-from penstock.stage.added import Adding, Tally, summed, unpacked
+from penstock.stage.added import Adding, Tally, summed, taken_by, unpacked
 from penstock.stage.reduction import Counting, LossFn
 from penstock.stage.stage import OUTSIDE, Compute, Stage
 
@@ -73,10 +73,11 @@ class Scored:
             *batch, target = arrived[OUTSIDE]
             arrived = {**arrived, OUTSIDE: tuple(batch)}
             targets = (target,)
-        with self._tally.into(added):
+        with taken_by(added.append):
             departing = self._compute(arrived)
             (output,) = departing[OUTSIDE]
             found = self._loss_fn(output, *targets) if self._loss_fn else output
+        self._tally.count(added)
         loss, beside = read_loss(found, self._source)
         extra = summed(added).to(loss.device, copy=True) if added else None
         if beside.weight is not None:
@@ -113,7 +114,8 @@ def read_loss(found: Any, source: str) -> tuple[Tensor, Beside]:
 
 def _one_number(what: str, found: Any, source: str) -> Tensor:
     if isinstance(found, Tensor) and found.numel() == 1:
-        return found.reshape(()).clone()  # the memory of some is as large as the output's
+        number = found.reshape(()) if found.dim() else found
+        return number.clone()  # the memory of some is as large as the output's
     kind = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found)
     raise RunError(f"a {what} is one number, but {source} {kind}: reduce it to a scalar")
 
