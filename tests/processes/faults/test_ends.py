@@ -167,6 +167,20 @@ def test_a_pipe_without_one_of_its_ranks_says_so_again() -> None:
     assert [fate.code for fate in fates] == [0, -signal.SIGKILL], fates
 
 
+def counts_restarts_alone(stage: Stage) -> None:
+    """As a host does, of which another was away for a while."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(stage.rank)
+    patch("penstock.run.processes.gathering.GATHERING", 5.0).start()
+    x, target = batch(0)
+    loss = pipe_of(no_trap).step(x, target=target).loss
+    torch.testing.assert_close(loss, unsplit()[0], rtol=0, atol=1e-10)
+
+
+def test_hosts_that_count_restarts_differently_meet() -> None:
+    fates = perform(2, counts_restarts_alone)
+    assert [fate.code for fate in fates] == [0, 0], fates
+
+
 # ---- saves in the background ---------------------------------------------------------------
 
 
