@@ -56,8 +56,8 @@ Kind = Literal["raised", "died", "stalled", "left", "disagreed", "interrupted"]
 class RemoteError(RunError):
     """A rank failed, and with it every rank of its pipe: each raises this, with the same text.
 
-    `kind` says what happened to `rank` (None: to none of the pipe's, but to what launched them)
-    while it was `doing` something. If it was in a stage, `stage`, `layers`, `microbatch` and
+    `kind` says what happened to `rank` (None: to none alone, as when they disagree) while it was
+    `doing` something. If it was in a stage, `stage`, `layers`, `microbatch` and
     `action` say where. `traceback` is the text of the original error's. On the rank that
     raised it, that error is the `__cause__` of this one.
     """

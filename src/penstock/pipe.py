@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from penstock.run.processes.joining import check_same, join, site_in
 from penstock.run.processes.many import ManyProcesses
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import standing_in
+from penstock.run.processes.team import SLOW
 from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
@@ -103,35 +104,34 @@ class Pipe(nn.Module):
         heartbeat: float = 10.0,
     ) -> None:
         super().__init__()
-        check_children(module)
-        check_chunks(chunks)
-        check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
-        check_words(data=data, outputs=outputs, shapes=shapes)
-        check_loss(loss_fn)
-        verify_skippables(module)
-        self.chunks, self.checkpoint = chunks, checkpoint
-        self.reduction, self.runtime = reduction, runtime
-        self.__dict__["loss_fn"] = loss_fn  # not a child, if it is a module
-        if deferred_batch_norm:
-            converted = DeferredBatchNorm.convert_deferred_batch_norm(module)
-            assert isinstance(converted, nn.Sequential)
-            module = converted
-        asked = read(schedule)
-        wish = Wish(stages, devices, balance, example, chunks)
-        sharing = Sharing(data, outputs, shapes)
         standing = standing_in(mesh, group)
-        if standing is None:
-            arranged = self._arrange(split(module, wish, asked), asked, stage_fn)
-            self._runs: Answers = OneProcess(arranged)
-        else:
-            team = join(standing, devices, heartbeat)
-            with team.call("making the pipe") as name:
-                placed = split(module, wish, asked, site_in(team))
-                arranged = self._arrange(placed, asked, stage_fn)
+        team = None if standing is None else join(standing, devices, heartbeat)
+        with nullcontext("") if team is None else team.call("making the pipe", SLOW) as name:
+            check_children(module)
+            check_chunks(chunks)
+            check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+            check_words(data=data, outputs=outputs, shapes=shapes)
+            check_loss(loss_fn)
+            verify_skippables(module)
+            self.chunks, self.checkpoint = chunks, checkpoint
+            self.reduction, self.runtime = reduction, runtime
+            self.__dict__["loss_fn"] = loss_fn  # not a child, if it is a module
+            if deferred_batch_norm:
+                converted = DeferredBatchNorm.convert_deferred_batch_norm(module)
+                assert isinstance(converted, nn.Sequential)
+                module = converted
+            asked = read(schedule)
+            wish = Wish(stages, devices, balance, example, chunks)
+            sharing = Sharing(data, outputs, shapes)
+            placed = split(module, wish, asked, None if team is None else site_in(team))
+            arranged = self._arrange(placed, asked, stage_fn)
+            if team is None:
+                self._runs: Answers = OneProcess(arranged)
+            else:
                 facts = {"schedule": dumps(self._choice(chunks)), "reduction": reduction}
                 check_same(team, name, module, self._settings(), sharing, facts)
                 begin_alike(self._split.ties, team.peers)
-            self._runs = ManyProcesses(team, arranged, sharing)
+                self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()
         self._saves = Pending()
         self.training = module.training
@@ -240,7 +240,7 @@ class Pipe(nn.Module):
         generator of random numbers; `extra` is given back by `load`. In the background, training
         may go on at once: the next save, or `wait` of what this returns, waits for it.
         """
-        with self._runs.calling("saving"):
+        with self._runs.calling("saving", folder=Path(folder).absolute(), background=background):
             return self._saver().save(folder, optimizer, extra, background)
 
     def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
@@ -249,12 +249,12 @@ class Pipe(nn.Module):
         `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
         .safetensors.index.json. With optimizers, random numbers go on where they were, too.
         """
-        with self._runs.calling("loading"):
+        with self._runs.calling("loading", path=Path(path).absolute()):
             return self._saver().load(path, optimizer)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file."""
-        with self._runs.calling("exporting"):
+        with self._runs.calling("exporting", file=Path(file).absolute()):
             return self._saver().export(file)
 
     def _saver(self) -> Saver:

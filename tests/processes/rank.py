@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from tests.processes.forks import ENVIRONMENT
 from tests.processes.packing import packed, unpacked
 
 SHOW = signal.SIGUSR1  # write down what every thread does now
@@ -102,8 +103,7 @@ def _as_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
+        **ENVIRONMENT,
     }
 
 

@@ -11,7 +11,6 @@ its broken group harms no other case. They end with the process that made them, 
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -24,19 +23,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+from tests.processes.forks import forked, store
 from tests.processes.packing import packed, unpacked
 from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
-PRELOADED = (
-    "penstock.pipe",
-    "penstock.saving.saver",
-    "tests.processes.rank",
-    "tests.properties.comparing",
-    "tests.features.page",
-)
 START = 120.0  # seconds in which processes must come up
 
 
@@ -106,11 +97,10 @@ class _Team:
     """The processes of a size, from their start to their end."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = forked()
         self._owner = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store()
         self._connections: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
         atexit.register(self.end)

@@ -71,8 +71,8 @@ class Answers(Protocol):
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward."""
 
-    def calling(self, kind: str) -> AbstractContextManager[object]:
-        """Within, what is raised on one rank is raised on all."""
+    def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
+        """Within, what is raised on one rank is raised on all, if the facts are the same there."""
 
     def group_for_saves(self) -> Any:
         """Of all processes that save together; None if there is one."""

@@ -83,7 +83,7 @@ class OneProcess:
             self._made.last = result.measured
         return result
 
-    def calling(self, kind: str) -> AbstractContextManager[object]:
+    def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
         """Nothing has to be told to anybody."""
         return nullcontext()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from traceback import format_exception_only
+from traceback import format_exception, format_exception_only
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError
+from penstock.errors import RemoteError
 
 T = TypeVar("T")
 
@@ -84,13 +84,20 @@ def together(team: Team, doing: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:
         failure = error
-    told = None if failure is None else "".join(format_exception_only(failure)).strip()
-    answers = team.share((result, told))
-    problems = [f"  rank {rank}: {said}" for rank, (_, said) in enumerate(answers) if said]
+    answers = team.share((result, None if failure is None else _told(failure)))
+    problems = {rank: said for rank, (_, said) in enumerate(answers) if said is not None}
     if problems:
-        listed = "\n".join(problems)
-        raise RunError(f"{doing} failed, so no rank goes on with it:\n{listed}") from failure
+        first, (_, frames) = next(iter(problems.items()))
+        listed = "\n".join(f"  rank {rank}: {said}" for rank, (said, _) in problems.items())
+        text = f"{doing} failed, so no rank goes on with it:\n{listed}"
+        raise RemoteError(text, "raised", first, doing, traceback=frames) from failure
     return [value for value, _ in answers]
+
+
+def _told(failure: Exception) -> tuple[str, str]:
+    """In short, and with its traceback."""
+    said = "".join(format_exception_only(failure)).strip()
+    return said, "".join(format_exception(failure))
 
 
 def each(team: Team, doing: str, work: Callable[[], T]) -> T:

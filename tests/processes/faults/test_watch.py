@@ -14,10 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from penstock.errors import RemoteError, RunError
+from penstock.run.processes.poison import poison
 from penstock.run.processes.store import store_of
+from penstock.run.processes.watch import _TRANSPORT
 from tests.processes.faults.standin import (
     HEARTBEAT,
     PLACES,
@@ -31,7 +34,8 @@ from tests.processes.faults.standin import (
     step,
     watched,
 )
-from tests.processes.faults.throwaway import Fate, Stage, perform, serve
+from tests.processes.faults.throwaway import Fate, Stage, perform
+from tests.processes.forks import ENVIRONMENT, store
 
 
 def same_cause(fates: list[Fate], ranks: list[int], kind: str, rank: int, within: float) -> str:
@@ -258,7 +262,7 @@ def goes_on(stage: Stage) -> None:
         with pytest.raises(RemoteError, match="all wrong") as caught:
             step(watch, stage, 1, At(attempt, "backward", burst))
         assert caught.value.rank == attempt
-        assert watch.failed
+        assert watch.cause is not None
         assert watch.closed
         assert [t.name for t in threading.enumerate() if "penstock" in t.name] == []
         again = dist.new_group(list(range(stage.size)))
@@ -305,6 +309,19 @@ def test_a_rank_between_steps_says_it_at_once_and_raises_at_its_next() -> None:
     assert "penstock: rank 0 will stop at its next step: rank 1 failed" in fates[0].written
 
 
+def poisoned(stage: Stage) -> None:
+    poison(stage.group)
+    for attempt in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            stage.group.send([torch.zeros(1)], 1 - stage.rank, 5 + attempt).wait()
+        assert _TRANSPORT.search(str(caught.value))
+
+
+def test_what_a_poisoned_group_says_is_known_for_a_lost_connection() -> None:
+    fates = perform(2, poisoned)
+    assert [fate.code for fate in fates] == [0, 0], fates
+
+
 # ---- other processes -----------------------------------------------------------------------
 
 
@@ -347,8 +364,8 @@ step(watch, stage, 1)
 
 
 def test_a_program_that_ends_by_an_error_between_steps_says_which() -> None:
-    server = serve()
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
+    server = store()
+    environment = {**os.environ, **ENVIRONMENT}
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), str(server.port)],

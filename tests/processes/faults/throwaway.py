@@ -7,28 +7,33 @@ They are forked from a server that has imported torch, so that a case takes a fr
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
 import os
 import signal
-import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-PRELOADED = ("pytest", "penstock.pipe", "penstock.run.processes.watch", "tests.support")
+from tests.processes.forks import ENVIRONMENT, forked
+from tests.processes.forks import store as served
+
 WITHIN = 20.0  # seconds for all of a case
+
+T = TypeVar("T")
 
 
 class Stage(NamedTuple):
@@ -67,9 +72,7 @@ def perform(
     hosted: bool = False,
 ) -> list[Fate]:
     """Run it on so many ranks; `hosted`: the first serves the store, and not this process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    server = serve()
+    context, server = forked(), served()
     with TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
@@ -95,18 +98,11 @@ def perform(
         return fates
 
 
-def serve() -> TCPStore:
-    """A store, served by this process, over IPv4.
-
-    Over IPv6, which is the default, a server asks for the name of each client's address, and where
-    no name server answers, everyone waits for five seconds.
-    """
-    ear = socket.create_server(("127.0.0.1", 0))
-    port = ear.getsockname()[1]
-    listens = ear.detach()
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listens
-    )
+def perform_all(cases: Mapping[T, Sequence[Any]], at_once: int = 6) -> dict[T, list[Fate]]:
+    """Several cases beside each other: most of them wait most of the time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        begun = {case: pool.submit(perform, *given) for case, given in cases.items()}
+    return {case: one.result() for case, one in begun.items()}
 
 
 def _told(pipe: Connection) -> dict[str, Any]:
@@ -133,12 +129,11 @@ def _play(
     os.dup2(out, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # a client asks for names, too
+    os.environ.update(ENVIRONMENT)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if hosted:
         if stage.rank == 0:
-            store.set("hosted", str((own := serve()).port))
+            store.set("hosted", str((own := served()).port))
             store = own
         else:
             port = int(store.get("hosted"))
@@ -150,18 +145,43 @@ def _play(
         world_size=stage.size,
         timeout=timedelta(seconds=60),
     )
+    code = 0
     try:
         function(stage, *arguments)
+        stage.tell(done=True, threads=_threads())
     except BaseException as error:
         _tell_of(stage, error)
-        sys.stdout.flush()
-        raise
-    stage.tell(done=True)
+        code = _ended_by(error)
+    stage.tell(cpu=time.process_time())
+    _end(code)
+
+
+def _ended_by(error: BaseException) -> int:
+    """As the interpreter does when nobody catches it."""
+    if isinstance(error, SystemExit):
+        return int(error.code or 0)
+    traceback.print_exception(error)
+    sys.last_value = error
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end(code: int) -> None:
+    """As the interpreter does: a fork of a server would end without."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
 
 
 def _tell_of(stage: Stage, error: BaseException) -> None:
     names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
     stage.tell(
+        threads=_threads(),
         error=type(error).__name__,
         text=str(error),
         fields={name: getattr(error, name, None) for name in names},

@@ -46,8 +46,8 @@ class Cause:
 def raised(error: BaseException, rank: int, label: str, doing: str) -> Cause:
     """An error on this rank; one that is a RemoteError already says all of it itself."""
     if isinstance(error, RemoteError):
-        given = error.rank if error.rank is not None else rank
-        return Cause(error.message, error.kind, given, doing, error.where, error.traceback)
+        given = error.message, error.kind, error.rank, doing, error.where, error.traceback
+        return Cause(*given)
     text = "".join(traceback.format_exception(error))[-_LONGEST:]
     if not isinstance(error, Exception):
         message = (

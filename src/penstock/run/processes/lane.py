@@ -35,7 +35,6 @@ class Lane:
         with in_this_thread(context), mode, worker.place.entered():
             for step in steps:
                 if isinstance(step.action, Compute):
-                    self._wire.doing = step.action
                     self._at(step.action)
                 worker.do(step)
             self._wire.flush()

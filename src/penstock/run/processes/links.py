@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from penstock.stage.places import Gpu, Place, used_on
 UNTAKEN = 4  # messages to one receiver that may be on their way at once
 
 Arrival = Callable[[], list[Tensor]]
+Wait = Callable[[], None]
 
 
 class Group(Protocol):
@@ -45,8 +47,8 @@ class Group(Protocol):
 class Links(Protocol):
     """What carries tensors between the processes of a pipe."""
 
-    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
-        """Hand over."""
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> Wait | None:
+        """Hand over. If too much is on its way, what it gives waits until some was taken."""
 
     def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
         """Ask for tensors; the call that it gives waits for them."""
@@ -65,7 +67,7 @@ class HostLinks:
         self._group = group
         self._sent = _Untaken()
 
-    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> Wait | None:
         """Straight from the tensors' memory."""
         works, held = [], []
         for tensor in tensors:
@@ -73,7 +75,7 @@ class HostLinks:
                 one = flat(tensor).detach()
                 works.append(self._group.send([one], peer, tag))
                 held.append(one)
-        self._sent.add(peer, works, held)
+        return self._sent.add(peer, works, held)
 
     def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
         """Into memory of its own."""
@@ -130,7 +132,9 @@ class StagedLinks:
             event, peer, tag, staged = order
             try:
                 event.synchronize()
-                self._host.send(peer, tag, staged)
+                wait = self._host.send(peer, tag, staged)
+                if wait is not None:
+                    wait()
             except BaseException as error:
                 self._failed.append(error)
 
@@ -220,20 +224,19 @@ class _Untaken:
     def __init__(self) -> None:
         self._of: dict[int, deque[tuple[list[Any], list[Tensor]]]] = {}
 
-    def add(self, peer: int, works: list[Any], tensors: list[Tensor]) -> None:
-        """Hold the tensors; wait for the oldest, if there are many."""
+    def add(self, peer: int, works: list[Any], tensors: list[Tensor]) -> Wait | None:
+        """Hold the tensors; gives a wait for the oldest, if there are many."""
         sent = self._of.setdefault(peer, deque())
         sent.append((works, tensors))
-        if len(sent) > UNTAKEN:
-            _wait(sent.popleft()[0])
+        return partial(_wait, *sent.popleft()) if len(sent) > UNTAKEN else None
 
     def flush(self) -> None:
         for sent in self._of.values():
             while sent:
-                _wait(sent.popleft()[0])
+                _wait(*sent.popleft())
 
 
-def _wait(works: Iterable[Any]) -> None:
+def _wait(works: Iterable[Any], held: object) -> None:
     for work in works:
         work.wait()
 

@@ -34,6 +34,10 @@ _INTERRUPTED = 0.2  # for Python's own handler, which cannot run while a wait is
 _TERMINATED = 1.5  # a launcher ends all when one has died: the cause is soon known
 _ACKNOWLEDGED = 1.0  # for the others to read the cause, before the store's host may go
 
+Doing = tuple[
+    Mode, object, int | None, float
+]  # the fields of a sign that the watched thread writes
+
 
 class Lookout:
     """What the watching thread and the two behind it share."""
@@ -51,7 +55,8 @@ class Lookout:
         self.pid = os.getpid()
         # What the watched thread does now: it writes, the others read.
         self.count, self.label = 0, ""
-        self.now: tuple[Mode, object, int | None] = (Mode.OUTSIDE, "", None)
+        self.now: Doing = (Mode.OUTSIDE, "", None, 1.0)
+        self.busy: Doing = self.now  # with what, when it does not wait
         self.inside: threading.Thread | None = None  # the thread that is in a guarded part
         self.cause: Cause | None = None
         self.known, self.settled = threading.Event(), threading.Event()
@@ -81,8 +86,8 @@ class Lookout:
 
     def sign(self) -> Sign:
         """What it does now."""
-        mode, what, peer = self.now
-        return Sign(self._beats, self.count, mode, self.label, str(what), peer)
+        mode, what, peer, patience = self.now
+        return Sign(self._beats, self.count, mode, self.label, str(what), peer, patience)
 
     def tell(self, cause: Cause) -> Cause:
         """Publish a cause, unless another rank was first; which one it became."""
@@ -126,7 +131,7 @@ class Lookout:
             self._hear()
         with suppress(RuntimeError):
             if self.cause is None:
-                self.now = Mode.LEFT, "", None
+                self.now = Mode.LEFT, "", None, 1.0
                 self._publish_sign(store)
             store.set(f"wake/{self.rank}", "")
         self._ear.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from penstock.run.processes.opening import (
 from penstock.run.processes.peers import FIRST_OF_MESSAGES
 from penstock.run.processes.results import Ending, Told, tell
 from penstock.run.processes.sharing import Sharing
-from penstock.run.processes.team import Team
+from penstock.run.processes.team import LEARNING, SLOW, Team
 from penstock.run.processes.ties import TiesBetween
 from penstock.run.processes.wire import Learned, Wire
 from penstock.run.training import HasTimeline, StepResult, metrics_of, pass_gradients_on
@@ -57,6 +58,8 @@ class _Opened:
     announced: Announcement
     learned: Learned
     seed: int
+    key: str
+    first: bool  # call of its kind
 
 
 class ManyProcesses:
@@ -108,9 +111,12 @@ class ManyProcesses:
                 program, phase, _ = self._programs.halves(size)
             return self._train(settings, lesson, opened, program, phase)
 
-    def calling(self, kind: str) -> AbstractContextManager[object]:
-        """Within, what is raised on one rank is raised on all."""
-        return self.team.call(kind)
+    @contextmanager
+    def calling(self, kind: str, **facts: object) -> Iterator[None]:
+        """Within, what is raised on one rank is raised on all; it may take long."""
+        with self.team.call(kind, SLOW) as name:
+            agree(self.team.peers, name, {fact: str(value) for fact, value in facts.items()})
+            yield
 
     def group_for_saves(self) -> Any:
         """Of the pipe's ranks."""
@@ -151,7 +157,9 @@ class ManyProcesses:
         if not apart:
             facts, sample = {**facts, **facts_of_data(batch)}, sampled(tensors_in(batch))
         agreed = agree(self.team.peers, name, facts, sample, own, next_seed())
-        learned = Learned() if self._sharing.shapes == "sent" else self.team.learned(agreed.key)
+        remembered = self.team.learned(agreed.key)
+        first_call = not remembered.known
+        learned = Learned() if self._sharing.shapes == "sent" else remembered
         if apart:
             if not learned.announcement:
                 text = None if fed is None else Announcement.of(fed, bool(batch.target)).dumps()
@@ -162,7 +170,7 @@ class ManyProcesses:
             assert fed is not None
             announced = Announcement.of(fed, bool(batch.target))
         fed = fed or Fed({}, announced.rows, announced.chunks)
-        return _Opened(fed, announced, learned, agreed.seed)
+        return _Opened(fed, announced, learned, agreed.seed, agreed.key, first_call)
 
     def _feeding(self, stage: int) -> torch.device | None:
         """Where this rank feeds a stage; what it carries to others goes from the host."""
@@ -180,7 +188,8 @@ class ManyProcesses:
         here = [stages[stage.index] for stage in self._split.stages_here]
         ties = TiesBetween(here, self._split.ties, schedule.chunks, team.peers)
         draws = Draws(lambda: opened.seed, lambda: None)  # it moves on when all have told
-        lane = Lane(wire, team.watch.at, opened.learned)
+        at = partial(team.watch.at, patience=LEARNING) if opened.first else team.watch.at
+        lane = Lane(wire, at, opened.learned)
         where = self._split.places, self._split.placement
         return Call(stages, *where, manner_of(schedule), lane, ties, draws), wire
 
@@ -218,7 +227,7 @@ class ManyProcesses:
             move_on()
         self.team.peers.flush()
         opened.learned.weighted = wire.weighted
-        opened.learned.known = self._sharing.shapes == "learned"
+        self.team.learned(opened.key).known = True
 
     def _spread(self, value: Any) -> Any:
         """What the last stage's rank has, on all of them."""

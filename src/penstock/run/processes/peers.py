@@ -5,8 +5,8 @@ Collectives of gloo take several times as long as messages between two, so these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,18 +18,26 @@ from penstock.stage.parcel import Parcel, put_together, taken_apart
 NUMBERS, TEXT, TENSORS = 1, 2, 3  # tags
 FIRST_OF_MESSAGES = 16  # those below are for words, and for poison
 
-Waiting = Callable[[object, int | None], None]
+
+class Watched(Protocol):
+    """Who is told when this rank waits."""
+
+    def waiting(self, what: object, peer: int | None) -> None:
+        """It is about to, for something of a rank, or of all."""
+
+    def arrived(self) -> None:
+        """It is there."""
 
 
 class Peers:
     """The other ranks of a pipe, over a gloo group of its own."""
 
-    def __init__(self, group: Group, waiting: Waiting) -> None:
+    def __init__(self, group: Group, watched: Watched) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self._waiting = waiting
+        self._watched = watched
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._posted: list[tuple[Any, Tensor]] = []
+        self._posted: list[tuple[int, Any, Tensor]] = []
 
     def exchange(self, mine: Tensor, what: str) -> list[Tensor]:
         """The numbers of all ranks, by rank: as many from each."""
@@ -38,10 +46,11 @@ class Peers:
         asked = [self.group.recv([found[rank]], rank, NUMBERS) for rank in self._others]
         sent = [self.group.send([mine], rank, NUMBERS) for rank in self._others]
         for rank, work in zip(self._others, asked, strict=True):
-            self._waiting(what, rank)
+            self._watched.waiting(what, rank)
             work.wait()
         for work in sent:
             work.wait()
+        self._watched.arrived()
         return found
 
     def texts(self, mine: str, what: str) -> list[str]:
@@ -73,22 +82,25 @@ class Peers:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         length = torch.tensor([len(content)])
         for tensor in (length, data):
-            self._posted.append((self.group.send([tensor], rank, tag), tensor))
+            self._posted.append((rank, self.group.send([tensor], rank, tag), tensor))
 
     def take(self, rank: int, tag: int, what: str) -> str:
         """A text from a rank."""
         length = torch.empty(1, dtype=torch.int64)
-        self._waiting(what, rank)
+        self._watched.waiting(what, rank)
         self.group.recv([length], rank, tag).wait()
         data = torch.empty(int(length), dtype=torch.uint8)
         self.group.recv([data], rank, tag).wait()
+        self._watched.arrived()
         return bytes(data.numpy()).decode() if len(data) else ""
 
     def flush(self) -> None:
         """Wait until all texts have been taken."""
-        for work, _ in self._posted:
+        for rank, work, _ in self._posted:
+            self._watched.waiting("a text to be taken", rank)
             work.wait()
         self._posted.clear()
+        self._watched.arrived()
 
     def value(self, by: int, value: Any, what: str) -> Any:
         """What one rank has, on all: tensors, and plain values around them."""
@@ -99,15 +111,19 @@ class Peers:
         meta = loads(self.told(by, None if parcel is None else dumps(Meta.of(parcel)), what))
         if parcel is not None:
             flats = [flat(t) for t in parcel.tensors if t is not None and t.numel()]
-            works = [self.group.send([t], rank, TENSORS) for rank in self._others for t in flats]
-            for work in works:
+            to = [(rank, t) for rank in self._others for t in flats]
+            works = [(rank, self.group.send([t], rank, TENSORS)) for rank, t in to]
+            for rank, work in works:
+                self._watched.waiting(f"{what} to be taken", rank)
                 work.wait()
+            self._watched.arrived()
             return value
         found = [shape.empty("cpu") for shape in meta.shapes if shape is not None]
         for tensor in found:
             if tensor.numel():
-                self._waiting(what, by)
+                self._watched.waiting(what, by)
                 self.group.recv([flat(tensor)], by, TENSORS).wait()
+                self._watched.arrived()
         (value,) = put_together(found, meta.layout)
         return value
 
@@ -131,16 +147,18 @@ class Peers:
 
     def _give(self, rank: int, tensor: Tensor | None) -> None:
         there = torch.tensor([tensor is not None])
+        self._watched.waiting("what was learned of a tied parameter to be taken", rank)
         self.group.send([there], rank, TENSORS).wait()
         if tensor is not None:
             self.group.send([tensor.detach().cpu().contiguous()], rank, TENSORS).wait()
+        self._watched.arrived()
 
     def _taken(self, rank: int, like: Tensor) -> Tensor | None:
         there = torch.empty(1, dtype=torch.bool)
-        self._waiting("what it has learned of a tied parameter", rank)
+        self._watched.waiting("what it has learned of a tied parameter", rank)
         self.group.recv([there], rank, TENSORS).wait()
-        if not there:
-            return None
-        found = torch.empty(like.shape, dtype=like.dtype)
-        self.group.recv([found], rank, TENSORS).wait()
-        return found.to(like.device)
+        found = torch.empty(like.shape, dtype=like.dtype) if there else None
+        if found is not None:
+            self.group.recv([found], rank, TENSORS).wait()
+        self._watched.arrived()
+        return None if found is None else found.to(like.device)

@@ -31,14 +31,13 @@ class Shared(NamedTuple):
 def store_of(group: ProcessGroup, name: str) -> Shared:
     """A store for this group and name. Every rank of the group calls it, with the same name.
 
-    A store over TCP, which threads can clone: that of the process group itself, or one of its
-    own. A launcher that starts the ranks again may keep its store: each start has its own part.
+    A store over TCP, which threads can clone: that of the world, or one of the group's own. A
+    launcher that starts the ranks again may keep its store: each world has its own part of it.
     """
     ranks = dist.get_process_group_ranks(group)
-    base: Store = group.get_group_store()
-    while isinstance(base, PrefixStore):
-        base = base.underlying_store
-    if isinstance(base, TCPStore):
+    assert dist.group.WORLD is not None
+    base: Store = dist.group.WORLD.get_group_store()
+    if isinstance(_whole(base), TCPStore):
         launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = None if launched or 0 not in ranks else ranks.index(0)
     else:
@@ -46,9 +45,14 @@ def store_of(group: ProcessGroup, name: str) -> Shared:
     return Shared(_part(base, ranks, name), host, base)
 
 
+def _whole(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _part(base: Store, ranks: Sequence[int], name: str) -> Store:
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"penstock/{start}/{'-'.join(map(str, ranks))}/{name}", base)
+    return PrefixStore(f"penstock/{'-'.join(map(str, ranks))}/{name}", base)
 
 
 def _served_by_the_first(group: ProcessGroup) -> TCPStore:

@@ -18,18 +18,22 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import RemoteError, RunError
+from penstock.errors import RunError
+from penstock.run.processes.gathering import gather
 from penstock.run.processes.links import Links, links_of
 from penstock.run.processes.peers import Peers
 from penstock.run.processes.poison import poison
+from penstock.run.processes.saves import SavesGroup
 from penstock.run.processes.standing import Standing
 from penstock.run.processes.store import store_of
 from penstock.run.processes.watch import Watch
 from penstock.run.processes.wire import Learned
 from penstock.stage.places import Gpu, Place
 
-GATHERING = 120.0  # seconds for all ranks to come and make a pipe
 REMEMBERED = 128  # signatures
+# Heartbeats that it may take before it is a stall:
+LEARNING = 6.0  # an action in the first call of its kind, where it may compile or load
+SLOW = 60.0  # to make a pipe, to save or to load it: disks are slow
 _OPERATION = timedelta(minutes=30)  # a wait ends by the watch, long before
 
 _pipes: dict[tuple[int, ...], int] = {}  # made so far in this process, by the ranks of their group
@@ -67,24 +71,25 @@ class Team:
         )
 
     @contextmanager
-    def call(self, kind: str) -> Iterator[str]:
+    def call(self, kind: str, patience: float = 1.0) -> Iterator[str]:
         """Within, what is raised is raised on every rank; gives the call's name.
 
-        Threads take turns. The thread that is within may not begin another call.
+        Threads take turns. The thread that is within may not begin another call. `patience` is
+        in heartbeats.
         """
-        if self._caller == threading.get_ident():
+        if self._calls_now():
             raise RunError(
                 f"{kind} of a pipe was called within another call of it, in a layer or a hook: the "
                 "other ranks would not know of it; call it after the step"
             )
         with self._turn:
             if self.watch.closed:
-                self._open()
+                self._open_again()
             self._calls += 1
             name = f"{kind} (call {self._calls})"
             self._caller = threading.get_ident()
             try:
-                with self.watch.guarded(name):
+                with self.watch.guarded(name, patience):
                     yield name
                 self.watch.outside()
             finally:
@@ -101,40 +106,53 @@ class Team:
     def group_for_saves(self) -> Any:
         """One of their own: a save may go on in the background of steps. All ranks ask together.
 
-        All copies of the pipe are in it.
+        All copies of the pipe are in it. Within a call.
         """
-        if self.watch.closed:
-            self._open()
         if len(self._gloo) == 1:
             everyone = self.standing.everyone
+            mine = everyone.index(dist.get_rank())
             store = self._shared.among(everyone, f"saves{self._number}-{self._openings}")
-            _gather(store, everyone.index(dist.get_rank()), len(everyone))
-            self._gloo.append(_new_gloo(store, everyone.index(dist.get_rank()), len(everyone)))
-        return self._gloo[1]
+            gather(store, mine, len(everyone))
+            self._gloo.append(_new_gloo(store, mine, len(everyone)))
+        return SavesGroup(self._gloo[1], self.watch, self._calls_now)
+
+    def _calls_now(self) -> bool:
+        """Does this thread?"""
+        return self._caller == threading.get_ident()
+
+    def _open_again(self) -> None:
+        """After a failure; not if some rank is not there any more."""
+        cause = self.watch.cause
+        if cause is not None and cause.kind in ("died", "left"):
+            raise cause.error()
+        self._open()
 
     def _open(self) -> None:
         store = PrefixStore(f"opening{self._openings}", self._shared.store)
         self._openings += 1
         self._calls = 0
         self._learned.clear()
-        _gather(store, self.rank, self.size)
-        gloo = _new_gloo(store, self.rank, self.size)
-        self._gloo = [gloo]
-        self.links = links_of(
-            self.rank,
-            self.place,
-            gloo,
-            partial(self._communicators, PrefixStore("nccl", store)) if self._nccl else None,
-        )
+        gather(store, self.rank, self.size, self.standing.group)
+        self._gloo: list[Any] = []
+        poisoned: list[Links] = []
         self.watch = Watch(
             PrefixStore("watch", store),
             self.rank,
             self.size,
             self._heartbeat,
-            _poisoner(self._gloo, self.links),
+            _poisoner(self._gloo, poisoned),
             self._shared.host,
         )
-        self.peers = Peers(gloo, self.watch.waiting)
+        with self.watch.guarded("meeting", LEARNING):
+            self.watch.waiting("a connection")
+            gloo = _new_gloo(store, self.rank, self.size)
+            self._gloo.append(gloo)
+            nccl = PrefixStore("nccl", store)
+            open_nccl = partial(self._communicators, nccl) if self._nccl else None
+            self.links = links_of(self.rank, self.place, gloo, open_nccl)
+            poisoned.append(self.links)
+        self.watch.outside()
+        self.peers = Peers(gloo, self.watch)
 
     def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
         """One for each pair of ranks and direction, opened now, in the same order on every rank."""
@@ -155,26 +173,11 @@ def _new_gloo(store: Store, rank: int, size: int) -> Any:
     return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, _OPERATION)
 
 
-def _poisoner(groups: list[Any], links: Links) -> Callable[[], None]:
+def _poisoner(groups: list[Any], links: list[Links]) -> Callable[[], None]:
     def fail() -> None:
         for gloo in groups:
             poison(gloo)
-        links.abort()
+        for one in links:
+            one.abort()
 
     return fail
-
-
-def _gather(store: Store, rank: int, size: int) -> None:
-    """Wait until every rank is here."""
-    keys = [f"here/{other}" for other in range(size)]
-    store.set(keys[rank], "yes")
-    try:
-        store.wait(keys, timedelta(seconds=GATHERING))
-    except dist.DistStoreError:
-        late = [other for other in range(size) if not store.check([keys[other]])]
-        raise RemoteError(
-            f"rank {', '.join(map(str, late))} did not come within {GATHERING:g} s to make the "
-            "pipe, or to go on with it: make and call it equally often on every rank",
-            "left",
-            late[0] if late else None,
-        ) from None

@@ -34,6 +34,7 @@ class Sign:
     label: str = ""  # of the step or the like
     what: str = ""
     peer: int | None = None
+    patience: float = 1.0  # heartbeats that this may take
 
     def __str__(self) -> str:
         if self.mode is Mode.WAITING:
@@ -47,7 +48,8 @@ class Sign:
 
     def dumps(self) -> str:
         """As JSON."""
-        return json.dumps([self.beat, self.count, self.mode, self.label, self.what, self.peer])
+        fields = self.beat, self.count, self.mode, self.label, self.what, self.peer, self.patience
+        return json.dumps(fields)
 
     @staticmethod
     def loads(text: str | bytes) -> Sign:
@@ -148,7 +150,8 @@ def judge(
             return causes.left(rank, str(sign), waiter)
     for rank, (sign, _, still) in _fields(awaited):
         both = min(still, mine.still)
-        if sign.mode in (Mode.OUTSIDE, Mode.AT) and both > patience.quiet:
+        limit = patience.quiet + (sign.patience - 1) * patience.heartbeat
+        if sign.mode in (Mode.OUTSIDE, Mode.AT) and both > limit:
             return causes.stalled(rank, str(sign), both, waiter, patience.heartbeat)
     return _knot(me, sights, patience)
 
@@ -176,7 +179,8 @@ def _knot(me: int, sights: Mapping[int, Sight], patience: Patience) -> Cause | N
     while todo:
         rank = todo.pop()
         sight = sights[rank]
-        if sight.sign.mode is not Mode.WAITING or sight.still <= 2 * patience.heartbeat:
+        limit = 2 * patience.heartbeat * sight.sign.patience
+        if sight.sign.mode is not Mode.WAITING or sight.still <= limit:
             return None
         others = {r: s for r, s in sights.items() if r != rank}
         todo += (new := set(_awaited(sight.sign, others)) - found)

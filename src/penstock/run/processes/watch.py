@@ -19,12 +19,15 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, RemoteError, RunError
 from penstock.run.processes import cause as causes
+from penstock.run.processes.cause import Cause
 from penstock.run.processes.lookout import Lookout
 from penstock.run.processes.signals import Signals
 from penstock.run.processes.verdict import Mode, Patience
 
 _SETTLED = 1.5  # seconds for the others to hear of it, if this process hosts the store
-_TRANSPORT = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+_TRANSPORT = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
+)
 
 
 class Watch:
@@ -34,7 +37,7 @@ class Watch:
     process serves it, if it is one of these. `poison()` lets all that waits in the pipe's groups
     fail at once; it is called in another thread, and must not hold whatever holds the watch.
 
-    A watch serves until the first fault: then it is closed, and `failed`. It closes itself, too,
+    A watch serves until the first fault: then it is closed, and has a `cause`. It closes, too,
     when nobody holds it any more, and when the interpreter ends.
     """
 
@@ -51,43 +54,57 @@ class Watch:
         self._finish = weakref.finalize(self, _leave, self._lookout)
 
     @property
-    def failed(self) -> bool:
-        """Is there a cause to stop? The next guarded part raises it, if none has."""
-        return self._lookout.cause is not None
+    def cause(self) -> Cause | None:
+        """Why all must stop, if they must."""
+        return self._lookout.cause
 
     @property
     def closed(self) -> bool:
         """Is it over?"""
         return not self._finish.alive
 
-    def at(self, what: object) -> None:
-        """This rank computes that now: made text only for signs. Raises, if all must stop."""
+    def at(self, what: object, patience: float = 1.0) -> None:
+        """This rank computes that now, for so many heartbeats at most. Raises, if all must stop.
+
+        It is made text only for signs.
+        """
         lookout = self._lookout
         lookout.count += 1
-        lookout.now = (Mode.AT, what, None)
+        lookout.now = lookout.busy = (Mode.AT, what, None, patience)
         if lookout.cause is not None:
             raise lookout.cause.error()
 
     def waiting(self, what: object, peer: int | None = None) -> None:
         """This rank is about to wait for that, of one rank or of all. Raises, if all must stop.
 
-        Until the next `at` or `outside`, a RuntimeError is taken for a lost connection.
+        Until it has `arrived`, a RuntimeError is taken for a lost connection.
         """
         lookout = self._lookout
         lookout.count += 1
-        lookout.now = (Mode.WAITING, what, peer)
+        lookout.now = (Mode.WAITING, what, peer, lookout.busy[3])
         if lookout.cause is not None:
             raise lookout.cause.error()
+
+    def arrived(self) -> None:
+        """What this rank waited for is there: it computes again, what it was `at` before."""
+        lookout = self._lookout
+        lookout.count += 1
+        lookout.now = lookout.busy
 
     def outside(self) -> None:
         """This rank is between steps."""
         lookout = self._lookout
         lookout.count += 1
-        lookout.now = (Mode.OUTSIDE, "", None)
+        lookout.now = lookout.busy = (Mode.OUTSIDE, "", None, 1.0)
 
-    def guarded(self, doing: str) -> Guard:
+    def guarded(self, doing: str, patience: float = 1.0) -> Guard:
         """A context: what is raised in it becomes a RemoteError on every rank."""
-        return Guard(self, self._lookout, doing)
+        return Guard(self, self._lookout, doing, patience)
+
+    def behind(self, lost: RuntimeError) -> RuntimeError:
+        """Why a connection was lost, for a thread beside the watched one; if nobody knows, that."""
+        cause = self._lookout.cause or self._lookout.wait_for_cause()
+        return lost if cause is None else cause.error()
 
     def close(self) -> None:
         """Leave in order. No thread is left."""
@@ -97,8 +114,9 @@ class Watch:
 class Guard:
     """A part of a program that all ranks leave together, or with the same error."""
 
-    def __init__(self, watch: Watch, lookout: Lookout, doing: str) -> None:
-        self._watch, self._lookout, self._doing = watch, lookout, doing
+    def __init__(self, watch: Watch, lookout: Lookout, doing: str, patience: float) -> None:
+        self._watch, self._lookout = watch, lookout
+        self._doing, self._patience = doing, patience
         self._signals = Signals(lookout.bell.fileno())
         self._outer = lookout.inside
 
@@ -114,6 +132,8 @@ class Guard:
             raise lookout.cause.error()
         lookout.inside, lookout.label = threading.current_thread(), self._doing
         self._signals.take()
+        lookout.count += 1
+        lookout.now = lookout.busy = (Mode.AT, "its beginning", None, self._patience)
 
     def __exit__(
         self,
@@ -144,7 +164,9 @@ class Guard:
             raise error
         remote = cause.error()
         remote.add_note(f"This is rank {lookout.rank} of {lookout.size}; it was {was}.")
-        raise remote from (None if lost or isinstance(error, RemoteError) else error)
+        if lost:
+            raise remote from None
+        raise remote from (error.__cause__ if isinstance(error, RemoteError) else error)
 
 
 def _is_transport(error: BaseException, lookout: Lookout) -> bool:

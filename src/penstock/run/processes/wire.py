@@ -16,6 +16,7 @@ from penstock.errors import RunError
 from penstock.ir import Message
 from penstock.run.processes.codec import Meta, dumps, loads
 from penstock.run.processes.links import Links
+from penstock.run.processes.peers import Watched
 from penstock.run.worker import Step
 from penstock.stage.parcel import Parcel
 
@@ -41,16 +42,6 @@ class Words(Protocol):
         """From a rank."""
 
 
-class Watched(Protocol):
-    """Who is told what this rank does."""
-
-    def at(self, what: object) -> None:
-        """It computes."""
-
-    def waiting(self, what: object, peer: int | None) -> None:
-        """It is about to wait for a rank."""
-
-
 class Wire:
     """The transport of one call."""
 
@@ -66,7 +57,6 @@ class Wire:
         self._links, self._placement, self._tag = links, placement, tag
         self._learned, self._words, self._watched = learned, words, watched
         self.weighted = learned.weighted
-        self.doing: object = "its inputs"  # what messages are waited for
 
     def send(self, message: Message, parcel: Parcel) -> None:
         """Hand over; it does not wait for the receiver."""
@@ -85,8 +75,11 @@ class Wire:
                 "needs for gradients: if what a stage gives depends on more than the sizes of the "
                 "inputs, make the pipe with shapes='sent'"
             )
-        self._watched.waiting(message, peer)
-        self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
+        wait = self._links.send(peer, tag, [t for t in parcel.tensors if t is not None])
+        if wait is not None:
+            self._watched.waiting(f"messages before {message} to be taken", peer)
+            wait()
+            self._watched.arrived()
 
     def recv(self, message: Message) -> Callable[[], Parcel]:
         """Ask for a message; the call that it gives waits for it."""
@@ -105,7 +98,7 @@ class Wire:
         def wait() -> Parcel:
             self._watched.waiting(message, peer)
             parcel = meta.parcel(_with_nones(meta, arrival()))
-            self._watched.at(self.doing)
+            self._watched.arrived()
             return parcel
 
         return wait
@@ -114,6 +107,7 @@ class Wire:
         """Wait until all that was sent has been taken."""
         self._watched.waiting("all that was sent to be taken", None)
         self._links.flush()
+        self._watched.arrived()
 
 
 def _with_nones(meta: Meta, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
