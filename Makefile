@@ -1,6 +1,7 @@
 # make demo      train a small model over a pipeline, compare, check, and save pictures; a minute
 # make test      everything that must hold: format, lint, types, import contracts, tests
-# make fuzz      thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them
+# make fuzz      thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them,
+#                PROCESSES=1 runs them over processes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make bench     measure; prints tables
@@ -24,7 +25,8 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 fuzz: $(READY)
-	$(BIN)/python -m tests.properties.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
+	$(BIN)/python -m tests.properties.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \
+		$(if $(PROCESSES),--processes)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

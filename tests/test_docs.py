@@ -1,7 +1,8 @@
 """The README and the docs are true: their blocks run, and what they quote is what comes out.
 
 python    runs, page by page, top to bottom in one namespace
-output    after it: what it prints, with `...` for anything
+py        the same, on two ranks: in two processes that form a group
+output    after one of them: what it prints, on rank 0, with `...` for anything
 console   `$ penstock ...` runs, and prints what stands below it
 bash      its programs and make targets exist
 text      is left alone
@@ -16,9 +17,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from doctest import ELLIPSIS, OutputChecker
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
@@ -27,6 +29,7 @@ import pytest
 import torch
 
 from penstock import cli, errors
+from tests.processes.ranks import ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -80,26 +83,48 @@ def _a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 # ---- python -------------------------------------------------------------------------------
 
 
+def printed_by(page: Path, language: str) -> list[str]:
+    """What each block of a page prints, from top to bottom in one namespace."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    printed = []
+    for block in (block for block in blocks_of(page) if block.language == language):
+        with redirect_stdout(StringIO()) as out:
+            exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
+        printed.append(out.getvalue())
+    return printed
+
+
+def check_quotes(page: Path, language: str, printed: list[str]) -> None:
+    """What is quoted after each block is what it has printed."""
+    texts = iter(printed)
+    for block, after in pairwise([*blocks_of(page), Block("", 0, "")]):
+        text = next(texts) if block.language == language else ""
+        if block.language == language and after.language == "output":
+            assert agrees(after.text, text), f"{page.name}, line {after.line}:\n{text}"
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # PyTorch's, of dcp.load
 @with_blocks("python")
 def test_code_runs_and_prints_what_is_quoted(page: Path) -> None:
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    printed = ""
-    for block in blocks_of(page):
-        if block.language == "python":
-            code = compile("\n" * block.line + block.text, str(page), "exec")
-            with redirect_stdout(StringIO()) as out:
-                exec(code, namespace)
-            printed = out.getvalue()
-        elif block.language == "output":
-            assert agrees(block.text, printed), f"{page.name}, line {block.line}:\n{printed}"
+    check_quotes(page, "python", printed_by(page, "python"))
+
+
+def printed_on_a_rank(folder: Path, page: Path) -> list[str]:
+    with chdir(folder):
+        return printed_by(page, "py")
+
+
+@with_blocks("py")
+def test_code_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    first, _ = ranks(2).run(printed_on_a_rank, tmp_path, page)
+    check_quotes(page, "py", first)
 
 
 def test_what_is_quoted_follows_code() -> None:
     for page in PAGES:
         languages = [block.language for block in blocks_of(page)]
         for before, language in zip(["", *languages], languages, strict=False):
-            assert language != "output" or before == "python", page
+            assert language != "output" or before in ("python", "py"), page
 
 
 # ---- commands -----------------------------------------------------------------------------

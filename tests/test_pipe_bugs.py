@@ -655,3 +655,16 @@ def test_the_result_of_a_step_is_the_callers() -> None:
         del result
         assert outputs() is None
     assert pipe.forecast().cost.F != (1, 1, 1, 1)
+
+
+def test_an_input_that_is_passed_on_is_protected_from_the_first_call_on() -> None:
+    """In the first call, a stage's inputs enter its graph by another way, and were not known again.
+
+    So the next stage could change the caller's tensor in place once, and was refused after that.
+    """
+    layers = Do(lambda x: (x, 2 * x)), Do(lambda x, y: x.mul_(2) + y), nn.Linear(3, 3)
+    pipe = Pipe(PipeSequential(*layers), 1, "never", stages=[1, 2], loss_fn=functional.mse_loss)
+    for _ in range(2):
+        x = torch.ones(4, 3, requires_grad=True)
+        with pytest.raises(RuntimeError, match="in place that others read too"):
+            pipe.step(x, target=torch.zeros(4, 3))

@@ -47,6 +47,7 @@ if _typing.TYPE_CHECKING:
     from penstock.batch import Chunk, NoChunk
     from penstock.checking.check import check
     from penstock.checking.report import Mismatch, Report
+    from penstock.launch.init import init
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
@@ -97,6 +98,7 @@ __all__ = [
     "check",
     "draw",
     "dumps",
+    "init",
     "is_checkpointing",
     "is_recomputing",
     "loads",
@@ -130,6 +132,7 @@ _ON_DEMAND = {
     "add_loss": "stage.added",
     "added_losses": "stage.added",
     "check": "checking.check",
+    "init": "launch.init",
     "is_checkpointing": "stage.checkpointing",
     "is_recomputing": "stage.checkpointing",
     "pop": "stage.skip",

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.functional import mse_loss
 
 from penstock import Pipe
@@ -61,6 +61,10 @@ class Way:
     schedule: str
     runtime: str
     checkpoint: str
+
+    @property
+    def ranks(self) -> int:
+        return ranks_for(self.schedule, STAGES)
 
 
 @dataclass(frozen=True)
@@ -119,15 +123,17 @@ class Piped:
         model = feature.model()
         feature.changed(model)
         self.feature = feature
+        here: dict[str, Any] = {"runtime": way.runtime, "devices": ["cpu"] * way.ranks}
+        if way.runtime == "processes":  # this is one of them
+            here = {"group": distributed.group.WORLD}
         self.module = Pipe(
             model,
             feature.chunks,
             way.checkpoint,
             stages=STAGES,
-            devices=["cpu"] * ranks_for(way.schedule, STAGES),
             schedule=way.schedule,
             loss_fn=feature.loss_fn,
-            runtime=way.runtime,
+            **here,
             **feature.options,
         )
 

@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -50,7 +51,7 @@ Answer = Returned | Raised
 
 def serve(rank: int, size: int, port: int, connection: Connection, log: Path) -> None:
     """Run functions, one after another, until there is nobody who asks."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(log.parent,), daemon=True).start()
     written = _redirected(log)
     faulthandler.enable(sys.stderr)
     faulthandler.register(SHOW, sys.stderr, all_threads=True)
@@ -117,9 +118,10 @@ def _redirected(log: Path) -> int:
     return file
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     """However the parent ends, this process does: also one that waits for a message."""
     parent = parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -31,13 +31,13 @@ from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
 PRELOADED = (
-    "pytest",
     "penstock.pipe",
     "penstock.saving.saver",
     "tests.processes.rank",
-    "tests.support",
+    "tests.properties.comparing",
+    "tests.features.page",
 )
-START = 60.0  # seconds in which processes must come up
+START = 120.0  # seconds in which processes must come up
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
 
-from penstock import StageGraph, dumps
+from penstock import StageGraph, dumps, loads
+from penstock.ir import schedule_of
 from tests.properties.layers import EXACT, FRESH, LAYERS, MIXING, TIED
 from tests.properties.losses import LOSSES, MEANS, PLAIN
 from tests.properties.models import FORMS, SIDED, SKIPS, Layer, Model, Skip, Tie
@@ -37,10 +38,19 @@ class Case:
     training: bool = True
     deferred: bool = False
     backwards: int = 1  # from one forward: behind a call there may be several
+    # over processes
+    data: str = "all"
+    outputs: str = "last"
+    shapes: str = "learned"
 
     @property
     def by_name(self) -> bool:
         return "\n" not in self.schedule
+
+    @property
+    def first_rank(self) -> int:
+        """That of the first stage."""
+        return 0 if self.by_name else schedule_of(loads(self.schedule)).placement[0]
 
     @property
     def mixes(self) -> bool:
@@ -76,22 +86,24 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, processes: int | None = None) -> Case:
+    """In one process, or over so many."""
     rows = tuple(draw(st.lists(st.integers(1, 17), min_size=1, max_size=3)))
-    chunks, ranks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    chunks, ranks = draw(st.integers(1, 6)), processes or draw(st.integers(1, 4))
     named = draw(st.sampled_from([*SCHEDULES, *["random"] * 4]))
     stages = _stages(draw, named, ranks)
     size = stages + draw(st.integers(0, 5))
     edges = sorted(draw(st.permutations(range(1, size)))[: stages - 1])
     counts = tuple(b - a for a, b in zip([0, *edges], [*edges, size], strict=True))
-    door, loss = draw(st.sampled_from(DOORS)), draw(st.sampled_from(["mean", *LOSSES]))
+    door = "step" if processes else draw(st.sampled_from(DOORS))
+    loss = draw(st.sampled_from(["mean", *LOSSES]))
     learns = draw(st.booleans())
     banned = {"added"} if door == "call" else set()
     if min(_smallest(count, chunks) for count in rows) == 1:
         banned.add("batch norm")
     model = draw(models(size, banned, loss in PLAIN, learns))
     schedule = draw(_written(model, counts, ranks, chunks)) if named == "random" else named
-    return Case(
+    case = Case(
         model,
         counts,
         ranks,
@@ -100,13 +112,26 @@ def cases(draw: st.DrawFn) -> Case:
         schedule,
         loss,
         door,
-        draw(st.sampled_from(RUNTIMES)),
+        "processes" if processes else draw(st.sampled_from(RUNTIMES)),
         draw(st.sampled_from(CHECKPOINTS)),
         learns,
         draw(st.booleans()),
         draw(st.sampled_from([True, True, True, False])),
         draw(st.booleans()),
         draw(st.sampled_from([1, 1, 2])) if door == "call" else 1,
+    )
+    return draw(_carried(case)) if processes else case
+
+
+@st.composite
+def _carried(draw: st.DrawFn, case: Case) -> Case:
+    """How data comes and goes, where ranks are processes."""
+    sides_learn = case.learns and case.model.takes  # no gradient comes back to the first rank
+    return replace(
+        case,
+        data=draw(st.sampled_from(["all"] if sides_learn else ["all", "all", "first"])),
+        outputs=draw(st.sampled_from(["last", "last", "all"])),
+        shapes=draw(st.sampled_from(["learned", "learned", "sent"])),
     )
 
 

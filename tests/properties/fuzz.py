@@ -1,6 +1,7 @@
 """Thousands of random models, each as a pipe and unsplit: `make fuzz`.
 
     python -m tests.properties.fuzz --cases 8000 --seed 1
+    python -m tests.properties.fuzz --processes             pipes whose ranks are processes
     python -m tests.properties.fuzz --case out/fuzz.txt     one case, as it was found
 
 A case that fails is made as small as possible, printed, and saved. The same seed and number of
@@ -22,7 +23,9 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 
+from tests.processes.ranks import SIZES
 from tests.properties.cases import Case, cases
 from tests.properties.comparing import LIMIT, compare
 from tests.properties.models import Layer, Model, Skip, Tie
@@ -54,7 +57,7 @@ class Ended(NamedTuple):
 Tell = Callable[[Passed | Failed | Ended], None]
 
 
-def attempt(start: int, number: int, tell: Tell) -> None:
+def attempt(start: int, number: int, tell: Tell, processes: bool = False) -> None:
     """Try so many cases, and tell of each; after a failure, of the smallest that fails."""
     warnings.simplefilter("error")
     failing: list[Case] = []
@@ -68,7 +71,7 @@ def attempt(start: int, number: int, tell: Tell) -> None:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
-    @given(cases())
+    @given(st.sampled_from(SIZES).flatmap(cases) if processes else cases())
     def one(case: Case) -> None:
         try:
             worst = compare(case)
@@ -93,14 +96,14 @@ def read_case(text: str) -> Case:
     return found
 
 
-def fuzz(start: int, number: int) -> int:
-    """Try so many cases in several processes; gives the exit status."""
-    print(f"{number} cases of seed {start}, in {WORKERS} processes", flush=True)
-    processes = multiprocessing.get_context("spawn")
-    queue: SimpleQueue[Passed | Failed | Ended] = processes.SimpleQueue()  # type: ignore[assignment]
+def fuzz(start: int, number: int, processes: bool) -> int:
+    """Try so many cases, several at once; gives the exit status."""
+    print(f"{number} cases of seed {start}, {WORKERS} at once", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    queue: SimpleQueue[Passed | Failed | Ended] = spawn.SimpleQueue()  # type: ignore[assignment]
     share = -(-number // WORKERS)
     workers = [
-        processes.Process(target=attempt, args=(start * WORKERS + at, share, queue.put))
+        spawn.Process(target=attempt, args=(start * WORKERS + at, share, queue.put, processes))
         for at in range(WORKERS)
     ]
     for worker in workers:
@@ -154,14 +157,16 @@ def _report(failed: list[Failed]) -> int:
 def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="fuzz")
-    parser.add_argument("--cases", type=int, default=8000)
+    parser.add_argument("--cases", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--case", type=Path, help="a file with one case")
+    parser.add_argument("--processes", action="store_true", help="each rank is one")
     asked = parser.parse_args(arguments)
     if asked.case is not None:
         print(f"the largest difference is {compare(read_case(asked.case.read_text())):.2g}")
         return 0
-    return fuzz(asked.seed, asked.cases)
+    number = asked.cases or (1500 if asked.processes else 8000)
+    return fuzz(asked.seed, number, asked.processes)
 
 
 if __name__ == "__main__":

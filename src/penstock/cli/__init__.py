@@ -1,4 +1,4 @@
-"""The command line: penstock show | compare | verify | check | gallery | demo.
+"""The command line: penstock show | compare | verify | check | doctor | gallery | demo.
 
 Answers go to stdout. What was asked wrongly is told in one message on stderr, with exit status 2.
 """
@@ -248,6 +248,25 @@ def check_model(
 
     ways = schedules, checkpoints, runtimes
     if not run(Asked(factory, stages, chunks, *ways, tolerance, as_json)):
+        raise typer.Exit(1)
+
+
+# ---- doctor -------------------------------------------------------------------------------
+
+
+@app.command("doctor")
+def examine(
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a rank or a link.")] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Look at devices, links, versions and settings, and say what to fix.
+
+    Alone, or on all ranks: torchrun --nproc-per-node 2 -m penstock doctor.
+    Exit status: 1 if something is broken.
+    """
+    from penstock.cli.doctor import run  # brings torch
+
+    if not run(patience, as_json):
         raise typer.Exit(1)
 
 

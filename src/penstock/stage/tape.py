@@ -138,10 +138,11 @@ class Tape:
         self, parcels: Mapping[int, Parcel], outputs: Apart, read_only: Sequence[Parcel]
     ) -> None:
         """Whoever comes next may not change what is the stage's own, or what others read too."""
+        others = memory(t for parcel in read_only for t in parcel.tensors)
         for dst, (tensors, _) in outputs.items():
-            places = [at for at, t in enumerate(tensors) if t.is_leaf or t._is_view()]
-            if places:  # those that could be something that was there before
-                others = memory(t for parcel in read_only for t in parcel.tensors)
+            # those that could be something that was there before
+            places = [at for at, t in enumerate(tensors) if others or t.is_leaf or t._is_view()]
+            if places:
                 protect(parcels[dst], places, self._memory, others)
 
     @cached_property

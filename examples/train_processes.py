@@ -1,0 +1,172 @@
+"""Train a small transformer over several processes, and compare it with the unsplit model.
+
+    torchrun --nproc-per-node 2 examples/train_processes.py --check
+
+with data parallelism, two pipes of two ranks each:
+
+    torchrun --nproc-per-node 4 examples/train_processes.py --dp 2 --check
+
+saving as it goes; killed at any moment, it goes on where it was, also with another number of ranks:
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_processes.py --save out/run
+
+with a model that no rank holds as a whole: --meta. On CPUs or GPUs; on all ranks the same lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock
+
+LETTERS, WIDTH, HEADS, CONTEXT = 32, 32, 4, 16
+ROWS = 16  # of a batch, over all pipes
+
+
+class Block(nn.Module):
+    """Attention to the letters before, then a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.join = nn.Linear(WIDTH, WIDTH)
+        self.feed = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        heads = self.mix(self.norm(x)).view(rows, length, 3, HEADS, -1).transpose(1, 3)
+        query, key, value = heads.unbind(2)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        between: Tensor = x + self.join(seen.transpose(1, 2).reshape(rows, length, WIDTH))
+        after: Tensor = between + self.feed(between)
+        return after
+
+
+def transformer(blocks: int) -> nn.Sequential:
+    """Letters in, a score for each next letter out."""
+    middle = [Block() for _ in range(blocks)]
+    return nn.Sequential(nn.Embedding(LETTERS, WIDTH), *middle, nn.Linear(WIDTH, LETTERS))
+
+
+def next_letter_loss(scores: Tensor, letters: Tensor) -> Tensor:
+    """Of every letter but the first."""
+    return functional.cross_entropy(scores[:, :-1].flatten(0, 1), letters[:, 1:].flatten())
+
+
+def batch(step: int) -> Tensor:
+    """Letters that count upwards, some by one, some by two: the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    first = torch.randint(LETTERS, (ROWS, 1), generator=generator)
+    stride = torch.randint(1, 3, (ROWS, 1), generator=generator)
+    return (first + stride * torch.arange(CONTEXT)) % LETTERS
+
+
+def arguments() -> argparse.Namespace:
+    """What to train, and how."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches of a pipe's rows")
+    parser.add_argument("--schedule", default="1f1b", help="any that `penstock show` knows")
+    parser.add_argument("--dp", type=int, default=1, help="pipes that share each batch")
+    parser.add_argument("--meta", action="store_true", help="build the model on meta")
+    parser.add_argument("--save", metavar="FOLDER", help="save to it, and go on from it")
+    parser.add_argument("--every", type=int, default=10, help="steps between two saves or lines")
+    parser.add_argument("--check", action="store_true", help="compare, in float64")
+    return parser.parse_args()
+
+
+def built(blocks: int, meta: bool) -> nn.Sequential:
+    """On every rank the same: with weights, or without memory for them."""
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        return transformer(blocks)
+
+
+def say(text: str) -> None:
+    """One line of this rank's, whole."""
+    sys.stdout.write(f"rank {dist.get_rank()}  {text}\n")
+    sys.stdout.flush()
+
+
+def averaging(mesh: DeviceMesh) -> Callable[[nn.Module, int], nn.Module]:
+    """Each stage of a pipe with its likes of the other pipes: gradients averaged once a step."""
+    return lambda stage, index: DistributedDataParallel(stage, process_group=mesh.get_group())
+
+
+def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, float]:
+    """All steps that are left; the loss of the last over the whole batch."""
+    replica, replicas = (mesh["dp"].get_local_rank(), args.dp) if args.dp > 1 else (0, 1)
+    pipe = penstock.Pipe(
+        built(args.blocks, args.meta),
+        chunks=args.chunks,
+        mesh=mesh["pp"],
+        schedule=args.schedule,
+        loss_fn=next_letter_loss,
+        stage_fn=averaging(mesh["dp"]) if replicas > 1 else None,
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    start, loss = 0, torch.tensor(float("nan"))
+    if args.save and penstock.saved(args.save):
+        start, loss = pipe.load(args.save, optimizer=optimizer)
+        say(f"goes on after step {start}")
+    for step in range(start + 1, args.steps + 1):
+        letters = batch(step).chunk(replicas)[replica].to(mesh.device_type)
+        optimizer.zero_grad()
+        loss = pipe.step(letters, target=letters).loss
+        optimizer.step()
+        if replicas > 1:
+            dist.all_reduce(loss, dist.ReduceOp.SUM, mesh["dp"].get_group())
+            loss /= replicas
+        if step % args.every == 0 or step == args.steps:
+            say(f"step {step}  loss {loss:.4f}")
+            if args.save:
+                pipe.save(args.save, optimizer=optimizer, extra=(step, float(loss)))
+    return pipe, float(loss)
+
+
+def compare(args: argparse.Namespace, pipe: penstock.Pipe, loss: float) -> bool:
+    """Train the unsplit model in this process; are its loss and this rank's weights the same?"""
+    model = built(args.blocks, args.meta)
+    if args.meta:  # as one stage: that gives the same first weights
+        model = nn.Sequential(*penstock.Pipe(model, stages=1, devices=["cpu"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(1, args.steps + 1):
+        optimizer.zero_grad()
+        expected = next_letter_loss(model(batch(step)), batch(step))
+        expected.backward()
+        optimizer.step()
+    unsplit = dict(model.named_parameters())
+    gaps = [(unsplit[n] - p.cpu()).abs().max().item() for n, p in pipe.named_parameters()]
+    gap = max([abs(expected.item() - loss), *gaps])
+    verdict = "the same as" if gap < 1e-10 else "NOT the same as"
+    say(f"{verdict} the unsplit model, to {gap:.0e}")
+    return gap < 1e-10
+
+
+def main() -> None:
+    """Train, and compare if asked to."""
+    args = arguments()
+    mesh = penstock.init(dp=args.dp)
+    if args.check:
+        torch.set_default_dtype(torch.float64)
+    pipe, loss = train(args, mesh)
+    if args.check and not compare(args, pipe, loss):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `penstock doctor` finds out: about each rank, about their links, and what to fix."""

@@ -1,0 +1,115 @@
+"""`penstock doctor`: alone, under a launcher, with a rank that is not there, between two hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from penstock import cli
+from tests.launch.hosts import (
+    TORCHRUN,
+    Ended,
+    end,
+    environment,
+    free_port,
+    run,
+    start,
+    start_on,
+    two_hosts,
+)
+
+DOCTOR = ["-m", "penstock", "doctor", "--json"]
+
+
+def findings(ended: Ended) -> dict[str, Any]:
+    assert ended.out, ended.err
+    found = json.loads(ended.out)
+    assert isinstance(found, dict)
+    return found
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["penstock", "doctor", *words])
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0), *capsys.readouterr()
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = asked(monkeypatch, capsys)
+    assert (code, err) == (0, "")
+    for words in ("one process", "versions  penstock", "torch 2.", "free      memory"):
+        assert words in out
+    code, out, err = asked(monkeypatch, capsys, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["broken"] == []
+
+
+def test_what_is_broken_is_said_and_told_by_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.doctor.advice.OLDEST", (9, 0))
+    code, out, _ = asked(monkeypatch, capsys)
+    assert code == 1
+    assert "broken: rank 0 has torch 2." in out
+    assert "Penstock needs 9.0 or newer" in out
+
+
+def test_patience_is_a_number_of_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = asked(monkeypatch, capsys, "--patience", "0")
+    assert said == (2, "", "penstock: --patience takes seconds above 0, up to 600; not 0\n")
+
+
+def test_under_a_launcher_rank_0_speaks_for_all() -> None:
+    ended = run([*TORCHRUN, "--nproc-per-node", "2", *DOCTOR], environment(OMP_NUM_THREADS="1"))
+    assert ended.err == ""
+    found = findings(ended)
+    assert (found["size"], found["backend"], found["broken"]) == (2, "gloo", [])
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    (link,) = found["links"]
+    assert (link["a"], link["b"], link["problem"]) == (0, 1, "")
+    assert link["latency"] > 0
+    assert link["bandwidth"] > 0
+    assert abs(found["clocks"]["1"]) < 1
+
+
+def test_a_rank_that_never_comes_is_missed_by_all() -> None:
+    """Two of three are started."""
+    port = free_port()
+    started = []
+    for rank in range(2):
+        seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        size = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        words = [sys.executable, *DOCTOR, "--patience", "4"]
+        started.append(start(words, environment(**seat, **size, **where)))
+    first, second = end(started)
+    assert (first.code, second.code) == (1, 1)
+    assert second.out == ""
+    found = findings(first)
+    assert found["missing"] == [2]
+    assert found["broken"][0].startswith("rank 2 of 3 did not come within 12 s")
+    assert [link["problem"] for link in found["links"]] == [""]
+
+
+def test_a_link_between_hosts_that_is_dead_is_reported() -> None:
+    """The ranks meet at the launcher's store, and loopback leads nowhere."""
+    with two_hosts() as hosts:
+        env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        first, second = end(start_on(hosts, [*DOCTOR, "--patience", "5"], env, restarts=0))
+    assert (first.code, second.code) == (1, 1)
+    found = findings(max(first, second, key=lambda ended: len(ended.out)))
+    assert found["links"][0]["problem"]
+    loopback, _, dead = found["broken"]
+    assert "GLOO_SOCKET_IFNAME=lo is loopback, which leads to no other host" in loopback
+    assert "do not reach each other over gloo" in dead

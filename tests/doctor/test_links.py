@@ -1,0 +1,79 @@
+"""Links are measured two by two, and nobody waits for one that is dead."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from penstock.doctor import links
+from penstock.doctor.links import Link, measure_copies, measure_link, rounds, within
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LARGE", links.SMALL)
+    monkeypatch.setattr(links, "PINGS", 3)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize("count", range(10))
+def test_every_two_ranks_meet_once_and_never_two_at_a_time(count: int) -> None:
+    ranks = [3 * rank for rank in range(count)]
+    made = rounds(ranks)
+    pairs = [pair for pairs in made for pair in pairs]
+    assert sorted(pairs) == [(a, b) for a in ranks for b in ranks if a < b]
+    for pairs in made:
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(set(busy)) == len(busy)
+    assert len(made) == max(0, count - 1 + count % 2)
+
+
+def test_both_ends_measure_a_link() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        going = [
+            pool.submit(measure_link, store, Link(2, 5), me, "gloo", CPU, 20.0) for me in (2, 5)
+        ]
+        for found in (one.result() for one in going):
+            assert (found.a, found.b, found.problem) == (2, 5, "")
+            assert 0 < found.latency < 1
+            assert 1e3 < found.bandwidth < 1e12
+
+
+def test_a_peer_that_never_comes_is_a_dead_link_and_not_a_wait() -> None:
+    start = time.monotonic()
+    found = measure_link(HashStore(), Link(0, 1), 0, "gloo", CPU, 0.5)
+    assert found.problem
+    assert time.monotonic() - start < 10
+
+
+def test_what_hangs_is_left_behind() -> None:
+    def hang() -> Link:
+        time.sleep(3)
+        return Link(0, 1)
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        within(0.05, hang)
+    assert time.monotonic() - start < 2
+
+
+def test_an_error_comes_out() -> None:
+    def fail() -> Link:
+        raise ArithmeticError("in the thread")
+
+    with pytest.raises(ArithmeticError, match="in the thread"):
+        within(5.0, fail)
+
+
+def test_copies_between_devices_of_one_process() -> None:
+    found = measure_copies([CPU, CPU, CPU])
+    assert [(link.a, link.b) for link in found] == [(0, 1), (0, 2), (1, 2)]
+    assert all(link.latency > 0 and link.bandwidth > 0 and not link.problem for link in found)
+    assert measure_copies([CPU]) == []

@@ -1,0 +1,95 @@
+"""The example of many processes, under real launchers, also when its processes are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.launch.hosts import (
+    LIMIT,
+    ROOT,
+    TORCHRUN,
+    Ended,
+    children,
+    end,
+    environment,
+    kill_all_on,
+    run,
+    start,
+    start_on,
+    two_hosts,
+)
+
+SCRIPT = str(ROOT / "examples" / "train_processes.py")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def ranks_equal(ended: Ended) -> list[int]:
+    """Those that have found the unsplit model's numbers."""
+    assert ended.code == 0, ended.out + ended.err
+    return sorted(map(int, re.findall(r"rank (\d+)  the same as the unsplit model", ended.out)))
+
+
+def losses(ended: Ended, step: int) -> set[str]:
+    return set(re.findall(rf"step {step}  loss (\S+)", ended.out))
+
+
+def wait_for(file: Path) -> None:
+    until = time.monotonic() + LIMIT
+    while not file.exists():
+        assert time.monotonic() < until, f"no {file.name}"
+        time.sleep(0.05)
+
+
+def test_two_ranks_train_and_print_one_loss() -> None:
+    words = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--check", "--every", "5"]
+    ended = run(words, environment(**ONE_THREAD))
+    assert ended.err == ""
+    assert ranks_equal(ended) == [0, 1]
+    assert ended.out.count("step 20  loss") == 2
+    assert len(losses(ended, 20)) == 1
+
+
+def test_pipes_share_a_batch_and_nobody_holds_the_model() -> None:
+    words = [*TORCHRUN, "--nproc-per-node", "4", SCRIPT, "--check", "--dp", "2", "--meta"]
+    ended = run([*words, "--schedule", "zb-h1", "--steps", "10"], environment(**ONE_THREAD))
+    assert ranks_equal(ended) == [0, 1, 2, 3]
+    assert len(losses(ended, 10)) == 1
+
+
+def killed_in_the_middle(process: subprocess.Popen[str], folder: Path) -> None:
+    """One worker of a launcher, when something has been saved."""
+    wait_for(folder / "latest")
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+
+
+def test_after_a_kill_it_goes_on_by_itself_and_later_with_fewer_ranks(tmp_path: Path) -> None:
+    several = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "--max-restarts", "1", SCRIPT]
+    saving = ["--save", str(tmp_path / "run"), "--every", "1", "--check", "--blocks", "3"]
+    process = start([*several, *saving], environment(**ONE_THREAD))
+    killed_in_the_middle(process, tmp_path / "run")
+    (ended,) = end([process])
+    assert re.search(r"rank \d  goes on after step \d", ended.out)
+    assert ranks_equal(ended) == [0, 1, 2]
+    fewer = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, *saving, "--steps", "22"]
+    ended = run(fewer, environment(**ONE_THREAD))
+    assert "rank 1  goes on after step 20" in ended.out
+    assert ranks_equal(ended) == [0, 1]
+
+
+def test_two_hosts_train_and_one_goes_on_without_the_other(tmp_path: Path) -> None:
+    saving = ["--save", str(tmp_path / "run"), "--every", "2", "--check"]
+    with two_hosts() as hosts:
+        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+        started = start_on(hosts, [SCRIPT, *saving], environment(**ONE_THREAD), "1:2", conf)
+        wait_for(tmp_path / "run" / "latest")
+        kill_all_on(hosts[1])
+        first, second = end(started)
+    assert second.code != 0
+    assert "rank 0  step 2  loss" in first.out
+    assert re.search(r"rank 0  goes on after step \d", first.out)
+    assert ranks_equal(first) == [0]

@@ -1,0 +1,176 @@
+"""Two hosts on one machine: network namespaces, joined by a pair of virtual interfaces."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+_PDEATHSIG = 1  # of prctl
+LIMIT = 150.0  # seconds, for all that is started at once in a test
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    out: str
+    err: str
+    code: int
+
+
+class Host(NamedTuple):
+    """A namespace with an address of its own."""
+
+    name: str
+    address: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a shell in the repository, without what another launcher has said."""
+    said = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_", "OMP_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "examples")])
+    return {**kept, "PYTHONPATH": path, "COLUMNS": "200", **more}
+
+
+def free_port() -> str:
+    """On this host, and free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
+
+
+def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """It is told to end, and its workers by it, if this process ends before, however that ends."""
+    return subprocess.Popen(
+        list(words),
+        env=dict(env or environment()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)
+
+
+def children(pid: int) -> list[int]:
+    """Of a process that runs."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+    """Wait for all, but not for longer than the limit; nothing of them is left."""
+    late = threading.Timer(LIMIT, _kill, [started])
+    late.start()
+    try:
+        return [Ended(*(*process.communicate(), process.returncode)) for process in started]
+    finally:
+        late.cancel()
+        _kill(started)
+
+
+def _kill(started: Sequence[subprocess.Popen[str]]) -> None:
+    """With its workers, which have sessions of their own."""
+    todo = [process.pid for process in started if process.poll() is None]
+    while todo:
+        pid = todo.pop()
+        todo += children(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run(words: Sequence[str], env: Mapping[str, str] | None = None) -> Ended:
+    """One command."""
+    return end([start(words, env)])[0]
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """As long as needed; the test is skipped where this is not allowed."""
+    _clear_those_left()
+    tag = f"penstock-{os.getpid()}"
+    hosts = Host(f"{tag}-a", "10.79.0.1"), Host(f"{tag}-b", "10.79.0.2")
+    made: list[Host] = []
+    try:
+        for host in hosts:
+            if shutil.which("ip") is None or _ip("netns", "add", host.name) != 0:
+                pytest.skip("network namespaces cannot be made here")
+            made.append(host)
+        a, b = (host.name for host in hosts)
+        ends = ["eth0", "netns", a, "type", "veth", "peer", "name", "eth0", "netns", b]
+        if _ip("link", "add", *ends) != 0:
+            pytest.skip("virtual interfaces cannot be made here")
+        for host in hosts:
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", host.name, "link", "set", "eth0", "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in made:
+            _clear(host)
+
+
+def _ip(*words: str) -> int:
+    return subprocess.run(["ip", *words], capture_output=True, timeout=10).returncode
+
+
+def _clear_those_left() -> None:
+    """By test runs that were killed."""
+    for place in Path("/run/netns").glob("penstock-*"):
+        if not Path("/proc", place.name.split("-")[1]).exists():
+            _clear(Host(place.name, ""))
+
+
+def _clear(host: Host) -> None:
+    kill_all_on(host)
+    _ip("netns", "del", host.name)
+
+
+def kill_all_on(host: Host) -> None:
+    """Whatever runs in a namespace was started there."""
+    found = subprocess.run(
+        ["ip", "netns", "pids", host.name], capture_output=True, text=True, timeout=10
+    )
+    for pid in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def start_on(
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    nodes: str = "2",
+    conf: str = "timeout=60",
+    restarts: int = 2,
+) -> list[subprocess.Popen[str]]:
+    """`torchrun` on each host, with one rank there."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29517"]
+    common = ["--nnodes", nodes, "--nproc-per-node", "1", *where]
+    common += ["--max-restarts", str(restarts)]
+    started = []
+    for host in hosts:
+        inside = ["ip", "netns", "exec", host.name, *TORCHRUN, *common]
+        mine = ["--local-addr", host.address]
+        mine += ["--rdzv-conf", f"is_host={host is hosts[0]},{conf}"]
+        started.append(start([*inside, *mine, *words], env))
+    return started

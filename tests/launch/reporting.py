@@ -1,0 +1,48 @@
+"""What a rank does in the tests of `penstock.init`: join, add up, and say what it found.
+
+    reporting.py [dp=2] [fails=FILE]
+
+dp=2        two pipes
+fails=FILE  rank 1 ends, unless the file is there, and the launcher starts all of them again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import penstock
+
+
+def main() -> None:
+    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    mesh = penstock.init(dp=int(given.get("dp", 1)))
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    found = {
+        "rank": dist.get_rank(),
+        "dims": mesh.mesh_dim_names,
+        "mesh": mesh.mesh.tolist(),
+        "device": mesh.device_type,
+        "total": total.item(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "backend": dist.get_backend(),
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    }
+    if "fails" in given and not Path(given["fails"]).exists():
+        if dist.get_rank() == 1:
+            Path(given["fails"]).touch()
+            os._exit(3)
+        time.sleep(60)  # until the launcher ends it
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

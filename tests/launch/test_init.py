@@ -1,0 +1,114 @@
+"""`penstock.init` under real launchers: one host, restarts, two hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.hosts import (
+    TORCHRUN,
+    Ended,
+    Host,
+    end,
+    environment,
+    free_port,
+    run,
+    start,
+    start_on,
+    two_hosts,
+)
+
+SCRIPT = str(Path(__file__).parent / "reporting.py")
+
+
+def reports(*ended: Ended) -> dict[int, dict[str, Any]]:
+    """What each rank has found."""
+    for one in ended:
+        assert one.code == 0, one.err
+    found = [json.loads(line) for one in ended for line in one.out.splitlines()]
+    return {report["rank"]: report for report in found}
+
+
+def test_ranks_join_and_leave_without_a_word() -> None:
+    ended = run([*TORCHRUN, "--nproc-per-node", "2", SCRIPT], environment(OMP_NUM_THREADS="1"))
+    assert ended.err == ""
+    found = reports(ended)
+    assert sorted(found) == [0, 1]
+    for report in found.values():
+        assert report["dims"] == ["pp"]
+        assert report["mesh"] == [0, 1]
+        assert (report["device"], report["backend"]) == ("cpu", "gloo")
+        assert report["total"] == 1.0
+        assert report["interface"] == "lo"
+
+
+def test_a_restart_starts_anew(tmp_path: Path) -> None:
+    """In the store of the launcher, with what the dead have left in it."""
+    several = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    found = reports(run([*TORCHRUN, *several, SCRIPT, "dp=2", f"fails={tmp_path / 'once'}"]))
+    assert sorted(found) == [0, 1]
+    for report in found.values():
+        assert report["dims"] == ["dp", "pp"]
+        assert report["mesh"] == [[0], [1]]
+        assert (report["total"], report["restarts"]) == (1.0, 1)
+
+
+def test_without_a_launcher_of_its_own_the_store_stays_until_the_last_has_left() -> None:
+    """As with mpirun or srun: the variables alone, and rank 0 has the store."""
+    port = free_port()
+    started = []
+    for rank in range(2):
+        seat = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        started.append(start([TORCHRUN[0], SCRIPT], environment(**seat, **size, **where)))
+    ended = end(started)
+    assert [one.err for one in ended] == ["", ""]
+    assert sorted(reports(*ended)) == [0, 1]
+
+
+ALONE = """
+import torch.distributed as dist, penstock
+dist.init_process_group("gloo")
+assert penstock.init().mesh.tolist() == [0]   # the group is the user's
+assert penstock.init().mesh.tolist() == [0]
+dist.destroy_process_group()
+assert penstock.init().mesh.tolist() == [0]   # now it is its own
+penstock.init()
+"""
+
+
+def test_it_is_called_once_unless_the_group_is_the_users() -> None:
+    seat = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    ended = run([sys.executable, "-c", ALONE], environment(**seat, **where))
+    assert ended.code == 1
+    *_, last = ended.err.strip().splitlines()
+    assert last.endswith(
+        "RunError: penstock.init() was called before in this process: keep the mesh it gave"
+    )
+
+
+# ---- two hosts ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as pair:
+        yield pair
+
+
+def test_two_hosts_meet_and_meet_again(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The name of each host leads to loopback, and the count of restarts differs between them."""
+    words = [SCRIPT, f"fails={tmp_path / 'once'}"]
+    ended = end(start_on(hosts, words, environment()))
+    found = reports(*ended)
+    assert [report["restarts"] for _, report in sorted(found.items())] == [0, 1]
+    for report in found.values():
+        assert report["interface"] == "eth0"
+        assert report["total"] == 1.0

@@ -1,0 +1,146 @@
+"""Every schedule of the sweep runs where a send blocks until it is received: what gloo would hide.
+
+The worker is the real one, and carries out every lane in a thread of its own; stages compute with
+whole numbers. Receives block where they stand, or are posted one compute action earlier.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import (
+    Compute,
+    Deadlock,
+    Program,
+    Recv,
+    RunError,
+    Schedule,
+    Send,
+    Sends,
+    StageGraph,
+    lower,
+    play,
+    recompute,
+    schedules,
+)
+from penstock.ir import Action, consumes, produces
+from penstock.run.processes.lane import ahead
+from penstock.run.rendezvous import Rendezvous
+from penstock.run.transport import Mailboxes
+from penstock.run.worker import Step, steps_of
+from tests.properties.paper import Lane, Make, carried_out, unsplit
+from tests.properties.random_schedules import sound_schedules
+from tests.properties.test_sweep import VARIANTS
+
+strict = Rendezvous
+posted = partial(Rendezvous, waits=False)
+
+
+def early(program: Program, rank: int) -> list[Step]:
+    """A lane with each receive one computation earlier, as processes have it."""
+    return ahead(steps_of(program, rank))
+
+
+def harder(name: str, ranks: int, chunks: int, v: int) -> Program:
+    """With random skips and random recomputation."""
+    draw = random.Random(f"{name} {v} {ranks} {chunks}")
+    stages = ranks * v
+    pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
+    graph = StageGraph.chain(stages, draw.sample(pairs, min(len(pairs), draw.randrange(4))))
+    schedule = schedules.make(name, ranks, chunks, v)
+    return lower(recompute(schedule, lambda stage, i: draw.random() < 0.5), graph)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize(("name", "v"), VARIANTS)
+def test_every_size(name: str, v: int, ranks: int) -> None:
+    """In one of two ways each, by turns."""
+    for chunks in range(1, 18):
+        program = harder(name, ranks, chunks, v)
+        expected = unsplit(program.graph, ranks * v, chunks, schedules.FAMILIES[name].trains)
+        if chunks % 2:
+            assert carried_out(program, strict) == expected, chunks
+        else:
+            assert carried_out(program, posted, early) == expected, chunks
+
+
+# ---- it goes red --------------------------------------------------------------------------
+
+
+def obvious(schedule: Schedule) -> Program:
+    """Receive just before use, send just after: as everybody writes it first."""
+    graph = StageGraph.chain(schedule.stages)
+    lanes: list[tuple[Action, ...]] = []
+    for lane in schedule.lanes:
+        actions: list[Action] = []
+        for action in lane:
+            actions += [Recv(m) for m in consumes(action, graph) if schedule.crosses(m)]
+            actions.append(action)
+            actions += [Send(m) for m in produces(action, graph) if schedule.crosses(m)]
+        lanes.append(tuple(actions))
+    return Program(schedule, graph, tuple(lanes))
+
+
+def test_the_obvious_lowering_hangs_here_and_nowhere_else() -> None:
+    program = obvious(schedules.interleaved(2, 4, 2))
+    assert carried_out(program, Mailboxes) == unsplit(program.graph, 4, 4, trains=True)
+    ways: list[tuple[Make, Lane]] = [(strict, steps_of), (posted, steps_of), (posted, early)]
+    for make, lane in ways:
+        with pytest.raises(RunError, match="these ranks wait for each other"):
+            carried_out(program, make, lane)
+
+
+def test_only_a_receive_that_does_not_block_can_be_moved_earlier() -> None:
+    program = lower(schedules.one_f_one_b(2, 4))
+    assert carried_out(program, posted, early) == unsplit(program.graph, 2, 4, trains=True)
+    with pytest.raises(RunError, match="these ranks wait for each other"):
+        carried_out(program, strict, early)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sound_schedules(), st.randoms(use_true_random=False))
+def test_it_hangs_where_play_does(case: tuple[Schedule, StageGraph], draw: random.Random) -> None:
+    """Sends moved back and receives moved to and fro: some programs get stuck, and just these."""
+    program = moved(lower(*case), draw)
+    try:
+        list(play(program, sends=Sends.RENDEZVOUS))
+    except Deadlock:
+        with pytest.raises(RunError, match=r"wait for each other|order alone"):
+            carried_out(program, partial(strict, patience=5.0))
+    else:
+        schedule = program.schedule
+        assert carried_out(program, strict) == unsplit(
+            program.graph, schedule.stages, schedule.chunks, trains=True
+        )
+
+
+def moved(program: Program, draw: random.Random) -> Program:
+    """Some ends of messages elsewhere; each still between what makes it and what takes it."""
+    lanes = []
+    for lane in program.lanes:
+        actions = list(lane)
+        for action in draw.sample(lane, min(len(lane), 3)):
+            if isinstance(action, Compute):
+                continue
+            now = actions.index(action)
+            lowest, highest = _room(actions, action, program.graph)
+            actions.insert(draw.randint(lowest, highest), actions.pop(now))
+        lanes.append(tuple(actions))
+    return replace(program, lanes=tuple(lanes))
+
+
+def _room(actions: Sequence[Action], end: Send | Recv, graph: StageGraph) -> tuple[int, int]:
+    """Where it may stand, once it is taken out."""
+    others = [action for action in actions if action != end]
+    ask = produces if isinstance(end, Send) else consumes
+    users = [
+        k for k, a in enumerate(others) if isinstance(a, Compute) and end.message in ask(a, graph)
+    ]
+    return (users[0] + 1, len(others)) if isinstance(end, Send) else (0, users[0])
