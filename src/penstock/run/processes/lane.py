@@ -15,6 +15,8 @@ from penstock.run.transport import Transport
 from penstock.run.worker import Step, Worker
 from penstock.stage.context import Context
 
+EARLIER = 2  # computations: with one, small messages are asked for too late
+
 
 class Lane:
     """Carries out the steps of this process's rank; `at` is told of each computation."""
@@ -50,10 +52,10 @@ class Lane:
 
 
 def ahead(steps: Sequence[Step]) -> list[Step]:
-    """Each receive one computation earlier, so that the message arrives during that.
+    """Each receive some computations earlier, so that the message arrives during those.
 
     A receive that is asked for early blocks nobody; so this program ends if the other does. It
-    needs memory for one more message from each sender.
+    needs memory for as many more messages from each sender.
     """
     out: list[Step] = []
     least = 0  # receives keep their order
@@ -62,9 +64,10 @@ def ahead(steps: Sequence[Step]) -> list[Step]:
             out.append(step)
             continue
         at = len(out)
-        while at > least and not isinstance(out[at - 1].action, Compute):
-            at -= 1
-        at = max(at - 1, least)
+        for _ in range(EARLIER):
+            while at > least and not isinstance(out[at - 1].action, Compute):
+                at -= 1
+            at = max(at - 1, least)
         out.insert(at, step)
         least = at + 1
     return out
