@@ -1,7 +1,7 @@
 """How tensors get from this process to another: over gloo from host memory, or over NCCL.
 
-A send does not wait for its receiver, and holds what it sends until that has been taken. Of those
-that nobody has taken yet there are only a few for each receiver: then the sender waits.
+A send does not wait for its receiver, and holds what it sends until that has been taken. From host
+memory only a few are on their way to a receiver: then the sender waits. Over NCCL the device does.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import Any, Protocol
 
 import torch
@@ -112,11 +113,13 @@ class StagedLinks:
         self._orders: SimpleQueue[tuple[torch.cuda.Event, int, int, list[Tensor]] | None] = (
             SimpleQueue()
         )
+        self._room = Semaphore(UNTAKEN)  # for copies that wait for their turn
         self._failed: list[BaseException] = []
         self._thread: Thread | None = None
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Copy to the host beside the computation, then send from there."""
+        self._room.acquire()
         place = self._place
         place.copy.wait_event(place.compute.record_event())
         used_on(place.copy, tensors)
@@ -137,6 +140,8 @@ class StagedLinks:
                     wait()
             except BaseException as error:
                 self._failed.append(error)
+            finally:
+                self._room.release()
 
     def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
         """Into pinned memory, and from there to the GPU beside the computation."""
@@ -168,8 +173,9 @@ class StagedLinks:
         self._host.flush()
 
     def abort(self) -> None:
-        """The group's own poison wakes those who wait; the thread ends."""
+        """The group's own poison wakes those who wait; the thread ends, and nobody waits for it."""
         self._orders.put(None)
+        self._room.release(UNTAKEN)
 
 
 class NcclLinks:
@@ -180,15 +186,18 @@ class NcclLinks:
 
     def __init__(self, rank: int, place: Gpu, groups: dict[tuple[int, int], Group]) -> None:
         self._rank, self._place, self._groups = rank, place, groups
-        self._sent: list[tuple[Any, list[Tensor]]] = []
+        self._sent: dict[int, deque[tuple[Any, Tensor]]] = {}
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
-        """After what has been computed so far."""
-        group = self._groups[self._rank, peer]
-        flats = [flat(tensor) for tensor in tensors if tensor.numel()]
+        """After what has been computed so far. What has been taken is held no longer."""
+        group, sent = self._groups[self._rank, peer], self._sent.setdefault(peer, deque())
+        while sent and sent[0][0].is_completed():
+            sent.popleft()
         with self._place.entered():
-            for one in flats:
-                self._sent.append((group.send([one], 1, 0), flats))
+            for tensor in tensors:
+                if tensor.numel():
+                    one = flat(tensor)
+                    sent.append((group.send([one], 1, 0), one))
 
     def recv(self, peer: int, tag: int, shapes: Sequence[Shape]) -> Arrival:
         """What is computed after the arrival waits for it; the host does not."""
@@ -208,7 +217,7 @@ class NcclLinks:
     def flush(self) -> None:
         """Let the computation's stream wait; what was sent may be freed after that."""
         with self._place.entered():
-            for work, _ in self._sent:
+            for work, _ in chain.from_iterable(self._sent.values()):
                 work.wait()
         self._sent.clear()
 

@@ -16,7 +16,10 @@ from penstock.run.call import Call, seconds_of, timeline_of
 from penstock.run.processes.peers import Peers
 from penstock.timeline import Timeline
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 _HEAD = 5  # loss, its dtype, the factor of gradients, whether anybody drew, whether there is more
 
 
