@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
 from penstock.partition.sequential import check_unchanged
@@ -62,6 +63,13 @@ class Lesson:
     scaler: torch.amp.GradScaler | None
 
 
+class Fellows(NamedTuple):
+    """A group of all processes that save together, None if there is one; of which copy this is."""
+
+    group: Any = None
+    copy: int = 0
+
+
 class Answers(Protocol):
     """What runs a pipe: in one process, or as one of several."""
 
@@ -74,8 +82,11 @@ class Answers(Protocol):
     def calling(self, kind: str) -> AbstractContextManager[object]:
         """Within, what is raised on one rank is raised on all."""
 
-    def group_for_saves(self) -> Any:
-        """Of all processes that save together; None if there is one."""
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping) -> Tensor:
+        """Clip by the norm over all ranks; gives the norm before."""
+
+    def saves_with(self) -> Fellows:
+        """With whom this process saves."""
 
     def forecast(self, settings: Settings, cost: Any) -> Timeline:
         """The timeline of a training step on paper."""

@@ -9,13 +9,15 @@ from threading import Lock, RLock
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from penstock.batch import gather
 from penstock.cost import Cost
+from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
 from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
 from penstock.partition.wrapping import check_apart
-from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
+from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
 from penstock.run.call import Call, Runtime
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
@@ -79,7 +81,7 @@ class OneProcess:
             result = train(call, program, phase, fed, ledger, self._replicas)
         if torch.is_grad_enabled():
             if lesson.scaler is not None:
-                agree_on_overflow(self._split.partition.parameters(), ())
+                agree_on_overflow(self._split.partition.parameters(), None)
             self._made.last = result.measured
         return result
 
@@ -87,8 +89,15 @@ class OneProcess:
         """Nothing has to be told to anybody."""
         return nullcontext()
 
-    def group_for_saves(self) -> None:
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping) -> Tensor:
+        """All are here."""
+        total = norm_over_ranks(parameters, None, how)
+        clip_to_norm(parameters, total, max_norm, how)
+        return total
+
+    def saves_with(self) -> Fellows:
         """There is one process."""
+        return Fellows()
 
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""

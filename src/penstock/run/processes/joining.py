@@ -14,13 +14,16 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError
+from penstock.gradients.replicas import Replicas
 from penstock.partition.split import Site
+from penstock.partition.tied import Tie
 from penstock.run.asking import Settings
 from penstock.run.processes.agreement import agree
 from penstock.run.processes.opening import facts_of
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import Standing
 from penstock.run.processes.team import Team
+from penstock.run.processes.ties import tie
 from penstock.stage.places import Gpu, Place, place_at
 
 
@@ -53,11 +56,14 @@ def join(standing: Standing, devices: Sequence[Any] | None, heartbeat: float) ->
 
 
 def site_in(team: Team) -> Site:
-    """Where this process stands. Where to cut is the first rank's to find: times differ."""
+    """Where this process stands. Where to cut is for one to find, of all copies: times differ."""
 
     def settled(find: Callable[[], Sequence[int]]) -> Sequence[int]:
-        mine = list(find()) if team.rank == 0 else None
-        found: Sequence[int] = team.peers.value(0, mine, "where to cut")
+        what, first = "where to cut", team.rank == 0
+        mine = list(find()) if first and team.standing.copy == 0 else None
+        if first and team.twins is not None:
+            mine = team.twins.value(0, mine, what)
+        found: Sequence[int] = team.peers.value(0, mine, what)
         return found
 
     return Site(team.rank, team.size, team.place, settled)
@@ -71,7 +77,7 @@ def check_same(
     sharing: Sharing,
     more: Mapping[str, object],
 ) -> None:
-    """All ranks are making the same pipe."""
+    """All ranks are making the same pipe, and all copies."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": torch.__version__.split("+")[0],
@@ -80,6 +86,18 @@ def check_same(
         **{f"layer {n}": f"{type(l).__name__} {_digest(l)}" for n, l in module.named_children()},
     }
     agree(team.peers, name, facts)
+    if team.twins is not None:
+        agree(team.twins, "the pipe", {**facts, "the rank in it": str(team.rank)})
+
+
+def begin_alike(team: Team, ties: Sequence[Tie], replicas: Replicas) -> None:
+    """Give every copy what the first has, and every holder of a tied tensor what its owner has.
+
+    Processes may have been initialised differently.
+    """
+    if team.averaging is not None:
+        replicas.begin_alike(team.averaging)
+    tie(ties, team.peers)
 
 
 def _digest(layer: nn.Module) -> str:

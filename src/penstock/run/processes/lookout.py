@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.run.processes import cause as causes
 from penstock.run.processes.cause import Cause
-from penstock.run.processes.verdict import Mode, Patience, Sightings, Sign, judge
+from penstock.run.processes.verdict import Mode, Patience, Peer, Sightings, Sign, judge
 
 _GRACE = 2.0  # seconds for a main thread to come back, once it is known that all stop
 _INTERRUPTED = 0.2  # for Python's own handler, which cannot run while a wait is in C
@@ -46,12 +46,14 @@ class Lookout:
         patience: Patience,
         poison: Callable[[], object],
         host: int | None,
+        near: Sequence[int],
     ) -> None:
         self.rank, self.size, self.patience, self.host = rank, size, patience, host
+        self._near = near  # the ranks that it looks at
         self.pid = os.getpid()
         # What the watched thread does now: it writes, the others read.
         self.count, self.label = 0, ""
-        self.now: tuple[Mode, str, int | None] = (Mode.OUTSIDE, "", None)
+        self.now: tuple[Mode, str, Peer] = (Mode.OUTSIDE, "", None)
         self.inside: threading.Thread | None = None  # the thread that is in a guarded part
         self.cause: Cause | None = None
         self.known, self.settled = threading.Event(), threading.Event()
@@ -155,7 +157,7 @@ class Lookout:
         """At the others: the cause, if one is to blame."""
         if store.check(["cause"]):  # its writer may have died before it could wake anybody
             return Cause.loads(store.get("cause"))
-        keys = {rank: f"sign/{rank}" for rank in range(self.size) if rank != self.rank}
+        keys = {rank: f"sign/{rank}" for rank in self._near}
         self._there |= {r for r in keys.keys() - self._there if store.check([keys[r]])}
         texts = store.multi_get([keys[rank] for rank in self._there]) if self._there else []
         signs = dict(zip(self._there, map(Sign.loads, texts), strict=True))

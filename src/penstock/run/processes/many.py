@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from penstock.batch import gather, moved
 from penstock.cost import Cost
 from penstock.errors import RunError
+from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
+from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Message, Program
-from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
+from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
 from penstock.run.feed import Batch, Fed, feed
 from penstock.run.passage import from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.processes.agreement import Facts, agree, sampled
 from penstock.run.processes.book import Book
+from penstock.run.processes.copies import begin_together
 from penstock.run.processes.lane import Lane
 from penstock.run.processes.links import HostLinks, Links
 from penstock.run.processes.opening import (
@@ -29,13 +33,12 @@ from penstock.run.processes.opening import (
     own_state,
     tensors_in,
 )
-from penstock.run.processes.peers import FIRST_OF_MESSAGES
 from penstock.run.processes.results import Ending, Told, tell
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import Team
 from penstock.run.processes.ties import TiesBetween
-from penstock.run.processes.wire import Learned, Wire
-from penstock.run.training import HasTimeline, StepResult, metrics_of, pass_gradients_on
+from penstock.run.processes.wire import Learned, Wire, tags_of
+from penstock.run.training import HasTimeline, StepResult, pass_gradients_on
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import deferred_in
@@ -53,6 +56,7 @@ class _Opened:
     """A call that all ranks have agreed on."""
 
     fed: Fed
+    facts: Facts  # that do not depend on the data
     announced: Announcement
     learned: Learned
     seed: int
@@ -98,7 +102,12 @@ class ManyProcesses:
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward of a batch under the schedule."""
         with self.team.call("step") as name:
-            facts = facts_of(settings, outputs=lesson.outputs, scaler=lesson.scaler is not None)
+            facts = facts_of(
+                settings,
+                outputs=lesson.outputs,
+                scaler=lesson.scaler is not None,
+                no_sync=not self._replicas.reduces,
+            )
             opened = self._open(name, settings, batch, facts, _name_of(lesson.loss_fn))
             if torch.is_grad_enabled():
                 program, phase = self._programs.whole(settings.size(opened.fed.chunks))
@@ -107,13 +116,25 @@ class ManyProcesses:
                 program, phase, _ = self._programs.halves(size)
             return self._train(settings, lesson, opened, program, phase)
 
+    def clip(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping
+    ) -> torch.Tensor:
+        """All ranks call it, and each owns what no rank before has."""
+        with self.team.call("clipping gradients") as name:
+            agree(self.team.peers, name, {"max_norm": str(max_norm), **_told(asdict(how))})
+            elsewhere = {id(t.tensor) for t in self._split.ties if t.owner != self.team.rank}
+            owned = [p for p in parameters if id(p) not in elsewhere]
+            total = norm_over_ranks(owned, self.team.peers, how)
+        clip_to_norm(parameters, total, max_norm, how)
+        return total
+
     def calling(self, kind: str) -> AbstractContextManager[object]:
         """Within, what is raised on one rank is raised on all."""
         return self.team.call(kind)
 
-    def group_for_saves(self) -> Any:
-        """Of the pipe's ranks."""
-        return self.team.group_for_saves()
+    def saves_with(self) -> Fellows:
+        """The ranks of all copies."""
+        return Fellows(self.team.group_for_saves(), self.team.standing.copy)
 
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
@@ -143,7 +164,7 @@ class ManyProcesses:
         first = self._split.placement[0] == self.team.rank
         modules = [m for stage in self._split.stages_here for m in stage.modules()]
         own += own_state(modules)
-        fed, sample = None, None
+        general, fed, sample = facts, None, None
         if first or not apart:
             fed = feed(self._split.partition, settings.chunks, batch, self._feeding)
             own += str(facts_of_data(batch)) if apart else ""
@@ -161,7 +182,7 @@ class ManyProcesses:
             assert fed is not None
             announced = Announcement.of(fed, bool(batch.target))
         fed = fed or Fed({}, announced.rows, announced.chunks)
-        return _Opened(fed, announced, learned, agreed.seed)
+        return _Opened(fed, general, announced, learned, agreed.seed)
 
     def _feeding(self, stage: int) -> torch.device | None:
         """Where this rank feeds a stage; what it carries to others goes from the host."""
@@ -185,7 +206,9 @@ class ManyProcesses:
 
     def _wire(self, links: Links, program: Program, learned: Learned) -> Wire:
         team = self.team
-        return Wire(links, self._split.placement, _tags(program), learned, team.peers, team.watch)
+        return Wire(
+            links, self._split.placement, tags_of(program), learned, team.peers, team.watched
+        )
 
     def _take_inputs(self, call: Call, program: Program, opened: _Opened) -> None:
         """What comes from outside into this rank's cells, and from it into others'."""
@@ -242,37 +265,41 @@ class ManyProcesses:
         self._take_inputs(call, program, opened)
         scale = loss_scale(lesson.scaler, self._place.device)
         ends_here = self._split.is_here(self._last_stage)
-        ledger = None
+        ledger, together = None, None
         if ends_here:
             targets = self._targets(call, opened) if target else [()] * opened.fed.chunks
             ledger = Ledger(rule, opened.fed.rows.shares(), targets, scale)
-        book = Book(ledger, wire, opened.learned)
+            if self.team.line is not None:
+                together = begin_together(self.team.line, opened.facts, ledger, opened.fed.rows)
+        book = Book(ledger, together, wire, opened.learned)
         call.desk.prepare = book.prepare
         call.desk.answer = book.answer if ends_here else None
-        with self._replicas.held() as held:
+        with self._replicas.held(self.team.averaging) as held:
             try:
                 call.run(phase)
-                ending = Ending(drew=call.drew)
-                if ledger is not None:
-                    more = self._has_more(ledger, lesson)
-                    ending = Ending(ledger.total(), ledger.factor, call.drew, more)
+                more = lesson.outputs and self._sharing.outputs == "all"
+                ending = book.ending(call.drew, opened.fed.rows, more)
                 told = tell(self.team.peers, program, call, ending)
             except BaseException:
                 book.give_up()
                 raise
             book.finish(told.factor)
             held.factor = told.factor
+            self._meet_before_reduction()
+        if lesson.scaler is not None and torch.is_grad_enabled():
+            agree_on_overflow(self._split.partition.parameters(), self.team.peers)
         return self._result(call, opened, wire, book, told)
+
+    def _meet_before_reduction(self) -> None:
+        """Of the wrappers' collectives nobody can be woken: let all copies come so far first."""
+        if self._replicas and self.team.twins is not None:
+            self.team.twins.exchange(torch.zeros(1), "the end of its step")
+            self.team.watch.at("the reduction of gradients")
 
     def _targets(self, call: Call, opened: _Opened) -> list[tuple[Any, ...]]:
         cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
         parcels = [call.desk.inputs[cell] for cell in cells]
         return [put_together(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
-
-    def _has_more(self, ledger: Ledger, lesson: Lesson) -> bool:
-        """Are there values to be spread?"""
-        metrics = any(score.beside.metrics for score in ledger.scores)
-        return metrics or (lesson.outputs and self._sharing.outputs == "all")
 
     def _result(
         self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told
@@ -280,13 +307,8 @@ class ManyProcesses:
         """After all ranks have told: the same result on each."""
         self._end(told, opened, wire)
         self._pass_changes_on(call, opened.fed)
-        pass_gradients_on(tensors_by_cell(opened.fed.given), call, told.factor)
-        ledger, rows = book.ledger, opened.fed.rows
-        outputs, metrics = None, {}
-        if ledger is not None:
-            asked = [s.beside.output[0] for s in ledger.scores if s.beside.output]
-            outputs = gather(asked, rows) if asked else None
-            metrics = metrics_of(ledger, rows)
+        pass_gradients_on(tensors_by_cell(opened.fed.given), call, self._of_inputs(told.factor))
+        outputs, metrics = book.outputs(opened.fed.rows), book.metrics
         if told.more:
             seen = outputs if self._sharing.outputs == "all" else None
             others = self._spread((seen, metrics))
@@ -297,21 +319,16 @@ class ManyProcesses:
             self._last = told.measured
         return StepResult(loss, outputs, metrics, told.measured)
 
+    def _of_inputs(self, factor: Tensor | None) -> Tensor | None:
+        """The factor of gradients that are not averaged over copies."""
+        if self.team.line is None:
+            return factor
+        return (torch.ones(()).double() if factor is None else factor) / self.team.line.size
+
 
 def _value(parcel: Parcel) -> Any:
     (value,) = put_together(parcel.tensors, parcel.layout)  # type: ignore[arg-type]
     return value
-
-
-def _tags(program: Program) -> Callable[[Message], int]:
-    """A number for each message of a program, and for what comes from outside."""
-    chunks, neighbours = program.schedule.chunks, program.schedule.stages + 1
-
-    def tag(message: Message) -> int:
-        pair = (message.src + 1) * neighbours + message.dst + 1
-        return FIRST_OF_MESSAGES + pair * chunks + message.microbatch
-
-    return tag
 
 
 def _check_carried(parcel: Parcel) -> None:
@@ -320,6 +337,10 @@ def _check_carried(parcel: Parcel) -> None:
             "with data='first', a side input or target wants a gradient, and it goes to another "
             "process, from where no gradient comes back: detach it, or give it to the first layer"
         )
+
+
+def _told(values: Mapping[str, object]) -> Facts:
+    return {name: str(value) for name, value in values.items()}
 
 
 def _name_of(loss_fn: Any) -> str:

@@ -22,10 +22,11 @@ Waiting = Callable[[str, int | None], None]
 
 
 class Peers:
-    """The other ranks of a pipe, over a gloo group of its own."""
+    """The other ranks of a pipe, or its other copies, over a gloo group of its own."""
 
-    def __init__(self, group: Group, waiting: Waiting) -> None:
+    def __init__(self, group: Group, waiting: Waiting, word: str = "rank") -> None:
         self.group = group
+        self.word = word  # for one of them
         self.rank, self.size = group.rank(), group.size()
         self._waiting = waiting
         self._others = [rank for rank in range(self.size) if rank != self.rank]

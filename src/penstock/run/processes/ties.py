@@ -50,13 +50,13 @@ class TiesBetween:
 
 
 @torch.no_grad()
-def begin_alike(ties: Sequence[Tie], peers: Peers) -> None:
-    """Give every holder what the owner has: ranks may have been initialised differently."""
-    for tie in ties:
-        tensor = tie.tensor
+def tie(ties: Sequence[Tie], peers: Peers) -> None:
+    """Give every holder what the owner has."""
+    for each in ties:
+        tensor = each.tensor
         if tensor is None or tensor.device.type == "meta":
             continue
-        mine: Tensor | None = tensor.detach() if tie.owner == peers.rank else None
-        owners = peers.summed(tie.holders, mine, tensor)
+        mine: Tensor | None = tensor.detach() if each.owner == peers.rank else None
+        owners = peers.summed(each.holders, mine, tensor)
         assert owners is not None
         tensor.copy_(owners)
