@@ -29,7 +29,7 @@ from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import begin_alike, check_same, join, site_in
+from penstock.run.processes.joining import begin_alike, check_same, described, join, site_in
 from penstock.run.processes.many import ManyProcesses
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import standing_in
@@ -126,10 +126,11 @@ class Pipe(nn.Module):
         else:
             team = join(standing, devices, heartbeat)
             with team.call("making the pipe") as name:
+                facts = described(module)  # before stage_fn changes it
                 placed = split(module, wish, asked, site_in(team))
                 arranged = self._arrange(placed, asked, stage_fn)
-                facts = {"schedule": dumps(self._choice(chunks)), "reduction": reduction}
-                check_same(team, name, module, self._settings(), sharing, facts)
+                facts |= {"schedule": dumps(self._choice(chunks)), "reduction": f"{reduction}"}
+                check_same(team, name, self._settings(), sharing, facts)
                 begin_alike(team, self._split.ties, self._replicas)
             self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()
@@ -146,11 +147,11 @@ class Pipe(nn.Module):
         self._buffers.update(module._buffers)
 
     def _arrange(
-        self, placed: Split, asked: str | Schedule | None, stage_fn: StageFn | None
+        self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
     ) -> Arrangement:
         """What runs, and in which order."""
-        here = [stage.index for stage in placed.stages_here]
-        self._split = replace(placed, partition=wrapped(placed.partition, stage_fn, here))
+        here = [stage.index for stage in cut.stages_here]
+        self._split = replace(cut, partition=wrapped(cut.partition, stage_fn, here, cut.ties))
         graph = self._split.partition.graph
         self._choice = choose(asked, self._split.placement, self.chunks, graph)
         made = self._choice(self.chunks)

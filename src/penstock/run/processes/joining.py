@@ -60,30 +60,32 @@ def site_in(team: Team) -> Site:
 
     def settled(find: Callable[[], Sequence[int]]) -> Sequence[int]:
         what, first = "where to cut", team.rank == 0
+        team.watch.busy(what)
         mine = list(find()) if first and team.standing.copy == 0 else None
         if first and team.twins is not None:
             mine = team.twins.value(0, mine, what)
         found: Sequence[int] = team.peers.value(0, mine, what)
+        team.watch.busy("its stages")
         return found
 
     return Site(team.rank, team.size, team.place, settled)
 
 
+def described(module: nn.Sequential) -> dict[str, str]:
+    """Each layer: its class, and a digest of the names, shapes and dtypes of all it has."""
+    layers = module.named_children()
+    return {f"layer {name}": f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers}
+
+
 def check_same(
-    team: Team,
-    name: str,
-    module: nn.Sequential,
-    settings: Settings,
-    sharing: Sharing,
-    more: Mapping[str, object],
+    team: Team, name: str, settings: Settings, sharing: Sharing, more: Mapping[str, str]
 ) -> None:
     """All ranks are making the same pipe, and all copies."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": torch.__version__.split("+")[0],
-        **facts_of(settings),
-        **{key: str(value) for key, value in {**asdict(sharing), **more}.items()},
-        **{f"layer {n}": f"{type(l).__name__} {_digest(l)}" for n, l in module.named_children()},
+        **facts_of(settings, **asdict(sharing)),
+        **more,
     }
     agree(team.peers, name, facts)
     if team.twins is not None:
@@ -101,7 +103,6 @@ def begin_alike(team: Team, ties: Sequence[Tie], replicas: Replicas) -> None:
 
 
 def _digest(layer: nn.Module) -> str:
-    """Of the names, shapes and dtypes of all it has."""
     parts = [f"{n} {type(m).__name__}" for n, m in layer.named_modules()]
     parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_parameters()]
     parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_buffers()]

@@ -22,6 +22,7 @@ class Mode(IntEnum):
     WAITING = 2  # for a message of a rank, or for all ranks
     LEFT = 3
     ABSENT = 4  # has given no sign yet
+    BUSY = 5  # with one thing that may take minutes, such as making a pipe
 
 
 Peer = int | tuple[int, ...] | None  # for whom a rank waits: for one, for some, or for all
@@ -42,7 +43,7 @@ class Sign:
         if self.mode is Mode.WAITING:
             whose = f"rank {self.peer}" if isinstance(self.peer, int) else "all ranks"
             return f"in {self.label}, waiting for {self.what} of {whose}"
-        if self.mode is Mode.AT:
+        if self.mode in (Mode.AT, Mode.BUSY):
             return f"in {self.label}, at {self.what}"
         if self.mode is Mode.ABSENT:
             return "before it came to this pipe"
@@ -120,6 +121,11 @@ class Patience:
         return max(60.0, self.heartbeat)
 
     @property
+    def busy(self) -> float:
+        """Without coming on, with something that takes long."""
+        return max(600.0, self.heartbeat)
+
+    @property
     def suspicious(self) -> float:
         """Without a sign, after a connection was lost."""
         return min(1.0, self.quiet)
@@ -152,7 +158,8 @@ def judge(
             return causes.left(rank, str(sign), waiter)
     for rank, (sign, _, still) in _fields(awaited):
         both = min(still, mine.still)
-        if sign.mode in (Mode.OUTSIDE, Mode.AT) and both > patience.quiet:
+        limit = patience.busy if sign.mode is Mode.BUSY else patience.quiet
+        if sign.mode in (Mode.OUTSIDE, Mode.AT, Mode.BUSY) and both > limit:
             return causes.stalled(rank, str(sign), both, waiter, patience.heartbeat)
     return _knot(me, sights, patience)
 

@@ -83,6 +83,14 @@ class Watch:
         if lookout.cause is not None:
             raise lookout.cause.error()
 
+    def busy(self, what: str) -> None:
+        """This rank begins something that may take minutes. Raises, if all must stop."""
+        lookout = self._lookout
+        lookout.count += 1
+        lookout.now = (Mode.BUSY, what, None)
+        if lookout.cause is not None:
+            raise lookout.cause.error()
+
     def outside(self) -> None:
         """This rank is between steps."""
         lookout = self._lookout
