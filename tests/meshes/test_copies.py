@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipe, RemoteError, add_loss
@@ -434,6 +435,40 @@ def the_other_way_round() -> list[str]:
 
 def test_meshes_of_other_orders() -> None:
     assert ranks(4).run(the_other_way_round) == FINE
+
+
+def three_dims() -> list[str]:
+    """Layers are split over a third dim, which is none of the pipe's: it averages over dp."""
+    cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
+
+    def plan(module: nn.Module, _: int) -> nn.Module:
+        ways: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in module.children():
+            if isinstance(block, Block):
+                parallelize_module(block, cube["tp"], ways)
+        return module
+
+    expected = model()
+    pipe = Pipe(
+        model(),
+        chunks=3,
+        mesh=cube["dp", "pp"],
+        stage_fn=plan,
+        loss_fn=nn.functional.mse_loss,
+    )
+    x, y = batch(16)
+    loss = nn.functional.mse_loss(expected(x), y)
+    loss.backward()
+    x, y = (part.split(list(UNEVEN))[cube.get_local_rank("dp")] for part in (x, y))
+    result = pipe.step(x, target=y)
+    wrong = differing(pipe, expected)
+    wrong += [] if closely(result.loss, loss.detach()) else ["the loss"]
+    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    return wrong + ([] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"])
+
+
+def test_two_dims_of_three() -> None:
+    assert ranks(4).run(three_dims) == FINE
 
 
 # ---- disagreement -------------------------------------------------------------------------

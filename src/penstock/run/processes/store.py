@@ -23,7 +23,7 @@ class Shared(NamedTuple):
 def store_of(group: ProcessGroup, name: str, everyone: Sequence[int] = ()) -> Shared:
     """A store for a name, and the processes of a group, or for `everyone`, who are in the world.
 
-    Each of them calls it, with the same name. It is a store over TCP, which threads can clone: that
+    Each of them calls it once, with the same name. It is a store over TCP, which threads can clone: that
     of the process group itself, or one of its own. A launcher that starts the ranks again may keep
     its store: each start has its own part.
     """

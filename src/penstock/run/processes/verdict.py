@@ -187,11 +187,11 @@ def _knot(me: int, sights: Mapping[int, Sight], patience: Patience) -> Cause | N
     found, todo = {me}, [me]
     while todo:
         rank = todo.pop()
-        if rank not in sights:  # others look at it
-            return None
         sight = sights[rank]
         if sight.sign.mode is not Mode.WAITING or sight.still <= 2 * patience.heartbeat:
             return None
+        if isinstance(sight.sign.peer, int) and sight.sign.peer not in sights:
+            return None  # others look at that one
         others = {r: s for r, s in sights.items() if r != rank}
         todo += (new := set(_awaited(sight.sign, others)) - found)
         found |= new
