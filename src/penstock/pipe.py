@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Cost
 from penstock.errors import KindError, RunError
-from penstock.gradients.clip import clip_grad_norm
+from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
 from penstock.notation import dumps
@@ -29,12 +29,11 @@ from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import check_same, join, site_in
+from penstock.run.processes.joining import begin_alike, check_same, described, join, site_in
 from penstock.run.processes.many import ManyProcesses
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import standing_in
 from penstock.run.processes.team import SLOW
-from penstock.run.processes.ties import begin_alike
 from penstock.run.programs import Programs
 from penstock.run.training import StepResult
 from penstock.saving.pending import Pending, Saving
@@ -66,7 +65,8 @@ class Pipe(nn.Module):
     stage_fn             stage_fn(module, index) gives what computes in the place of a stage's
                          layers: the module in fully_shard, DistributedDataParallel, torch.compile
     mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
-                         holds its own stages alone. The rest is for that:
+                         holds its own stages alone. With the dims pp and dp, there are copies that
+                         train together. The rest is for that:
     data                 given on all ranks, or on the first alone
     outputs              on the last rank, or on all
     shapes               of messages: learned in the first call with such inputs, or sent always
@@ -123,14 +123,15 @@ class Pipe(nn.Module):
             asked = read(schedule)
             wish = Wish(stages, devices, balance, example, chunks)
             sharing = Sharing(data, outputs, shapes)
+            facts = described(module)  # before stage_fn changes it
             placed = split(module, wish, asked, None if team is None else site_in(team))
             arranged = self._arrange(placed, asked, stage_fn)
             if team is None:
                 self._runs: Answers = OneProcess(arranged)
             else:
-                facts = {"schedule": dumps(self._choice(chunks)), "reduction": reduction}
-                check_same(team, name, module, self._settings(), sharing, facts)
-                begin_alike(self._split.ties, team.peers)
+                facts |= {"schedule": dumps(self._choice(chunks)), "reduction": f"{reduction}"}
+                check_same(team, name, self._settings(), sharing, facts)
+                begin_alike(team, self._split.ties, self._replicas)
                 self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()
         self._saves = Pending()
@@ -146,11 +147,11 @@ class Pipe(nn.Module):
         self._buffers.update(module._buffers)
 
     def _arrange(
-        self, placed: Split, asked: str | Schedule | None, stage_fn: StageFn | None
+        self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
     ) -> Arrangement:
         """What runs, and in which order."""
-        here = [stage.index for stage in placed.stages_here]
-        self._split = replace(placed, partition=wrapped(placed.partition, stage_fn, here))
+        here = [stage.index for stage in cut.stages_here]
+        self._split = replace(cut, partition=wrapped(cut.partition, stage_fn, here, cut.ties))
         graph = self._split.partition.graph
         self._choice = choose(asked, self._split.placement, self.chunks, graph)
         made = self._choice(self.chunks)
@@ -208,9 +209,8 @@ class Pipe(nn.Module):
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
-        parameters = list(self.parameters())
-        rest = norm_type, error_if_nonfinite, foreach
-        return clip_grad_norm(parameters, parameters, None, max_norm, *rest)
+        how = Clipping(norm_type, error_if_nonfinite, foreach)
+        return self._runs.clip(list(self.parameters()), max_norm, how)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -261,8 +261,8 @@ class Pipe(nn.Module):
         from penstock.saving.saver import Saver, held  # their import takes a second
 
         same = {**tied_names(self), **self._split.same}
-        first = self._split.is_here(0)
-        return Saver(held(self, same, self._runs.group_for_saves(), first), self._saves)
+        group, copy = self._runs.saves_with()
+        return Saver(held(self, same, group, copy, first=self._split.is_here(0)), self._saves)
 
     # ---- how they are run -----------------------------------------------------------------
 

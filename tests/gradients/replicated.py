@@ -144,6 +144,15 @@ def mean_over_replicas(loss: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
+class Everyone:
+    """All ranks of the world, for what the ranks of a pipe tell each other."""
+
+    def exchange(self, mine: Tensor, what: str) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return found
+
+
 class Counted:
     """How many collectives a step has called: all of the group's, and which are reduce-scatters."""
 

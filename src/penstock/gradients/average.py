@@ -1,8 +1,9 @@
-"""Gradients averaged over replicas: once, in a few large messages."""
+"""Gradients averaged over replicas, and tensors that the first one gives: in a few messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +16,56 @@ from penstock.gradients.shards import Group, local
 BUCKET_BYTES = 25 << 20
 
 
+@dataclass(frozen=True)
+class Line:
+    """The processes that have the same stages in copies of a pipe, by their ranks in the world.
+
+    `waiting` is told before each wait for them, and what for.
+    """
+
+    group: Group
+    members: frozenset[int]
+    waiting: Callable[[str], object]
+
+
+def _nothing() -> None:
+    pass
+
+
 @torch.no_grad()
 def average(
-    parameters: Iterable[nn.Parameter], group: Group, share: float | Tensor | None = None
+    parameters: Iterable[nn.Parameter], group: Group, waiting: Callable[[], object] = _nothing
 ) -> None:
     """Make each `.grad` the mean of those of all ranks of the group.
 
-    A rank counts for its `share`; shares add up to 1, and are the same for all if left out. What
-    was averaged before stays as it is, so that steps may be added. A gradient that some ranks have
-    counts as 0 for the others; one that nobody has is left alone. Every rank of the group calls
-    this, with the same parameters in the same order.
+    What was averaged before stays as it is, so that steps may be added. A gradient that some ranks
+    have counts as 0 for the others; one that nobody has is left alone. Every rank of the group
+    calls this, with the same parameters in the same order.
     """
-    size = dist.get_world_size(group)
-    if size == 1:
+    if group.size() == 1:
         return
     wanted = list(dict.fromkeys(p for p in parameters if p.requires_grad))
     _check_dense(wanted)
     buckets = [_Bucket(those) for those in _buckets(wanted)]
     for bucket in buckets:  # each is sent while the next is filled
-        bucket.send(group, 1 / size if share is None else share)
+        bucket.send(group)
     for bucket in buckets:
+        waiting()
         bucket.take_back()
+
+
+@torch.no_grad()
+def give_firsts(tensors: Iterable[Tensor], group: Group) -> None:
+    """Give every rank of the group what its first has."""
+    alike: dict[Any, list[Tensor]] = {}
+    for part in map(local, tensors):
+        if part.numel():
+            alike.setdefault((part.device, part.dtype), []).append(part)
+    for those in alike.values():
+        flat = torch.cat([part.reshape(-1) for part in those])
+        group.broadcast([flat], dist.BroadcastOptions()).wait()
+        for part, numbers in zip(those, flat.split([p.numel() for p in those]), strict=True):
+            part.copy_(numbers.view_as(part))
 
 
 def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
@@ -81,17 +111,17 @@ class _Bucket:
         self._parts = [part.view(local(p).shape) for part, p in zip(parts, parameters, strict=True)]
         self._flat = flat
 
-    def send(self, group: Group, share: float | Tensor) -> None:
+    def send(self, group: Group) -> None:
         """Fill it, and begin to add those of all ranks."""
         pairs = list(zip(self._parts, self._parameters, strict=True))
         for part, parameter in pairs:
             if parameter.grad is not None:
                 part.copy_(local(parameter.grad))
         there = [parameter.grad is not None for parameter in self._parameters]
-        self._flat.mul_(share.to(self._flat.device) if isinstance(share, Tensor) else share)
+        self._flat.mul_(1 / group.size())
         self._there.copy_(torch.tensor(there, dtype=self._flat.dtype))
         summed = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-        self._work: Any = dist.all_reduce(summed, group=group, async_op=True)
+        self._work: Any = group.allreduce([summed])
 
     def take_back(self) -> None:
         """Wait for it, and put the means where they belong."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import ArgumentError
-from penstock.gradients.average import average
+from penstock.gradients.average import average, give_firsts
 from penstock.gradients.shards import Group
 
 _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
@@ -45,7 +44,7 @@ class Averaged:
             module.set_requires_gradient_sync(False)  # type: ignore[operator]
         for wrapper in self._wrappers:
             if trains and wrapper.broadcast_buffers:
-                _broadcast(_buffers(wrapper), wrapper.process_group)
+                give_firsts(_buffers(wrapper), wrapper.process_group)
             for flag in _FLAGS:
                 setattr(wrapper, flag, False)
 
@@ -58,6 +57,12 @@ class Averaged:
         for wrapper, flags in zip(self._wrappers, self._flags, strict=True):
             for flag, value in zip(_FLAGS, flags, strict=True):
                 setattr(wrapper, flag, value)
+
+    def over(self, members: Collection[int]) -> Iterator[DistributedDataParallel]:
+        """Those whose replicas are in these processes."""
+        for wrapper in self._wrappers:
+            if set(dist.get_process_group_ranks(wrapper.process_group)) == set(members):
+                yield wrapper
 
     def reduce(self) -> None:
         """A parameter in several wrappers of one group is averaged once."""
@@ -95,19 +100,6 @@ def _parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
 def _buffers(wrapper: DistributedDataParallel) -> list[Tensor]:
     ignored = wrapper.parameters_to_ignore
     return [b for name, b in wrapper.module.named_buffers() if name not in ignored]
-
-
-@torch.no_grad()
-def _broadcast(buffers: Iterable[Tensor], group: Group) -> None:
-    alike: dict[Any, list[Tensor]] = {}
-    for buffer in buffers:
-        if buffer.numel():
-            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-    for those in alike.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in those])
-        dist.broadcast(flat, group=group, group_src=0)
-        for buffer, part in zip(those, flat.split([b.numel() for b in those]), strict=True):
-            buffer.copy_(part.view_as(buffer))
 
 
 def _check(wrapper: DistributedDataParallel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -10,53 +11,61 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from penstock.errors import RunError
-from penstock.gradients.shards import Group, groups_of, is_in_parts, local, meeting_place, reduce
+from penstock.gradients.shards import Group, Ranks, groups_of, is_in_parts, local, reduce
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The arguments of `nn.utils.clip_grad_norm_` after the largest norm."""
+
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+    foreach: bool | None = None
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    parameters: Sequence[nn.Parameter],
-    owned: Sequence[nn.Parameter],
-    group: Group | None,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """As `nn.utils.clip_grad_norm_` of the unsplit model's parameters; gives the norm before.
+def norm_over_ranks(owned: Sequence[nn.Parameter], ranks: Ranks | None, how: Clipping) -> Tensor:
+    """As `nn.utils.get_total_norm` of the gradients of the unsplit model.
 
-    The gradients of `parameters` are scaled. Those of `owned` ones count in the norm, with those of
-    the group's other ranks: each parameter of the model is owned by one of them. Every rank of the
-    group calls this, whether it has gradients or not; so do all that have parts of a DTensor.
+    Each parameter of the model is `owned` by one of the ranks. All of them call this, whether they
+    have gradients or not; so do all that have parts of a DTensor.
     """
-    order = float(norm_type)
+    order = float(how.norm_type)
     plain = [p.grad for p in owned if p.grad is not None and not is_in_parts(p)]
-    total = nn.utils.get_total_norm(plain, order, foreach=foreach)
+    total = nn.utils.get_total_norm(plain, order, foreach=how.foreach)
     in_parts = [p for p in owned if is_in_parts(p)]
-    if group is not None or in_parts:
-        device = meeting_place(owned, group)
-        of_plain = total.to(device, torch.float64) if plain else _nothing(order, device)
-        total = _over_ranks([of_plain, *_norms_of_parts(in_parts, order, device)], order, group)
-    if error_if_nonfinite and not bool(total.isfinite()):
+    if ranks is None and not in_parts:
+        return total
+    device = next((p.device for p in owned), total.device)
+    of_plain = total.to(device, torch.float64) if plain else _nothing(order, device)
+    mine = _one_of([of_plain, *_norms_of_parts(in_parts, order, device)], order)
+    if ranks is None:
+        return mine
+    return _one_of(ranks.exchange(mine.cpu(), "the norm of its gradients"), order).to(device)
+
+
+@torch.no_grad()
+def clip_to_norm(
+    parameters: Sequence[nn.Parameter], total: Tensor, max_norm: float, how: Clipping
+) -> None:
+    """Scale the gradients, if their total norm is larger than the largest."""
+    if how.error_if_nonfinite and not bool(total.isfinite()):
         raise RunError(
-            f"the total norm of order {order:g} of the gradients over all stages is non-finite, "
-            f"{total.item()}, so that they cannot be clipped: look for the layer that gave it, or "
-            "leave error_if_nonfinite out"
+            f"the total norm of order {float(how.norm_type):g} of the gradients over all stages is "
+            f"non-finite, {total.item()}, so that they cannot be clipped: look for the layer that "
+            "gave it, or leave error_if_nonfinite out"
         )
-    nn.utils.clip_grads_with_norm_(
-        [p for p in parameters if not is_in_parts(p)], max_norm, total, foreach
-    )
+    plain = [p for p in parameters if not is_in_parts(p)]
+    nn.utils.clip_grads_with_norm_(plain, max_norm, total, how.foreach)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in (local(p.grad) for p in parameters if p.grad is not None and is_in_parts(p)):
         part.mul_(factor.to(part.device))
-    return total
 
 
-def _over_ranks(norms: Sequence[Tensor], order: float, group: Group | None) -> Tensor:
-    """One norm of those of this rank and of the group's other ranks."""
+def _one_of(norms: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of what has these."""
     each = torch.stack(list(norms))
-    mine = each.sum() if order == 0 else torch.linalg.vector_norm(each, order)
-    return mine if group is None else _together(mine[None], order, [group])[0]
+    return each.sum() if order == 0 else torch.linalg.vector_norm(each, order)
 
 
 def _norms_of_parts(

@@ -13,25 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from penstock.gradients.shards import Group, all_groups, local, meeting_place, reduce
+from penstock.gradients.shards import Ranks, all_groups, local, reduce
 
 
 @torch.no_grad()
-def agree_on_overflow(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> None:
+def agree_on_overflow(parameters: Sequence[nn.Parameter], ranks: Ranks | None) -> None:
     """If a gradient of any rank is not finite, let every gradient of all ranks have an infinity.
 
-    In every one, as each may belong to another optimizer. The ranks are those of the groups, and
-    those who have parts of the same DTensors; all of them call this. On a GPU nobody waits for it,
-    unless the groups work on the host.
+    In every one, as each may belong to another optimizer. Those who have parts of the same DTensors
+    agree, and so do the ranks, who all call this. On a GPU nobody waits for it, if there is no
+    other rank, and the parts' groups work on the device.
     """
-    everyone = list(dict.fromkeys([*all_groups(parameters), *groups]))
-    if not everyone:
+    groups = all_groups(parameters)
+    if not groups and ranks is None:
         return
-    device = meeting_place(parameters, everyone[-1])
     gradients = [_numbers(p.grad) for p in parameters if p.grad is not None]
     here = [gradient for gradient in gradients if gradient.numel()]
-    finite = nn.utils.get_total_norm(here, inf).isfinite().to(device)
-    found = reduce((~finite).float(), ReduceOp.MAX, everyone)
+    finite = nn.utils.get_total_norm(here, inf).isfinite()
+    found = reduce((~finite).float(), ReduceOp.MAX, groups)
+    if ranks is not None:
+        found = torch.stack(ranks.exchange(found.cpu(), "whether its gradients are finite")).max()
     if not found.is_cuda and not found.item():
         return
     for gradient in here:

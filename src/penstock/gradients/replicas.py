@@ -8,15 +8,19 @@ does so once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.gradients.average import Line, average, give_firsts
 from penstock.gradients.averaged import Averaged
 from penstock.gradients.sharded import Sharded
+from penstock.gradients.shards import groups_of
 
 
 @dataclass
@@ -30,7 +34,8 @@ class Replicas:
     """The wrappers in what computes the stages of this process."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+        self._modules = list(modules)
+        parts = list(dict.fromkeys(part for module in self._modules for part in module.modules()))
         self._averaged, self._sharded = Averaged(parts), Sharded(parts)
         self.reduces = True  # at the end of a step; else the gradients wait for one that does
 
@@ -47,19 +52,28 @@ class Replicas:
             )
 
     @contextmanager
-    def held(self) -> Iterator[Held]:
+    def held(self, line: Line | None = None) -> Iterator[Held]:
         """Within, nobody reduces; at the end each does so once, if it was a step with gradients.
 
-        Every replica runs the same steps.
+        What no wrapper reduces is averaged over the `line`, if there is one. Every replica runs
+        the same steps.
         """
         held, trains = Held(), torch.is_grad_enabled()
-        if not self:
+        if line is not None and trains:
+            line.waiting("the buffers of the first copy")
+            give_firsts(self._buffers(line), line.group)
+        with self._wrappers_held(held, trains) if self else nullcontext():
             yield held
-            return
+        if line is not None and trains and self.reduces:
+            waiting = partial(line.waiting, "the average of gradients")
+            average(self._parameters(line), line.group, waiting)
+
+    @contextmanager
+    def _wrappers_held(self, held: Held, trains: bool) -> Iterator[None]:
         self._averaged.begin(trains)
         self._sharded.begin()
         try:
-            yield held
+            yield
         except BaseException:
             self._sharded.give_up()
             raise
@@ -70,3 +84,26 @@ class Replicas:
             if self.reduces:
                 self._averaged.reduce()
         self._sharded.rest()
+
+    def begin_alike(self, line: Line) -> None:
+        """Give every copy of the line what the first has: they may have begun differently."""
+        tensors = [*self._parameters(line), *self._buffers(line)]
+        line.waiting("what the first copy begins with")
+        give_firsts([t for t in tensors if t.device.type != "meta"], line.group)
+
+    def _parameters(self, line: Line) -> list[nn.Parameter]:
+        """Those that nobody else reduces over the line."""
+        wrapped = {p for wrapper in self._averaged.over(line.members) for p in wrapper.parameters()}
+        found = dict.fromkeys(p for module in self._modules for p in module.parameters())
+        return [p for p in found if p not in wrapped and not _is_over(line, p)]
+
+    def _buffers(self, line: Line) -> list[Tensor]:
+        wrapped = {b for wrapper in self._averaged.over(line.members) for b in wrapper.buffers()}
+        found = dict.fromkeys(b for module in self._modules for b in module.buffers())
+        return [b for b in found if b not in wrapped]
+
+
+def _is_over(line: Line, parameter: nn.Parameter) -> bool:
+    """Is it in parts over the line? Who parts it reduces it."""
+    members = map(dist.get_process_group_ranks, groups_of(parameter))
+    return any(set(ranks) == line.members for ranks in members)

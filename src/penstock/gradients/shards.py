@@ -6,13 +6,19 @@ They are told by what they can do, and not by their class: to load it takes long
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Group = Any  # a ProcessGroup; a build of PyTorch without torch.distributed has no such class
+
+
+class Ranks(Protocol):
+    """The other ranks of a pipe."""
+
+    def exchange(self, mine: Tensor, what: str) -> list[Tensor]:
+        """The numbers of all, those of the host: as many from each."""
 
 
 def is_in_parts(tensor: Tensor) -> bool:
@@ -54,13 +60,3 @@ def reduce(numbers: Tensor, op: dist.ReduceOp.RedOpType, groups: Iterable[Group]
         found = found.to("cpu" if gloo else numbers.device, copy=True)
         dist.all_reduce(found, op, group=group)
     return found.to(numbers.device)
-
-
-def meeting_place(tensors: Iterable[Tensor], group: Group | None) -> torch.device:
-    """A device for numbers about these tensors, though there be none of them."""
-    found = next((tensor.device for tensor in tensors), None)
-    if found is not None:
-        return found
-    if group is not None and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -13,14 +13,23 @@ from penstock.gradients.sharded import is_sharded
 from penstock.gradients.shards import groups_of, is_in_parts
 from penstock.partition.chain import Chain
 from penstock.partition.sequential import Partition, tensors_of
+from penstock.partition.tied import Tie
 from penstock.stage.stage import Stage
 
 StageFn = Callable[[nn.Module, int], nn.Module]
 Home = tuple[nn.Module, str]  # where a parameter is registered
 
 
-def wrapped(partition: Partition, stage_fn: StageFn | None, those: Collection[int]) -> Partition:
-    """The partition, with what `stage_fn` makes of those stages computing in their place."""
+def wrapped(
+    partition: Partition,
+    stage_fn: StageFn | None,
+    those: Collection[int],
+    between: Sequence[Tie] = (),
+) -> Partition:
+    """The partition, with what `stage_fn` makes of those stages computing in their place.
+
+    `between` are ties with ranks of other processes.
+    """
     if stage_fn is None:
         modules = (module for stage in partition.stages for module in stage.modules())
         if not any(map(is_sharded, modules)):
@@ -36,6 +45,14 @@ def wrapped(partition: Partition, stage_fn: StageFn | None, those: Collection[in
                 f"stage_fn has put another parameter in the place of '{homes[0][1]}' of one layer, "
                 "but not of another that shares it, so that they are no longer tied: keep such "
                 "layers out of it, or put them into one stage and wrap them together"
+            )
+    for tie in between:
+        if tie.tensor is not None and is_in_parts(tie.tensor):
+            raise ArgumentError(
+                f"'{tie.name}' is on ranks {', '.join(map(str, tie.holders))} of the pipe, and "
+                "stage_fn has cut it in parts (fully_shard, tensor parallelism), whose gradients "
+                "are not summed between ranks: keep its layers out of that, or put them into "
+                "stages of one rank"
             )
     return replace(partition, stages=stages)
 

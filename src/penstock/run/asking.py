@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.cost import Cost
+from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
-from penstock.ir import Schedule
+from penstock.ir import Program, Schedule
 from penstock.partition.sequential import check_unchanged
 from penstock.partition.split import Split
 from penstock.run.call import Manner
 from penstock.run.feed import Batch
+from penstock.run.phase import Phase
 from penstock.run.programs import Programs, Size
-from penstock.run.training import StepResult
+from penstock.run.training import HasTimeline, StepResult
 from penstock.stage.reduction import LossFn
 from penstock.stage.tape import Keep
-from penstock.timeline import Timeline
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A model cut and placed, the programs that run it, and the layers as the pipe has them now."""
-
-    split: Split
-    programs: Programs
-    replicas: Replicas
-    layers: Mapping[str, nn.Module | None]
-
-    def check(self) -> None:
-        """The layers are those that were cut, and have been given their numbers."""
-        check_unchanged(self.layers, self.split.stages_here)
-        self.split.blanks.check()
+from penstock.timeline import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -54,12 +42,48 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """A model cut and placed, the programs that run it, and the layers as the pipe has them now."""
+
+    split: Split
+    programs: Programs
+    replicas: Replicas
+    layers: Mapping[str, nn.Module | None]
+
+    def check(self) -> None:
+        """The layers are those that were cut, and have been given their numbers."""
+        check_unchanged(self.layers, self.split.stages_here)
+        self.split.blanks.check()
+
+    def run_of_step(self, settings: Settings, chunks: int) -> tuple[Program, Phase]:
+        """The whole program; without gradients, its forwards."""
+        if torch.is_grad_enabled():
+            return self.programs.whole(settings.size(chunks))
+        program, forwards, _ = self.programs.halves(settings.size(chunks, False))
+        return program, forwards
+
+    def forecast(self, settings: Settings, cost: Cost | None, last: HasTimeline | None) -> Timeline:
+        """A training step on paper: at this cost, or at that of the last one, if there was one."""
+        program, _ = self.programs.whole(settings.size(settings.chunks))
+        if cost is None and last is not None:
+            cost = last.timeline.cost
+        return simulate(program, cost)
+
+
+@dataclass(frozen=True)
 class Lesson:
     """What a training step is to do with the outputs."""
 
     loss_fn: LossFn | None
     outputs: bool
     scaler: torch.amp.GradScaler | None
+
+
+class Fellows(NamedTuple):
+    """A group of all processes that save together, None if there is one; of which copy this is."""
+
+    group: Any = None
+    copy: int = 0
 
 
 class Answers(Protocol):
@@ -74,8 +98,11 @@ class Answers(Protocol):
     def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
         """Within, what is raised on one rank is raised on all, if the facts are the same there."""
 
-    def group_for_saves(self) -> Any:
-        """Of all processes that save together; None if there is one."""
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping) -> Tensor:
+        """Clip by the norm over all ranks; gives the norm before."""
+
+    def saves_with(self) -> Fellows:
+        """With whom this process saves."""
 
     def forecast(self, settings: Settings, cost: Any) -> Timeline:
         """The timeline of a training step on paper."""

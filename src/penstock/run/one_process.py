@@ -9,13 +9,15 @@ from threading import Lock, RLock
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from penstock.batch import gather
 from penstock.cost import Cost
+from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
 from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
 from penstock.partition.wrapping import check_apart
-from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
+from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
 from penstock.run.call import Call, Runtime
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
@@ -29,7 +31,7 @@ from penstock.stage.batchnorm import deferred_in
 from penstock.stage.loss import ending_in_loss
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import Stage
-from penstock.timeline import Timeline, simulate
+from penstock.timeline import Timeline
 
 
 class OneProcess:
@@ -60,10 +62,7 @@ class OneProcess:
         """Forward, loss and backward of a batch under the schedule."""
         self._arranged.check()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
-        if torch.is_grad_enabled():
-            program, phase = self._programs.whole(settings.size(fed.chunks))
-        else:
-            program, phase, _ = self._programs.halves(settings.size(fed.chunks, False))
+        program, phase = self._arranged.run_of_step(settings, fed.chunks)
         rule = reduction_of(lesson.loss_fn, settings.reduction)
         stages = ending_in_loss(
             self._split.partition.stages,
@@ -79,7 +78,7 @@ class OneProcess:
             result = train(call, program, phase, fed, ledger, self._replicas)
         if torch.is_grad_enabled():
             if lesson.scaler is not None:
-                agree_on_overflow(self._split.partition.parameters(), ())
+                agree_on_overflow(self._split.partition.parameters(), None)
             self._made.last = result.measured
         return result
 
@@ -87,15 +86,19 @@ class OneProcess:
         """Nothing has to be told to anybody."""
         return nullcontext()
 
-    def group_for_saves(self) -> None:
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping) -> Tensor:
+        """All are here."""
+        total = norm_over_ranks(parameters, None, how)
+        clip_to_norm(parameters, total, max_norm, how)
+        return total
+
+    def saves_with(self) -> Fellows:
         """There is one process."""
+        return Fellows()
 
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
-        program, _ = self._programs.whole(settings.size(settings.chunks))
-        if cost is None and self._made.last is not None:
-            cost = self._made.last.timeline.cost
-        return simulate(program, cost)
+        return self._arranged.forecast(settings, cost, self._made.last)
 
     def _call(
         self,

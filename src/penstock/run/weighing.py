@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,23 @@ class Score(NamedTuple):
     added: Tensor | None = None  # by layers
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a pipe counts for, whose batch is a part of one: others have the rest, in copies of it.
+
+    Gradients are those of the whole batch's loss, times the number of copies: their mean over the
+    copies is then the gradient, also of steps that were added up before.
+    """
+
+    copies: int = 1
+    rows: float = 1.0  # its share of all rows
+    counted: float | None = None  # what the targets of all count for
+
+    def of_rows(self) -> float:
+        """The factor of gradients of a mean by rows."""
+        return self.rows * self.copies
+
+
 class Ledger:
     """The scores of one step, and what is made of them.
 
@@ -66,10 +84,28 @@ class Ledger:
         self._first: Beside | None = None
         self._unit: Tensor | None = None  # what the gradients' weights are divided by
         self._aside: Aside | None = None
+        self._part = Part()
+        self._all_weights: Tensor | None = None
         self._targets = targets
         given = [target for values in targets for target in values if isinstance(target, Tensor)]
         if reduction.counting is not None and len(given) == len(shares):
             self._unit = torch.stack([reduction.counting(target) for target in given]).sum()
+
+    @property
+    def sums(self) -> bool:
+        """Is the step's loss the sum of theirs?"""
+        return self._sums
+
+    @property
+    def counted(self) -> Tensor | None:
+        """Before the step: what all targets count for, if that is known."""
+        return self._unit
+
+    def take_part(self, part: Part) -> None:
+        """Before the step: this is a part of a larger batch."""
+        self._part = part
+        if self._unit is not None and part.counted is not None:
+            self._unit = torch.full_like(self._unit, part.counted / part.copies)
 
     @property
     def scores(self) -> list[Score]:
@@ -89,7 +125,8 @@ class Ledger:
         seeds: list[Tensor | None] = [None for _ in made.tensors]
         seeds[0] = self._seed(microbatch, score)
         if score.added is not None:
-            seeds[-1] = self._scaled(torch.full_like(score.added, self._rows[microbatch]))
+            share = self._rows[microbatch] * self._part.of_rows()
+            seeds[-1] = self._scaled(torch.full_like(score.added, share))
         return Parcel(tuple(seeds))
 
     def prepare(self, tape: Tape, microbatch: int) -> None:
@@ -100,7 +137,8 @@ class Ledger:
     def _seed(self, microbatch: int, score: Score) -> Tensor:
         loss, weight = score.loss, score.beside.weight
         if weight is None:
-            kind = self._shares[microbatch], loss.dtype, loss.device
+            factor = self._part.copies if self._sums else self._part.of_rows()
+            kind = self._shares[microbatch] * factor, loss.dtype, loss.device
             if kind not in self._seeds:  # nobody writes to it
                 self._seeds[kind] = self._scaled(torch.full_like(loss, kind[0]))
             return self._seeds[kind]
@@ -138,6 +176,12 @@ class Ledger:
         found = [score.beside.weight for score in self.scores]
         return [weight for weight in found if weight is not None]
 
+    @property
+    def weight(self) -> Tensor | None:
+        """What the step's loss counts for among those of several copies; None: by its rows."""
+        weights = self._weights
+        return _total(weights) if weights else None
+
     def combined(self, numbers: Sequence[Tensor]) -> Tensor:
         """One number of those of the micro-batches, as for their losses."""
         weights = self._weights
@@ -148,20 +192,33 @@ class Ledger:
         mean = _total(terms) / _total(weights)
         return mean.to(numbers[0].dtype) if numbers[0].is_floating_point() else mean
 
-    def total(self) -> Tensor:
-        """The step's loss, with what layers have added."""
+    def loss(self) -> Tensor:
+        """The step's, without what layers have added."""
         total = self.combined([score.loss for score in self.scores])
         if not self._sums and not self._weights and _ignores(self._targets):
             warnings.warn(
                 f"there is a {IGNORED} among the targets, which PyTorch's losses ignore, and this "
                 "loss_fn, which is none of them, gives no weight, so that each micro-batch counts "
                 "by its rows: return (loss, weight), with the number of targets that count",
-                stacklevel=4,
+                stacklevel=5,
             )
-        for score, share in zip(self.scores, self._rows, strict=True):
-            if score.added is not None:
-                total = total + score.added.to(total.device) * share
         return total.detach()
+
+    def added(self) -> list[Tensor]:
+        """What layers have added to it, of each micro-batch."""
+        shares = zip(self.scores, self._rows, strict=True)
+        return [score.added.detach() * share for score, share in shares if score.added is not None]
+
+    def total(self) -> Tensor:
+        """The step's loss, with what layers have added."""
+        total = self.loss()
+        for added in self.added():
+            total = total + added.to(total.device)
+        return total
+
+    def give_all_weights(self, weights: Tensor) -> None:
+        """After the step: those of all copies together."""
+        self._all_weights = weights
 
     @property
     def in_own_unit(self) -> bool:
@@ -174,7 +231,9 @@ class Ledger:
         if self._aside is None:
             return None
         assert self._unit is not None
-        return self._unit / _total(self._weights)
+        if self._all_weights is None:
+            return self._unit / _total(self._weights)
+        return self._unit / (self._all_weights.to(self._unit.device) / self._part.copies)
 
     def finish(self) -> None:
         """Add this step's gradients to the earlier ones."""

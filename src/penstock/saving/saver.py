@@ -27,9 +27,11 @@ from penstock.saving.team import Alone, Group, Grouped, Team, decided, each, tog
 PathLike = str | os.PathLike[str]
 
 
-def held(module: nn.Module, same: Mapping[str, str], group: Group | None, first: bool) -> Holding:
-    """What a process has of a model, which it saves with the processes of a group."""
-    return Holding(module, same, Alone() if group is None else Grouped(group), first=first)
+def held(
+    module: nn.Module, same: Mapping[str, str], group: Group | None, copy: int, first: bool
+) -> Holding:
+    """What a process has of a copy of a model, which it saves with the processes of a group."""
+    return Holding(module, same, Alone() if group is None else Grouped(group), copy, first)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from uuid import uuid4
 from torch import nn
 
 from penstock.errors import KindError, RunError
+from penstock.stage.compiled import never_compiled
 
 # ---- names --------------------------------------------------------------------------------
 
@@ -182,6 +183,7 @@ def skippable(
             raise KindError(f"@skippable is for classes of modules, not {cls!r}")
         plain = getattr(cls.forward, "_undriven", cls.forward)  # of a skippable class: its own
 
+        @never_compiled  # the compiler knows no generators that others drive
         @wraps(plain)
         def forward(self: M, *args: Any, **kwargs: Any) -> Any:
             return drive(self, plain(self, *args, **kwargs))

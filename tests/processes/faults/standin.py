@@ -28,7 +28,7 @@ class Burst(Exception):
 
 
 def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watch:
-    store, host, _ = store_of(stage.group, name)
+    store, host = store_of(range(stage.size), name)
     wake = partial(poison, stage.group)
     return Watch(store, stage.rank, stage.size, heartbeat, wake, host)
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import RemoteError, Whereabouts
 from penstock.run.processes import cause as causes
 from penstock.run.processes.cause import Cause
-from penstock.run.processes.verdict import Mode, Patience, Sight, Sightings, Sign, judge
+from penstock.run.processes.verdict import Mode, Patience, Peer, Sight, Sightings, Sign, judge
 
 PATIENCE = Patience(10.0)
 LONG = 9.8  # nearly a heartbeat: it is told before it is over
@@ -19,7 +19,7 @@ def at(what: str, quiet: float = 0.0, still: float = 0.0) -> Sight:
     return Sight(Sign(1, 1, Mode.AT, "step 4", what), quiet, still)
 
 
-def waits(what: str, peer: int | None = None, quiet: float = 0.0, still: float = LONG) -> Sight:
+def waits(what: str, peer: Peer = None, quiet: float = 0.0, still: float = LONG) -> Sight:
     return Sight(Sign(1, 1, Mode.WAITING, "step 4", what, peer), quiet, still)
 
 
@@ -54,6 +54,10 @@ def blamed(*sights: Sight, suspicious: bool = False, me: int = 0) -> str:
         # A rank that has not come yet has a minute.
         ([waits("step 4"), outside(30, 30, Mode.ABSENT), outside()], "nobody"),
         ([waits("step 4"), outside(61, 61, Mode.ABSENT), outside()], "1 died"),
+        # Some are waited for: others may do as they like.
+        ([waits("the end", (0, 1)), at("1F0"), outside(still=LONG)], "nobody"),
+        ([waits("the end", (0, 2)), at("1F0", still=LONG), outside(still=LONG)], "2 stalled"),
+        ([waits("the end", (0, 1)), waits("the end", (0, 1)), outside(still=LONG)], "nobody"),
         # The worst comes first.
         ([waits("step 4"), at("1F0", still=LONG), at("2F0", quiet=LONG, still=LONG)], "2 died"),
     ],
@@ -77,6 +81,11 @@ def test_ranks_that_wait_for_one_another() -> None:
         "rank 0 in step 4, waiting for 1>0:0 of rank 1; rank 1 in step 4, waiting" in found.message
     )
     sights[1] = waits("0>1:3", 0, still=19)
+    assert blamed(*sights) == "nobody"
+
+
+def test_whoever_is_seen_by_others_alone_is_blamed_by_them() -> None:
+    sights = [waits("1>0:0", 1, still=21), waits("9>1:3", 9, still=21), at("2F0")]
     assert blamed(*sights) == "nobody"
     sights[1] = waits("2>1:3", 2, still=21)  # a third one computes, and may yet come
     assert blamed(*sights) == "nobody"

@@ -79,7 +79,7 @@ def test_nothing_is_left_of_a_watch() -> None:
 def served_by_the_first(stage: Stage, file: str) -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{file}", rank=stage.rank, world_size=stage.size)
-    assert store_of(stage.group, "pipe").host == 0
+    assert store_of(range(stage.size), "another").host == 0
     run(stage, At(1, "backward", burst))
 
 

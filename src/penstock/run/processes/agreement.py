@@ -42,26 +42,26 @@ def agree(
     What is a rank's `own` may differ, and counts for the key. A sample does not.
     """
     told, samples = {"the call": call, **facts}, sample or {}
-    some = [_number(samples[name]) if name in samples else 0 for name in _SAMPLES]
-    mine = [_number(told), _number(own), seed, *some]
+    some = [numbered(samples[name]) if name in samples else 0 for name in _SAMPLES]
+    mine = [numbered(told), numbered(own), seed, *some]
     found = peers.exchange(torch.tensor(mine, dtype=torch.int64), f"agreement on {call}")
     rows: list[list[int]] = [row.tolist() for row in found]
     seen = [{row[3 + at] for row in rows} - {0} for at in range(len(_SAMPLES))]
     if any(row[0] != rows[0][0] for row in rows) or any(len(hashes) > 1 for hashes in seen):
         texts = peers.texts(json.dumps({**told, **samples}), f"the facts of {call}")
-        raise disagreement(call, [json.loads(text) for text in texts])
-    key = hashlib.sha256(repr([_number(facts), [row[1] for row in rows]]).encode()).hexdigest()
+        raise disagreement(call, [json.loads(text) for text in texts], peers.word)
+    key = hashlib.sha256(repr([numbered(facts), [row[1] for row in rows]]).encode()).hexdigest()
     return Agreed(rows[0][2], key)
 
 
-def _number(value: Facts | str) -> int:
+def numbered(value: Facts | str) -> int:
     """A hash of 63 bits."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
-def disagreement(call: str, told: Sequence[Facts]) -> RemoteError:
-    """An error that lists every fact in which ranks differ.
+def disagreement(call: str, told: Sequence[Facts], word: str = "rank") -> RemoteError:
+    """An error that lists every fact in which ranks differ, or whatever the word for them is.
 
     >>> print(disagreement("step 3", [{"chunks": "4"}, {"chunks": "4"}, {"chunks": "8"}]))
     the ranks disagree about step 3, and nothing was sent:
@@ -74,9 +74,10 @@ def disagreement(call: str, told: Sequence[Facts]) -> RemoteError:
             if name in facts or name not in _SAMPLES:
                 ranks.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            said = (f"{v} on rank {', '.join(map(str, where))}" for v, where in ranks.items())
+            said = (f"{v} on {word} {', '.join(map(str, where))}" for v, where in ranks.items())
             problems.append(f"{name}: {'; '.join(said)}")
-    head = f"the ranks disagree about {call}, and nothing was sent:"
+    plural = {"rank": "ranks", "copy": "copies"}[word]
+    head = f"the {plural} disagree about {call}, and nothing was sent:"
     return RemoteError("\n".join([head, *(f"  {p}" for p in problems)]), "disagreed")
 
 

@@ -14,13 +14,16 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError
+from penstock.gradients.replicas import Replicas
 from penstock.partition.split import Site
+from penstock.partition.tied import Tie
 from penstock.run.asking import Settings
 from penstock.run.processes.agreement import agree
 from penstock.run.processes.opening import facts_of
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import Standing
-from penstock.run.processes.team import Team
+from penstock.run.processes.team import SLOW, Team
+from penstock.run.processes.ties import tie
 from penstock.stage.places import Gpu, Place, place_at
 
 
@@ -53,37 +56,53 @@ def join(standing: Standing, devices: Sequence[Any] | None, heartbeat: float) ->
 
 
 def site_in(team: Team) -> Site:
-    """Where this process stands. Where to cut is the first rank's to find: times differ."""
+    """Where this process stands. Where to cut is for one to find, of all copies: times differ."""
 
     def settled(find: Callable[[], Sequence[int]]) -> Sequence[int]:
-        mine = list(find()) if team.rank == 0 else None
-        found: Sequence[int] = team.peers.value(0, mine, "where to cut")
+        what, first = "where to cut", team.rank == 0
+        team.watch.at(what, SLOW)
+        mine = list(find()) if first and team.standing.copy == 0 else None
+        if first and team.twins is not None:
+            mine = team.twins.value(0, mine, what)
+        found: Sequence[int] = team.peers.value(0, mine, what)
+        team.watch.at("its stages", SLOW)
         return found
 
     return Site(team.rank, team.size, team.place, settled)
 
 
+def described(module: nn.Sequential) -> dict[str, str]:
+    """Each layer: its class, and a digest of the names, shapes and dtypes of all it has."""
+    layers = module.named_children()
+    return {f"layer {name}": f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers}
+
+
 def check_same(
-    team: Team,
-    name: str,
-    module: nn.Sequential,
-    settings: Settings,
-    sharing: Sharing,
-    more: Mapping[str, object],
+    team: Team, name: str, settings: Settings, sharing: Sharing, more: Mapping[str, str]
 ) -> None:
-    """All ranks are making the same pipe."""
+    """All ranks are making the same pipe, and all copies."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": torch.__version__.split("+")[0],
-        **facts_of(settings),
-        **{key: str(value) for key, value in {**asdict(sharing), **more}.items()},
-        **{f"layer {n}": f"{type(l).__name__} {_digest(l)}" for n, l in module.named_children()},
+        **facts_of(settings, **asdict(sharing)),
+        **more,
     }
     agree(team.peers, name, facts)
+    if team.twins is not None:
+        agree(team.twins, "the pipe", {**facts, "the rank in it": str(team.rank)})
+
+
+def begin_alike(team: Team, ties: Sequence[Tie], replicas: Replicas) -> None:
+    """Give every copy what the first has, and every holder of a tied tensor what its owner has.
+
+    Processes may have been initialised differently.
+    """
+    if team.averaging is not None:
+        replicas.begin_alike(team.averaging)
+    tie(ties, team.peers)
 
 
 def _digest(layer: nn.Module) -> str:
-    """Of the names, shapes and dtypes of all it has."""
     parts = [f"{n} {type(m).__name__}" for n, m in layer.named_modules()]
     parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_parameters()]
     parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_buffers()]

@@ -222,9 +222,7 @@ class NcclLinks:
         self._sent.clear()
 
     def abort(self) -> None:
-        """All communicators, each in a thread of its own: it may wait."""
-        for group in self._groups.values():
-            Thread(target=group.abort, name="penstock-abort", daemon=True).start()
+        """Who has opened the communicators aborts them."""
 
 
 class _Untaken:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -27,16 +27,15 @@ from torch.distributed.distributed_c10d import Store
 
 from penstock.run.processes import cause as causes
 from penstock.run.processes.cause import Cause
-from penstock.run.processes.verdict import Mode, Patience, Sightings, Sign, judge
+from penstock.run.processes.verdict import Mode, Patience, Peer, Sightings, Sign, judge
 
 _GRACE = 2.0  # seconds for a main thread to come back, once it is known that all stop
 _INTERRUPTED = 0.2  # for Python's own handler, which cannot run while a wait is in C
 _TERMINATED = 1.5  # a launcher ends all when one has died: the cause is soon known
 _ACKNOWLEDGED = 1.0  # for the others to read the cause, before the store's host may go
 
-Doing = tuple[
-    Mode, object, int | None, float
-]  # the fields of a sign that the watched thread writes
+# The fields of a sign that the watched thread writes.
+Doing = tuple[Mode, object, Peer, float]
 
 
 class Lookout:
@@ -50,8 +49,10 @@ class Lookout:
         patience: Patience,
         poison: Callable[[], object],
         host: int | None,
+        near: Sequence[int],
     ) -> None:
         self.rank, self.size, self.patience, self.host = rank, size, patience, host
+        self._near = near  # the ranks that it looks at
         self.pid = os.getpid()
         # What the watched thread does now: it writes, the others read.
         self.count, self.label = 0, ""
@@ -160,7 +161,7 @@ class Lookout:
         """At the others: the cause, if one is to blame."""
         if store.check(["cause"]):  # its writer may have died before it could wake anybody
             return Cause.loads(store.get("cause"))
-        keys = {rank: f"sign/{rank}" for rank in range(self.size) if rank != self.rank}
+        keys = {rank: f"sign/{rank}" for rank in self._near}
         self._there |= {r for r in keys.keys() - self._there if store.check([keys[r]])}
         texts = store.multi_get([keys[rank] for rank in self._there]) if self._there else []
         signs = dict(zip(self._there, map(Sign.loads, texts), strict=True))

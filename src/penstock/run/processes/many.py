@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.batch import gather, moved
 from penstock.cost import Cost
 from penstock.errors import RunError
-from penstock.ir import Message, Program
-from penstock.run.asking import Arrangement, Lesson, Settings, manner_of
+from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
+from penstock.gradients.overflow import agree_on_overflow
+from penstock.ir import Program
+from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
 from penstock.run.feed import Batch, Fed, feed
 from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.processes.agreement import Facts, agree, sampled
 from penstock.run.processes.book import Book
+from penstock.run.processes.carrying import carried_here, carry_away, cells_away
+from penstock.run.processes.copies import begin_together
 from penstock.run.processes.lane import Lane
 from penstock.run.processes.links import HostLinks, Links
 from penstock.run.processes.opening import (
     Announcement,
     facts_of,
     facts_of_data,
+    layout_of,
     own_state,
     tensors_in,
 )
-from penstock.run.processes.peers import FIRST_OF_MESSAGES
 from penstock.run.processes.results import Ending, Told, tell
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import LEARNING, SLOW, Team
 from penstock.run.processes.ties import TiesBetween
-from penstock.run.processes.wire import Learned, Wire
-from penstock.run.training import HasTimeline, StepResult, metrics_of, pass_gradients_on
+from penstock.run.processes.wire import Learned, Wire, tags_of
+from penstock.run.training import HasTimeline, StepResult, pass_gradients_on
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import deferred_in
@@ -46,8 +50,8 @@ from penstock.stage.parcel import Parcel, put_together
 from penstock.stage.places import Place
 from penstock.stage.randomness import move_on, next_seed
 from penstock.stage.reduction import reduction_of
-from penstock.stage.stage import OUTSIDE, Stage
-from penstock.timeline import Timeline, simulate
+from penstock.stage.stage import Stage
+from penstock.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class _Opened:
     """A call that all ranks have agreed on."""
 
     fed: Fed
+    facts: Facts  # that do not depend on the data
     announced: Announcement
     learned: Learned
     seed: int
@@ -76,14 +81,14 @@ class ManyProcesses:
 
     def forward(self, settings: Settings, batch: Batch) -> Any:
         """What the model computes of a batch: on the last rank, or on all."""
-        if torch.is_grad_enabled():
-            raise RunError(
-                "pipe(x) cannot be differentiated over several processes, as the loss would be on "
-                "one of them alone: train with pipe.step(x, target=y), and call pipe(x) under "
-                "torch.no_grad()"
-            )
         with self.team.call("forward") as name:
             opened = self._open(name, settings, batch, facts_of(settings), "")
+            if torch.is_grad_enabled():
+                raise RunError(
+                    "pipe(x) cannot be differentiated over several processes, as the loss would be "
+                    "on one of them alone: train with pipe.step(x, target=y), and call pipe(x) "
+                    "under torch.no_grad()"
+                )
             size = settings.size(opened.fed.chunks, False)
             program, phase, _ = self._programs.halves(size)
             call, wire = self._call(program, behind_call(self._stages), opened)
@@ -102,32 +107,42 @@ class ManyProcesses:
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward of a batch under the schedule."""
         with self.team.call("step") as name:
-            facts = facts_of(settings, outputs=lesson.outputs, scaler=lesson.scaler is not None)
+            facts = facts_of(
+                settings,
+                outputs=lesson.outputs,
+                scaler=lesson.scaler is not None,
+                no_sync=not self._replicas.reduces,
+            )
             opened = self._open(name, settings, batch, facts, _name_of(lesson.loss_fn))
-            if torch.is_grad_enabled():
-                program, phase = self._programs.whole(settings.size(opened.fed.chunks))
-            else:
-                size = settings.size(opened.fed.chunks, False)
-                program, phase, _ = self._programs.halves(size)
+            program, phase = self._arranged.run_of_step(settings, opened.fed.chunks)
             return self._train(settings, lesson, opened, program, phase)
+
+    def clip(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping
+    ) -> torch.Tensor:
+        """All ranks call it, and each owns what no rank before has."""
+        with self.team.call("clipping gradients") as name:
+            agree(self.team.peers, name, {"max_norm": str(max_norm), **_told(asdict(how))})
+            elsewhere = {id(t.tensor) for t in self._split.ties if t.owner != self.team.rank}
+            owned = [p for p in parameters if id(p) not in elsewhere]
+            total = norm_over_ranks(owned, self.team.peers, how)
+        clip_to_norm(parameters, total, max_norm, how)
+        return total
 
     @contextmanager
     def calling(self, kind: str, **facts: object) -> Iterator[None]:
         """Within, what is raised on one rank is raised on all; it may take long."""
         with self.team.call(kind, SLOW) as name:
-            agree(self.team.peers, name, {fact: str(value) for fact, value in facts.items()})
+            agree(self.team.peers, name, _told(facts))
             yield
 
-    def group_for_saves(self) -> Any:
-        """Of the pipe's ranks."""
-        return self.team.group_for_saves()
+    def saves_with(self) -> Fellows:
+        """The ranks of all copies."""
+        return Fellows(self.team.group_for_saves(), self.team.standing.copy)
 
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
-        program, _ = self._programs.whole(settings.size(settings.chunks))
-        if cost is None and self._last is not None:
-            cost = self._last.timeline.cost
-        return simulate(program, cost)
+        return self._arranged.forecast(settings, cost, self._last)
 
     # ---- how a call begins and ends -------------------------------------------------------
 
@@ -149,8 +164,8 @@ class ManyProcesses:
         apart = self._sharing.data == "first"
         first = self._split.placement[0] == self.team.rank
         modules = [m for stage in self._split.stages_here for m in stage.modules()]
-        own += own_state(modules)
-        fed, sample = None, None
+        own += own_state(modules) + layout_of(batch)
+        general, fed, sample = facts, None, None
         if first or not apart:
             fed = feed(self._split.partition, settings.chunks, batch, self._feeding)
             own += str(facts_of_data(batch)) if apart else ""
@@ -170,7 +185,7 @@ class ManyProcesses:
             assert fed is not None
             announced = Announcement.of(fed, bool(batch.target))
         fed = fed or Fed({}, announced.rows, announced.chunks)
-        return _Opened(fed, announced, learned, agreed.seed, agreed.key, first_call)
+        return _Opened(fed, general, announced, learned, agreed.seed, agreed.key, first_call)
 
     def _feeding(self, stage: int) -> torch.device | None:
         """Where this rank feeds a stage; what it carries to others goes from the host."""
@@ -195,31 +210,21 @@ class ManyProcesses:
 
     def _wire(self, links: Links, program: Program, learned: Learned) -> Wire:
         team = self.team
-        return Wire(links, self._split.placement, _tags(program), learned, team.peers, team.watch)
+        return Wire(
+            links, self._split.placement, tags_of(program), learned, team.peers, team.watched
+        )
 
     def _take_inputs(self, call: Call, program: Program, opened: _Opened) -> None:
         """What comes from outside into this rank's cells, and from it into others'."""
-        here = {s: values for s, values in opened.fed.given.items() if self._split.is_here(s)}
-        call.desk.inputs = from_outside(here)
-        if self._sharing.data == "all":
-            return
-        outside = self._wire(HostLinks(self.team.peers.group), program, opened.learned)
-        first = self._split.placement[0]
-        cells = [(s, i) for s in opened.announced.stages for i in range(opened.fed.chunks)]
-        away = [cell for cell in cells if self._split.placement[cell[0]] != first]
-        if self.team.rank == first:
-            parcels = from_outside(opened.fed.given)
-            for stage, i in away:
-                parcel = parcels[stage, i]
-                _check_carried(parcel)
-                rank = self._split.placement[stage]
-                outside.send_to(rank, Message(OUTSIDE, stage, i), parcel)
-            outside.flush()
-            return
-        mine = [cell for cell in away if self._split.is_here(cell[0])]
-        asked = [outside.recv_from(first, Message(OUTSIDE, *cell)) for cell in mine]
-        for cell, wait in zip(mine, asked, strict=True):
-            call.desk.inputs[cell] = wait().moved(lambda t: t.to(self._place.device))
+        split, given = self._split, opened.fed.given
+        call.desk.inputs = from_outside({s: v for s, v in given.items() if split.is_here(s)})
+        if self._sharing.data == "first":
+            wire = self._wire(HostLinks(self.team.peers.group), program, opened.learned)
+            cells = cells_away(opened.announced, split)
+            if self.team.rank == split.placement[0]:
+                carry_away(given, cells, split, wire)
+            else:
+                call.desk.inputs |= carried_here(cells, split, wire, self._place.device)
 
     def _end(self, told: Told, opened: _Opened, wire: Wire) -> None:
         """All went well: the generator moves on if any rank drew, and what was seen is known."""
@@ -247,37 +252,41 @@ class ManyProcesses:
         self._take_inputs(call, program, opened)
         scale = loss_scale(lesson.scaler, self._place.device)
         ends_here = self._split.is_here(self._last_stage)
-        ledger = None
+        ledger, together = None, None
         if ends_here:
             targets = self._targets(call, opened) if target else [()] * opened.fed.chunks
             ledger = Ledger(rule, opened.fed.rows.shares(), targets, scale)
-        book = Book(ledger, wire, opened.learned)
+            if self.team.line is not None:
+                together = begin_together(self.team.line, opened.facts, ledger, opened.fed.rows)
+        book = Book(ledger, together, wire, opened.learned)
         call.desk.prepare = book.prepare
         call.desk.answer = book.answer if ends_here else None
-        with self._replicas.held() as held:
+        with self._replicas.held(self.team.averaging) as held:
             try:
                 call.run(phase)
-                ending = Ending(drew=call.drew)
-                if ledger is not None:
-                    more = self._has_more(ledger, lesson)
-                    ending = Ending(ledger.total(), ledger.factor, call.drew, more)
+                more = lesson.outputs and self._sharing.outputs == "all"
+                ending = book.ending(call.drew, opened.fed.rows, more)
                 told = tell(self.team.peers, program, call, ending)
             except BaseException:
                 book.give_up()
                 raise
             book.finish(told.factor)
             held.factor = told.factor
+            self._meet_before_reduction()
+        if lesson.scaler is not None and torch.is_grad_enabled():
+            agree_on_overflow(self._split.partition.parameters(), self.team.peers)
         return self._result(call, opened, wire, book, told)
+
+    def _meet_before_reduction(self) -> None:
+        """Of the wrappers' collectives nobody can be woken: let all copies come so far first."""
+        if self._replicas and self.team.twins is not None:
+            self.team.twins.exchange(torch.zeros(1), "the end of its step")
+            self.team.watch.at("the reduction of gradients")
 
     def _targets(self, call: Call, opened: _Opened) -> list[tuple[Any, ...]]:
         cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
         parcels = [call.desk.inputs[cell] for cell in cells]
         return [put_together(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
-
-    def _has_more(self, ledger: Ledger, lesson: Lesson) -> bool:
-        """Are there values to be spread?"""
-        metrics = any(score.beside.metrics for score in ledger.scores)
-        return metrics or (lesson.outputs and self._sharing.outputs == "all")
 
     def _result(
         self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told
@@ -286,13 +295,8 @@ class ManyProcesses:
         self._end(told, opened, wire)
         given = tensors_by_cell(opened.fed.given)
         _pass_changes_on(given, call)
-        pass_gradients_on(given, call, told.factor)
-        ledger, rows = book.ledger, opened.fed.rows
-        outputs, metrics = None, {}
-        if ledger is not None:
-            asked = [s.beside.output[0] for s in ledger.scores if s.beside.output]
-            outputs = gather(asked, rows) if asked else None
-            metrics = metrics_of(ledger, rows)
+        pass_gradients_on(given, call, self._of_inputs(told.factor))
+        outputs, metrics = book.outputs(opened.fed.rows), book.metrics
         if told.more:
             seen = outputs if self._sharing.outputs == "all" else None
             others = self._spread((seen, metrics))
@@ -302,6 +306,12 @@ class ManyProcesses:
         if torch.is_grad_enabled():
             self._last = told.measured
         return StepResult(loss, outputs, metrics, told.measured)
+
+    def _of_inputs(self, factor: Tensor | None) -> Tensor | None:
+        """The factor of gradients that are not averaged over copies."""
+        if self.team.line is None:
+            return factor
+        return (torch.ones(()).double() if factor is None else factor) / self.team.line.size
 
 
 def _value(parcel: Parcel) -> Any:
@@ -315,23 +325,8 @@ def _pass_changes_on(given: Mapping[Cell, Sequence[Tensor]], call: Call) -> None
             pass_changes_on(tensors, call.desk.inputs[cell].tensors)
 
 
-def _tags(program: Program) -> Callable[[Message], int]:
-    """A number for each message of a program, and for what comes from outside."""
-    chunks, neighbours = program.schedule.chunks, program.schedule.stages + 1
-
-    def tag(message: Message) -> int:
-        pair = (message.src + 1) * neighbours + message.dst + 1
-        return FIRST_OF_MESSAGES + pair * chunks + message.microbatch
-
-    return tag
-
-
-def _check_carried(parcel: Parcel) -> None:
-    if any(parcel.needs):
-        raise RunError(
-            "with data='first', a side input or target wants a gradient, and it goes to another "
-            "process, from where no gradient comes back: detach it, or give it to the first layer"
-        )
+def _told(values: Mapping[str, object]) -> Facts:
+    return {name: str(value) for name, value in values.items()}
 
 
 def _name_of(loss_fn: Any) -> str:

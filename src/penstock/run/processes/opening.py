@@ -51,6 +51,11 @@ def tensors_in(batch: Batch) -> list[Tensor]:
     return [leaf for leaf in bare if isinstance(leaf, Tensor)]
 
 
+def layout_of(batch: Batch) -> str:
+    """How tensors lie in memory: messages keep that, and it may differ where sizes do not."""
+    return str([tensor.stride() for tensor in tensors_in(batch)])
+
+
 def own_state(modules: Iterable[nn.Module]) -> str:
     """What messages may depend on beside the data: what learns, and what is in training."""
     flags = []

@@ -30,10 +30,11 @@ class Watched(Protocol):
 
 
 class Peers:
-    """The other ranks of a pipe, over a gloo group of its own."""
+    """The other ranks of a pipe, or its other copies, over a gloo group of its own."""
 
-    def __init__(self, group: Group, watched: Watched) -> None:
+    def __init__(self, group: Group, watched: Watched, word: str = "rank") -> None:
         self.group = group
+        self.word = word  # for one of them
         self.rank, self.size = group.rank(), group.size()
         self._watched = watched
         self._others = [rank for rank in range(self.size) if rank != self.rank]

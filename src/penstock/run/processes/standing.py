@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,14 +18,35 @@ PIPE, COPIES = "pp", "dp"  # the names of a mesh's dims
 class Standing:
     """One process among those of a pipe, and among those of all of its copies.
 
-    `everyone` are the processes of all copies, by their ranks in the world; `copy` says to which
-    of them this one belongs. Over `averaging` the pipe itself averages gradients.
+    Processes are named by their ranks in the world. `copies` has those of each copy, in the order
+    of the pipe's ranks, and `copy` says which of them this one is in. Over the copies that are
+    `averaged` the pipe itself averages gradients.
+
+       copies   (0, 1)   everyone  0 1 2 3
+                (2, 3)   twins of rank 1, and of rank 3:  1 3
     """
 
     group: ProcessGroup
-    everyone: tuple[int, ...]
+    copies: tuple[tuple[int, ...], ...]
     copy: int = 0
-    averaging: ProcessGroup | None = None
+    averaged: tuple[int, ...] = ()
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """The processes of all copies. Their ranks in what all copies do are by this order."""
+        if len(self.copies) == 1:
+            return self.copies[0]
+        return tuple(sorted(rank for members in self.copies for rank in members))
+
+    @property
+    def twins(self) -> tuple[int, ...]:
+        """Those that have the same stages, of every copy."""
+        return tuple(members[dist.get_rank(self.group)] for members in self.copies)
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """Those of them over which the pipe averages; none at all, if it does not."""
+        return tuple(self.twins[copy] for copy in self.averaged)
 
 
 def standing_in(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Standing | None:
@@ -46,34 +68,38 @@ def standing_in(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Standing
         return _in_mesh(mesh)
     if not isinstance(group, ProcessGroup):
         raise ArgumentError("this process is not in the group: make the pipe in those that are")
-    return Standing(group, tuple(dist.get_process_group_ranks(group)))
+    return Standing(group, (tuple(dist.get_process_group_ranks(group)),))
 
 
 def _in_mesh(mesh: DeviceMesh) -> Standing:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
-        whole = mesh._get_root_mesh()
         pipe = mesh
     elif sorted(names) == sorted((PIPE, COPIES)):
-        whole, pipe = mesh, mesh[PIPE]
+        pipe = mesh[PIPE]
     else:
         raise ArgumentError(
             f"the mesh has the dims {names or mesh.ndim}, and the ranks of a pipe are on one: give "
             f"that one, as in mesh=mesh['pp'], or a mesh with the dims '{PIPE}' and '{COPIES}'"
         )
     group = pipe.get_group()
-    members = dist.get_process_group_ranks(group)
-    ranks = whole.mesh.flatten().tolist()
-    copies = sorted({min(others) for others in _copies(whole, members)})
-    averaging = mesh[COPIES].get_group() if mesh.ndim == 2 else None
-    return Standing(group, tuple(sorted(ranks)), copies.index(min(members)), averaging)
+    members = tuple(dist.get_process_group_ranks(group))
+    copies = _copies(mesh._get_root_mesh(), members)
+    inside = set(mesh.mesh.flatten().tolist()) if mesh.ndim == 2 else set()
+    averaged = [copy for copy, those in enumerate(copies) if inside.issuperset(those)]
+    if len(averaged) < 2:
+        averaged = []
+    return Standing(group, copies, copies.index(members), tuple(averaged))
 
 
-def _copies(whole: DeviceMesh, members: list[int]) -> list[list[int]]:
-    """The ranks of each copy: those along the dim on which the members are."""
+def _copies(whole: DeviceMesh, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each copy: those along the dim on which the members are, and in their order."""
     mesh = whole.mesh
     for dim in range(mesh.ndim):
         lines: list[list[int]] = mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
         if sorted(members) in map(sorted, lines):
-            return lines
-    return [members]
+            in_order = list(members) == sorted(members)
+            return tuple(
+                tuple(sorted(line) if in_order else line) for line in sorted(lines, key=min)
+            )
+    return (tuple(members),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import RunError
+from penstock.gradients.average import Line
 from penstock.run.processes.gathering import gather
 from penstock.run.processes.links import Links, links_of
 from penstock.run.processes.peers import Peers
@@ -26,7 +27,7 @@ from penstock.run.processes.poison import poison
 from penstock.run.processes.saves import SavesGroup
 from penstock.run.processes.standing import Standing
 from penstock.run.processes.store import store_of
-from penstock.run.processes.watch import Watch
+from penstock.run.processes.watch import Among, Watch
 from penstock.run.processes.wire import Learned
 from penstock.stage.places import Gpu, Place
 
@@ -36,23 +37,33 @@ LEARNING = 6.0  # an action in the first call of its kind, where it may compile 
 SLOW = 60.0  # to make a pipe, to save or to load it: disks are slow
 _OPERATION = timedelta(minutes=30)  # a wait ends by the watch, long before
 
-_pipes: dict[tuple[int, ...], int] = {}  # made so far in this process, by the ranks of their group
+_pipes: dict[tuple[int, ...], int] = {}  # made so far in this process, by who they are among
 
 
 class Team:
-    """This process among those of a pipe. A copy of the pipe belongs to the same team."""
+    """This process among those of a pipe, and of its copies. A copied Pipe is of the same team.
+
+    `peers` are the ranks of the pipe; `twins` those that have the same stages in its copies, and
+    `line` those of them over which the pipe averages: each None, if there are no others.
+    """
 
     peers: Peers
+    twins: Peers | None
+    line: Peers | None
+    averaging: Line | None
     watch: Watch
+    watched: Among
     links: Links
+    _store: Store  # for all copies, until the next fault
+    _saves: Any
+    _wakers: list[Callable[[], object]]
 
     def __init__(self, standing: Standing, place: Place, heartbeat: float, nccl: bool) -> None:
-        group = standing.group
+        group, everyone = standing.group, standing.everyone
         self.standing = standing
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        members = tuple(dist.get_process_group_ranks(group))
-        self._number = _pipes[members] = _pipes.get(members, -1) + 1
-        self._shared = store_of(group, f"pipe{self._number}")
+        number = _pipes[everyone] = _pipes.get(everyone, -1) + 1
+        self._shared = store_of(everyone, f"pipe{number}")
         self.place, self._heartbeat, self._nccl = place, heartbeat, nccl
         self._openings = 0
         self._calls = 0
@@ -86,7 +97,7 @@ class Team:
             if self.watch.closed:
                 self._open_again()
             self._calls += 1
-            name = f"{kind} (call {self._calls})"
+            name = f"{kind} (call {self._calls}){self._of_copy}"
             self._caller = threading.get_ident()
             try:
                 with self.watch.guarded(name, patience):
@@ -108,13 +119,14 @@ class Team:
 
         All copies of the pipe are in it. Within a call.
         """
-        if len(self._gloo) == 1:
+        if self._saves is None:
             everyone = self.standing.everyone
-            mine = everyone.index(dist.get_rank())
-            store = self._shared.among(everyone, f"saves{self._number}-{self._openings}")
-            gather(store, mine, len(everyone))
-            self._gloo.append(_new_gloo(store, mine, len(everyone)))
-        return SavesGroup(self._gloo[1], self.watch, self._calls_now)
+            self._saves = self._gloo_of(everyone, PrefixStore("saves", self._store))
+        return SavesGroup(self._saves, self.watch, self._calls_now)
+
+    @property
+    def _of_copy(self) -> str:
+        return f" of copy {self.standing.copy}" if len(self.standing.copies) > 1 else ""
 
     def _calls_now(self) -> bool:
         """Does this thread?"""
@@ -128,56 +140,95 @@ class Team:
         self._open()
 
     def _open(self) -> None:
-        store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        standing, everyone = self.standing, self.standing.everyone
+        members = standing.copies[standing.copy]
+        store = self._store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        me = everyone.index(dist.get_rank())
+        gather(store, me, len(everyone), standing.group if everyone == members else None)
         self._openings += 1
         self._calls = 0
         self._learned.clear()
-        gather(store, self.rank, self.size, self.standing.group)
-        self._gloo: list[Any] = []
-        poisoned: list[Links] = []
+        self._wakers, self._saves = [], None
         self.watch = Watch(
             PrefixStore("watch", store),
-            self.rank,
-            self.size,
+            me,
+            len(everyone),
             self._heartbeat,
-            _poisoner(self._gloo, poisoned),
+            _waking(self._wakers),
             self._shared.host,
+            [everyone.index(other) for other in {*members, *standing.twins}],
         )
+        self.watched = self._among(members)
         with self.watch.guarded("meeting", LEARNING):
             self.watch.waiting("a connection")
-            gloo = _new_gloo(store, self.rank, self.size)
-            self._gloo.append(gloo)
-            nccl = PrefixStore("nccl", store)
-            open_nccl = partial(self._communicators, nccl) if self._nccl else None
-            self.links = links_of(self.rank, self.place, gloo, open_nccl)
-            poisoned.append(self.links)
+            self._meet(members, PrefixStore(f"copy{standing.copy}", store))
+            self._meet_copies(store)
         self.watch.outside()
-        self.peers = Peers(gloo, self.watch)
+
+    def _meet(self, members: Sequence[int], store: Store) -> None:
+        """The other ranks of the pipe."""
+        gloo = self._gloo_of(members, store)
+        nccl = partial(self._communicators, PrefixStore("nccl", store)) if self._nccl else None
+        self.links = links_of(self.rank, self.place, gloo, nccl)
+        self._wakers.append(self.links.abort)
+        self.peers = Peers(gloo, self.watched)
+
+    def _meet_copies(self, store: Store) -> None:
+        """Those who have the same stages."""
+        twins, line = self.standing.twins, self.standing.line
+        self.twins = self.line = self.averaging = None
+        if len(twins) > 1:
+            self.twins = self._others(twins, PrefixStore(f"twins{self.rank}", store))
+        if line:
+            ours = PrefixStore(f"line{min(line)}", store)
+            self.line = self.twins if line == twins else self._others(line, ours)
+            assert self.line is not None
+            group = self._nccl_of(line, ours) if self._nccl else self.line.group
+            waiting = partial(self._among(line).waiting, peer=None)
+            self.averaging = Line(group, frozenset(line), waiting)
+
+    def _among(self, ranks: Sequence[int]) -> Among:
+        everyone = self.standing.everyone
+        return Among(self.watch, [everyone.index(rank) for rank in ranks])
+
+    def _others(self, ranks: Sequence[int], store: Store) -> Peers:
+        return Peers(self._gloo_of(ranks, store), self._among(ranks), "copy")
+
+    def _gloo_of(self, ranks: Sequence[int], store: Store) -> Any:
+        """A group that fails when the watch says so."""
+        me, store = ranks.index(dist.get_rank()), PrefixStore("gloo", store)
+        group: Any = ProcessGroupGloo(store, me, len(ranks), _OPERATION)
+        self._wakers.append(partial(poison, group))
+        return group
+
+    def _nccl_of(self, ranks: Sequence[int], store: Store) -> Any:
+        """The same between GPUs, opened now; an abort may wait, so it has a thread of its own."""
+        assert isinstance(self.place, Gpu)
+        me, options = ranks.index(dist.get_rank()), dist.ProcessGroupNCCL.Options()
+        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), me, len(ranks), options)
+        group.eager_connect_single_device(self.place.device)
+        end = partial(threading.Thread, target=group.abort, name="penstock-abort", daemon=True)
+        self._wakers.append(lambda: end().start())
+        return group
 
     def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
-        """One for each pair of ranks and direction, opened now, in the same order on every rank."""
-        assert isinstance(self.place, Gpu)
-        pairs = [(src, dst) for src in range(self.size) for dst in range(self.size) if src != dst]
-        made = {}
-        for src, dst in pairs:
-            if self.rank in (src, dst):
-                options = dist.ProcessGroupNCCL.Options()
-                ours = PrefixStore(f"{src}-{dst}", store)
-                group = dist.ProcessGroupNCCL(ours, int(self.rank == dst), 2, options)
-                group.eager_connect_single_device(self.place.device)
-                made[src, dst] = group
-        return made
+        """One for each pair of ranks and direction, in the same order on every rank."""
+        members = self.standing.copies[self.standing.copy]
+        return {
+            (src, dst): self._nccl_of(
+                (members[src], members[dst]), PrefixStore(f"{src}-{dst}", store)
+            )
+            for src in range(self.size)
+            for dst in range(self.size)
+            if src != dst and self.rank in (src, dst)
+        }
 
 
-def _new_gloo(store: Store, rank: int, size: int) -> Any:
-    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, _OPERATION)
+def _waking(wakers: list[Callable[[], object]]) -> Callable[[], None]:
+    """It must not hold the team, which holds the watch."""
 
+    def wake() -> None:
+        for one in wakers:
+            one()
 
-def _poisoner(groups: list[Any], links: list[Links]) -> Callable[[], None]:
-    def fail() -> None:
-        for gloo in groups:
-            poison(gloo)
-        for one in links:
-            one.abort()
-
-    return fail
+    return wake

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.partition.tied import Tie
 from penstock.run.processes.peers import Peers
 from penstock.run.ties import held_by, held_by_several, modules_of
@@ -41,22 +42,36 @@ class TiesBetween:
     def settle(self) -> None:
         """Sum, in the same order of ties on every rank."""
         learned = {id(owner): gradient for owner, gradient in self._doubles.learned()}
-        for tie in self._ties:
+        for tie in self._ties if torch.is_grad_enabled() else ():
             parameter = real(tie.tensor)
-            if parameter.requires_grad:
-                total = self._peers.summed(tie.holders, learned.get(id(parameter)), parameter)
-                if total is not None:
-                    torch.autograd.backward([parameter], [total])
+            if not isinstance(parameter, nn.Parameter):
+                continue
+            mine = learned.get(id(parameter))
+            if mine is not None and mine.layout is not torch.strided:
+                raise RunError(
+                    f"'{tie.name}', which ranks share, has a sparse gradient, and those are not "
+                    "summed over processes: make its layer with sparse=False"
+                )
+            total = self._peers.summed(tie.holders, mine, parameter)
+            if total is None:
+                continue
+            if not parameter.requires_grad:
+                raise RunError(
+                    f"'{tie.name}' is shared by ranks {', '.join(map(str, tie.holders))}, and is "
+                    "frozen on this one but not on all: freeze it on every rank that has it, under "
+                    "each of its names, or on none"
+                )
+            torch.autograd.backward([parameter], [total])
 
 
 @torch.no_grad()
-def begin_alike(ties: Sequence[Tie], peers: Peers) -> None:
-    """Give every holder what the owner has: ranks may have been initialised differently."""
-    for tie in ties:
-        tensor = tie.tensor
+def tie(ties: Sequence[Tie], peers: Peers) -> None:
+    """Give every holder what the owner has."""
+    for each in ties:
+        tensor = each.tensor
         if tensor is None or tensor.device.type == "meta":
             continue
-        mine: Tensor | None = tensor.detach() if tie.owner == peers.rank else None
-        owners = peers.summed(tie.holders, mine, tensor)
+        mine: Tensor | None = tensor.detach() if each.owner == peers.rank else None
+        owners = peers.summed(each.holders, mine, tensor)
         assert owners is not None
         tensor.copy_(owners)

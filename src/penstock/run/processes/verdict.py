@@ -24,6 +24,9 @@ class Mode(IntEnum):
     ABSENT = 4  # has given no sign yet
 
 
+Peer = int | tuple[int, ...] | None  # for whom a rank waits: for one, for some, or for all
+
+
 @dataclass(frozen=True)
 class Sign:
     """A sign of life: the how-manieth, how far the rank has come, and what it does."""
@@ -33,12 +36,12 @@ class Sign:
     mode: Mode = Mode.OUTSIDE
     label: str = ""  # of the step or the like
     what: str = ""
-    peer: int | None = None
+    peer: Peer = None
     patience: float = 1.0  # heartbeats that this may take
 
     def __str__(self) -> str:
         if self.mode is Mode.WAITING:
-            whose = "all ranks" if self.peer is None else f"rank {self.peer}"
+            whose = f"rank {self.peer}" if isinstance(self.peer, int) else "all ranks"
             return f"in {self.label}, waiting for {self.what} of {whose}"
         if self.mode is Mode.AT:
             return f"in {self.label}, at {self.what}"
@@ -54,8 +57,9 @@ class Sign:
     @staticmethod
     def loads(text: str | bytes) -> Sign:
         """The other way."""
-        beat, count, mode, *rest = json.loads(text)
-        return Sign(beat, count, Mode(mode), *rest)
+        beat, count, mode, label, what, peer, patience = json.loads(text)
+        peer = tuple(peer) if isinstance(peer, list) else peer
+        return Sign(beat, count, Mode(mode), label, what, peer, patience)
 
 
 @dataclass(frozen=True)
@@ -161,16 +165,17 @@ def _fields(sights: Mapping[int, Sight]) -> list[tuple[int, tuple[Sign, float, f
 
 
 def _awaited(sign: Sign, others: Mapping[int, Sight]) -> dict[int, Sight]:
-    """Those whom a rank waits for. Of all ranks, those that have not come there too."""
+    """Those whom a rank waits for. Of several, those that have not come there too."""
     if sign.mode is not Mode.WAITING:
         return {}
-    if sign.peer is not None:
+    if isinstance(sign.peer, int):
         return {rank: sight for rank, sight in others.items() if rank == sign.peer}
 
     def there(other: Sign) -> bool:
         return (other.mode, other.label, other.what) == (sign.mode, sign.label, sign.what)
 
-    return {rank: sight for rank, sight in others.items() if not there(sight.sign)}
+    some = others.keys() if sign.peer is None else others.keys() & set(sign.peer)
+    return {rank: others[rank] for rank in some if not there(others[rank].sign)}
 
 
 def _knot(me: int, sights: Mapping[int, Sight], patience: Patience) -> Cause | None:
@@ -182,6 +187,8 @@ def _knot(me: int, sights: Mapping[int, Sight], patience: Patience) -> Cause | N
         limit = 2 * patience.heartbeat * sight.sign.patience
         if sight.sign.mode is not Mode.WAITING or sight.still <= limit:
             return None
+        if isinstance(sight.sign.peer, int) and sight.sign.peer not in sights:
+            return None  # others look at that one
         others = {r: s for r, s in sights.items() if r != rank}
         todo += (new := set(_awaited(sight.sign, others)) - found)
         found |= new

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from torch.distributed import DistError
@@ -22,7 +22,7 @@ from penstock.run.processes import cause as causes
 from penstock.run.processes.cause import Cause
 from penstock.run.processes.lookout import Lookout
 from penstock.run.processes.signals import Signals
-from penstock.run.processes.verdict import Mode, Patience
+from penstock.run.processes.verdict import Mode, Patience, Peer
 
 _SETTLED = 1.5  # seconds for the others to hear of it, if this process hosts the store
 _TRANSPORT = re.compile(
@@ -35,7 +35,9 @@ class Watch:
 
     `store` is for this watch alone, with the same prefix on every rank; `host` is the rank whose
     process serves it, if it is one of these. `poison()` lets all that waits in the pipe's groups
-    fail at once; it is called in another thread, and must not hold whatever holds the watch.
+    fail at once; it is called in another thread, and must not hold whatever holds the watch. This
+    rank looks at those of its `circle` alone, which are all that it ever waits for; it hears of
+    what any rank has found.
 
     A watch serves until the first fault: then it is closed, and has a `cause`. It closes, too,
     when nobody holds it any more, and when the interpreter ends.
@@ -49,8 +51,10 @@ class Watch:
         heartbeat: float = 10.0,
         poison: Callable[[], object] = lambda: None,
         host: int | None = None,
+        circle: Sequence[int] = (),
     ) -> None:
-        self._lookout = Lookout(store, rank, size, Patience(heartbeat), poison, host)
+        near = [other for other in circle or range(size) if other != rank]
+        self._lookout = Lookout(store, rank, size, Patience(heartbeat), poison, host, near)
         self._finish = weakref.finalize(self, _leave, self._lookout)
 
     @property
@@ -74,8 +78,8 @@ class Watch:
         if lookout.cause is not None:
             raise lookout.cause.error()
 
-    def waiting(self, what: object, peer: int | None = None) -> None:
-        """This rank is about to wait for that, of one rank or of all. Raises, if all must stop.
+    def waiting(self, what: object, peer: Peer = None) -> None:
+        """This rank is about to wait for that, of one rank, some or all. Raises, if all must stop.
 
         Until it has `arrived`, a RuntimeError is taken for a lost connection.
         """
@@ -109,6 +113,18 @@ class Watch:
     def close(self) -> None:
         """Leave in order. No thread is left."""
         self._finish()
+
+
+class Among:
+    """A watch, for some of its ranks, who count themselves from 0: `ranks` says which is which."""
+
+    def __init__(self, watch: Watch, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self.at, self.arrived, self._waiting = watch.at, watch.arrived, watch.waiting
+
+    def waiting(self, what: object, peer: int | None = None) -> None:
+        """As the watch's; without a peer, for all of them."""
+        self._waiting(what, self._ranks if peer is None else self._ranks[peer])
 
 
 class Guard:

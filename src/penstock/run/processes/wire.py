@@ -13,10 +13,10 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir import Message
+from penstock.ir import Message, Program
 from penstock.run.processes.codec import Meta, dumps, loads
 from penstock.run.processes.links import Links
-from penstock.run.processes.peers import Watched
+from penstock.run.processes.peers import FIRST_OF_MESSAGES, Watched
 from penstock.run.worker import Step
 from penstock.stage.parcel import Parcel
 
@@ -115,3 +115,14 @@ def _with_nones(meta: Meta, tensors: Sequence[Tensor]) -> tuple[Tensor | None, .
         return tuple(tensors)
     each = iter(tensors)
     return tuple([None if shape is None else next(each) for shape in meta.shapes])
+
+
+def tags_of(program: Program) -> Callable[[Message], int]:
+    """A number for each message of a program, and for what comes from outside."""
+    chunks, neighbours = program.schedule.chunks, program.schedule.stages + 1
+
+    def tag(message: Message) -> int:
+        pair = (message.src + 1) * neighbours + message.dst + 1
+        return FIRST_OF_MESSAGES + pair * chunks + message.microbatch
+
+    return tag

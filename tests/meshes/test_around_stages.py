@@ -1,0 +1,143 @@
+"""`Pipe(mesh=mesh["pp"], stage_fn=...)`: the other dim of the mesh is the user's."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import RemoteError
+from tests.gradients.test_replicas import weighted
+from tests.meshes.meshed import (
+    COMPILED,
+    FAMILIES,
+    WRAPS,
+    copy_here,
+    counted,
+    differing,
+    model,
+    pipe_of,
+)
+from tests.processes.ranks import ranks
+from tests.support import Fails, batch, closely
+
+FINE: list[list[str]] = [[], [], [], []]
+
+
+def parts(wrap: str, *tensors: Tensor) -> list[Tensor]:
+    """What this process is given: all of it, if the other dim splits layers."""
+    if wrap == "tensor parallel":
+        return list(tensors)
+    return [tensor.chunk(2)[copy_here()] for tensor in tensors]
+
+
+def two_steps(wrap: str, families: tuple[str, ...]) -> list[str]:
+    wrong = []
+    for at, schedule in enumerate(families):
+        expected = model()
+        checkpoint = ("never", "always")[at % 2]
+        pipe = pipe_of(model(), wrap, schedule, checkpoint=checkpoint)
+        for rows in (16, 12):  # the second step adds to the first
+            x, y = batch(rows)
+            loss = nn.functional.mse_loss(expected(x), y)
+            loss.backward()
+            with counted() as found:
+                x, y = parts(wrap, x, y)
+                result = pipe.step(x, target=y)
+            wrong += [f"{schedule}: {name}" for name in differing(pipe, expected)]
+            total = result.loss.clone()
+            dist.all_reduce(total)
+            wrong += [] if closely(total / 4, loss.detach()) else [f"{schedule}: the loss"]
+            here = len(pipe._split.stages_here)
+            count = {"ddp": (1, 0), "replicate": (1, 0), COMPILED: (1, 0)}.get(wrap)
+            if count is not None and (found.of_group, found.scattered) != count:
+                wrong.append(f"{schedule}: {found.of_group} reductions")
+            if wrap == "fsdp" and found.scattered != here:
+                wrong.append(f"{schedule}: {found.scattered} scattered, {here} stages")
+            wrong += [f"{schedule}: the pipe has reduced"] * found.own
+        known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        norm = pipe.clip_grad_norm_(0.1)
+        wrong += [] if closely(norm, known) else [f"{schedule}: norm {norm}, not {known}"]
+        wrong += [f"{schedule}, clipped: {name}" for name in differing(pipe, expected)]
+    return wrong
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_gradients_are_those_of_the_whole_batch_reduced_once(wrap: str) -> None:
+    assert ranks(4).run(two_steps, wrap, FAMILIES) == FINE
+
+
+def compiled() -> list[str]:
+    with warnings.catch_warnings(action="ignore"):  # the compiler's own
+        return two_steps(COMPILED, ("zb-v",))
+
+
+def test_compiled_stages() -> None:
+    assert ranks(4).run(compiled) == FINE
+
+
+def ties_and_weights(wrap: str) -> list[str]:
+    """A weight on both ranks; two steps that do not reduce, one that does, and one more."""
+    expected, pipe = model(tied=True), pipe_of(model(tied=True), wrap, "zb-h1", loss_fn=weighted)
+    wrong = []
+    for at in range(4):
+        x, y = batch(16)
+        y = y.roll(at, dims=0)
+        for mine, theirs in zip(x.chunk(2), y.chunk(2), strict=True):  # each replica has its mean
+            (weighted(expected(mine), theirs)[0] / 2).backward()
+        with pipe.no_sync() if at < 2 else nullcontext(), counted() as found:
+            x, y = parts(wrap, x, y)
+            pipe.step(x, target=y)
+        wrong += [f"step {at} has reduced"] if at < 2 and found.of_group else []
+        if at >= 2:
+            wrong += [f"after step {at}: {name}" for name in differing(pipe, expected)]
+    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
+    return wrong + differing(pipe, expected)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
+def test_a_tied_weight_weights_of_the_loss_and_steps_that_wait(wrap: str) -> None:
+    assert ranks(4).run(ties_and_weights, wrap) == FINE
+
+
+def tied_in_parts() -> str:
+    with pytest.raises(RemoteError) as error:
+        pipe_of(model(tied=True), "fsdp")
+    return str(error.value)
+
+
+def test_a_tied_weight_in_parts_is_refused() -> None:
+    for message in ranks(4).run(tied_in_parts):
+        assert (
+            "'0.weight' is on ranks 0, 1 of the pipe, and stage_fn has cut it in parts" in message
+        )
+
+
+def a_step_that_fails(wrap: str) -> list[str]:
+    """On one rank of one copy. All are told, and go on."""
+    expected, layers = model(), model()
+    expected[4], layers[4] = nn.Identity(), Fails()
+    pipe = pipe_of(layers, wrap)
+    broken = layers[4]
+    assert isinstance(broken, Fails)
+    x, y = parts(wrap, *batch(16))
+    broken.broken = False
+    pipe.step(x, target=y)
+    broken.broken = copy_here() == 1
+    with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of copy 1, in st"):
+        pipe.step(x, target=y)
+    broken.broken = False
+    pipe.zero_grad()
+    pipe.step(x, target=y)
+    x, y = batch(16)
+    nn.functional.mse_loss(expected(x), y).backward()
+    return differing(pipe, expected)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
+def test_a_step_after_one_that_failed(wrap: str) -> None:
+    assert ranks(4).run(a_step_that_fails, wrap) == FINE

@@ -1,0 +1,518 @@
+"""`Pipe(mesh=mesh)` with the dims dp and pp: copies that train together, each on its own rows.
+
+The oracle is the unsplit model on the rows of all copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import Pipe, RemoteError, add_loss
+from tests.meshes.meshed import (
+    FAMILIES,
+    Block,
+    copy_here,
+    counted,
+    differing,
+    mesh,
+    model,
+    pipe_of,
+)
+from tests.processes.ranks import ranks
+from tests.support import batch, closely
+
+FINE: list[list[str]] = [[], [], [], []]
+UNEVEN = (9, 7)  # rows of each copy
+
+
+def mine(tensor: Tensor, rows: Sequence[int] = UNEVEN) -> Tensor:
+    part: Tensor = tensor.split(list(rows))[copy_here()]
+    return part
+
+
+# ---- losses -------------------------------------------------------------------------------
+
+
+def classes(rows: int) -> tuple[Tensor, Tensor]:
+    """The second copy has fewer targets that count."""
+    x, _ = batch(rows)
+    target = torch.arange(rows) % 3
+    target[UNEVEN[0] + 1 :: 2] = -100
+    return x, target
+
+
+def none_for_one(rows: int) -> tuple[Tensor, Tensor]:
+    x, target = classes(rows)
+    target[UNEVEN[0] :] = -100
+    return x, target
+
+
+def weighted(output: Tensor, target: Tensor) -> dict[str, Any]:
+    """A mean over the rows whose first target is positive, how many they are, and metrics."""
+    counts = (target[:, 0] > 0).double()
+    per_row = (output - target).square().mean(dim=1)
+    loss = (per_row * counts).sum() / counts.sum()
+    far = (output - target).abs().mean(dim=1)
+    return {
+        "loss": loss,
+        "weight": counts.sum(),
+        "far": (far * counts).sum() / counts.sum(),
+        "rows": output.detach()[:, 0],
+    }
+
+
+def weightless_copy(rows: int) -> tuple[Tensor, Tensor]:
+    x, y = batch(rows)
+    y[UNEVEN[0] :, 0] = -1
+    return x, y
+
+
+def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    loss = nn.functional.mse_loss(output, target)
+    return {"loss": loss, "far": (output - target).abs().mean(), "both": [loss.detach(), 2.0]}
+
+
+def summing(output: Tensor, target: Tensor) -> dict[str, Any]:
+    return {"loss": (output - target).square().sum(), "rows": len(output)}
+
+
+cross_entropy = nn.functional.cross_entropy
+by_class = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double())
+
+LOSSES: dict[str, tuple[Any, str | None, Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "rows": (nn.functional.mse_loss, None, batch),
+    "metrics": (with_metrics, None, batch),
+    "sum": (summing, "sum", batch),
+    "a sum of PyTorch's": (nn.MSELoss(reduction="sum"), None, batch),
+    "ignored targets": (cross_entropy, None, classes),
+    "weights of classes": (by_class, None, classes),
+    "a copy without targets": (cross_entropy, None, none_for_one),
+    "weights of classes, a copy without targets": (by_class, None, none_for_one),
+    "weights": (weighted, None, batch),
+    "a copy without weights": (weighted, None, weightless_copy),
+}
+
+
+def read(found: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The loss that a loss_fn has given, and numbers beside it."""
+    if not isinstance(found, dict):
+        return found, {}
+    rest = {n: v for n, v in found.items() if n in ("far", "both") or n == "rows"}
+    return found["loss"], rest
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return all(map(is_same, a, b))
+    return closely(torch.as_tensor(a), torch.as_tensor(b).detach())
+
+
+def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
+    loss_fn, reduction, data = LOSSES[kind]
+    expected, pipe = (
+        model(),
+        pipe_of(model(), None, schedule, loss_fn=loss_fn, reduction=reduction, chunks=3),
+    )
+    wrong = []
+    for at in range(2):  # the second step adds to the first, its rows are the other way round
+        rows = UNEVEN if at == 0 or "copy" in kind else UNEVEN[::-1]
+        x, y = data(16)
+        loss, beside = read(loss_fn(expected(x), y))
+        loss.backward()
+        with counted() as found:
+            result = pipe.step(mine(x, rows), target=mine(y, rows))
+        wrong += [f"step {at}: {name}" for name in differing(pipe, expected)]
+        wrong += [] if closely(result.loss, loss.detach()) else [f"step {at}: the loss"]
+        wrong += [] if (found.own, found.of_group) == (1, 0) else [f"{found.own} reductions"]
+        for name, value in beside.items():
+            if name == "rows" and kind != "sum":
+                value = value.split(list(rows))[copy_here()]  # of this copy alone
+            wrong += [] if is_same(result.metrics[name], value) else [f"step {at}: {name}"]
+    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
+    return wrong + differing(pipe, expected)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_loss_metrics_and_gradients_are_those_of_the_whole_batch(kind: str) -> None:
+    assert ranks(4).run(of_the_whole_batch, kind, "zb-h1") == FINE
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_under_every_family_of_schedules(schedule: str) -> None:
+    assert ranks(4).run(of_the_whole_batch, "rows", schedule) == FINE
+
+
+class Adds(nn.Module):
+    """Adds a loss from inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        add_loss(x.square().mean())
+        return x
+
+
+def added(kind: str) -> list[str]:
+    loss_fn, _, data = LOSSES[kind]
+    expected, layers = model(), model()
+    layers[1] = nn.Sequential(nn.ReLU(inplace=True), Adds())
+    pipe = pipe_of(layers, None, loss_fn=loss_fn)
+    x, y = data(16)
+    hidden = torch.relu(expected[0](x))
+    loss = loss_fn(expected[2:](hidden), y) + hidden.square().mean()
+    loss.backward()
+    result = pipe.step(mine(x), target=mine(y))
+    wrong = [] if closely(result.loss, loss.detach()) else ["the loss"]
+    return wrong + differing(pipe, expected)
+
+
+@pytest.mark.parametrize("kind", ["rows", "ignored targets"])
+def test_what_layers_add_counts_by_rows(kind: str) -> None:
+    assert ranks(4).run(added, kind) == FINE
+
+
+# ---- steps that wait, ties, inputs, scalers -----------------------------------------------
+
+
+def steps_that_wait(kind: str) -> list[str]:
+    """Each counts for its own rows, though they are reduced together. A tied weight is one."""
+    loss_fn, reduction, data = LOSSES[kind]
+    expected = model(tied=True)
+    pipe = pipe_of(model(tied=True), None, "zb-h1", loss_fn=loss_fn, reduction=reduction)
+    wrong = []
+    for at, rows in enumerate([(9, 7), (4, 12), (8, 8), (13, 3)]):
+        x, y = data(16)
+        loss, _ = read(loss_fn(expected(x), y))
+        loss.backward()
+        with pipe.no_sync() if at < 2 else nullcontext(), counted() as found:
+            result = pipe.step(mine(x, rows), target=mine(y, rows))
+        wrong += [] if found.own == (at >= 2) else [f"step {at}: {found.own} reductions"]
+        wrong += [] if closely(result.loss, loss.detach()) else [f"step {at}: the loss"]
+        if at >= 2:
+            wrong += [f"after step {at}: {name}" for name in differing(pipe, expected)]
+    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
+    return wrong + differing(pipe, expected)
+
+
+@pytest.mark.parametrize("kind", ["rows", "sum", "weights", "ignored targets"])
+def test_steps_that_wait_for_one_that_reduces(kind: str) -> None:
+    assert ranks(4).run(steps_that_wait, kind) == FINE
+
+
+def gradients_of_inputs(kind: str) -> list[str]:
+    loss_fn, _, data = LOSSES[kind]
+    expected, pipe = model(), pipe_of(model(), None, loss_fn=loss_fn)
+    x, y = data(16)
+    here = mine(x).clone().requires_grad_()
+    x.requires_grad_()
+    read(loss_fn(expected(x), y))[0].backward()
+    pipe.step(here, target=mine(y))
+    if mesh().get_local_rank("pp") > 0:
+        return [] if here.grad is None else ["a gradient on a rank without the first stage"]
+    assert x.grad is not None
+    assert here.grad is not None
+    return [] if closely(here.grad, mine(x.grad)) else ["the input's"]
+
+
+@pytest.mark.parametrize("kind", ["rows", "weights"])
+def test_gradients_of_inputs_are_those_of_the_whole_loss(kind: str) -> None:
+    assert ranks(4).run(gradients_of_inputs, kind) == FINE
+
+
+class _Spoilt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.gradient = gradient
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, torch.full_like(ctx.saved_tensors[0], ctx.gradient), None
+
+
+class Spoils(nn.Module):
+    """Has a weight whose gradient is what you like, and harms no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2).double())
+        self.gradient = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Spoilt.apply(x, self.weight, self.gradient)  # type: ignore[no-untyped-call]
+        return y
+
+
+def spoiled() -> tuple[nn.Sequential, list[Spoils]]:
+    """One on each rank."""
+    layers, found = model(), [Spoils(), Spoils()]
+    layers[1] = nn.Sequential(nn.ReLU(), found[0])
+    layers[4] = nn.Sequential(nn.Tanh(), found[1])
+    return layers, found
+
+
+def scaled(wrap: str | None, where: int) -> list[str]:
+    """An overflow on one rank of one copy, then accumulation over two that have none."""
+    (expected, known), (layers, own) = spoiled(), spoiled()
+    pipe = pipe_of(layers, wrap, "zb-h1")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, pipe)]
+    wrong = []
+    for steps in (["inf"], ["a", "b"]):
+        for kind in steps:
+            x, y = batch(16)
+            known[0].gradient = inf if kind == "inf" else 0.0
+            mine_too = kind == "inf" and dist.get_rank() == where
+            own[mesh().get_local_rank("pp")].gradient = inf if mine_too else 0.0
+            scalers[0].scale(nn.functional.mse_loss(expected(x), y)).backward()
+            pipe.step(x.chunk(2)[copy_here()], target=y.chunk(2)[copy_here()], scaler=scalers[1])
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if scalers[0].get_scale() != scalers[1].get_scale():
+            wrong.append(f"scale {scalers[1].get_scale()}, not {scalers[0].get_scale()}")
+        theirs = dict(expected.named_parameters())
+        for name, found in pipe.named_parameters():
+            full = found.full_tensor() if hasattr(found, "full_tensor") else found
+            wrong += [] if closely(full.detach(), theirs[name].detach()) else [name]
+    return wrong
+
+
+@pytest.mark.parametrize("where", [0, 3])
+@pytest.mark.parametrize("wrap", [None, "ddp", "fsdp"])
+def test_an_overflow_on_one_rank_is_one_on_all(wrap: str | None, where: int) -> None:
+    assert ranks(4).run(scaled, wrap, where) == FINE
+
+
+# ---- what the copies have in common -------------------------------------------------------
+
+
+def begun_differently() -> list[str]:
+    """Parameters, buffers: those of the first copy."""
+    torch.manual_seed(dist.get_rank())
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
+    layers[1].register_buffer("drawn", torch.randn(3))
+    pipe = Pipe(layers, chunks=1, mesh=mesh(), loss_fn=nn.functional.mse_loss, stages=[2, 2])
+    states: list[dict[str, Any]] = [{n: t.clone() for n, t in pipe.state_dict().items()}]
+    x, y = batch(16, torch.float32)
+    for _ in range(2):
+        pipe.step(mine(x), target=mine(y))
+    states.append({name: p.grad for name, p in pipe.named_parameters()})
+    with torch.no_grad():
+        pipe.step(mine(x), target=mine(y))
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, states)
+    twin = found[(dist.get_rank() + 2) % 4]
+    return [
+        name
+        for at, state in enumerate(states)
+        for name, value in state.items()
+        if not torch.equal(value, twin[at][name])
+    ]
+
+
+def test_copies_begin_alike() -> None:
+    assert ranks(4).run(begun_differently) == FINE
+
+
+def statistics() -> list[str]:
+    """As in DistributedDataParallel: before each step, those of the first copy."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    expected = nn.BatchNorm1d(6).double()
+    pipe = Pipe(layers, chunks=1, mesh=mesh(), loss_fn=nn.functional.mse_loss, stages=[1, 1])
+    for at in range(3):
+        x, y = batch(16)
+        x = x * (at + 1)
+        if at < 2:
+            expected(x.chunk(2)[0])
+        else:
+            expected(x.chunk(2)[copy_here()])
+        pipe.step(x.chunk(2)[copy_here()], target=y.chunk(2)[copy_here()])
+    theirs = dict(expected.named_buffers(prefix="0"))
+    return [name for name, b in pipe.named_buffers() if not closely(b, theirs[name])]
+
+
+def test_buffers_are_those_of_the_first_copy_before_each_step() -> None:
+    assert ranks(4).run(statistics) == FINE
+
+
+def reduced_by_wrappers(wrap: str) -> list[str]:
+    """What reduces over the same processes is left to it; the rest, to the pipe."""
+
+    def around(module: nn.Module, index: int) -> nn.Module:
+        if wrap == "ddp, half" and index == 0:
+            return module
+        if wrap.startswith("ddp"):
+            return DistributedDataParallel(module, process_group=mesh()["dp"].get_group())
+        for part in module.children() if wrap == "fsdp, blocks" else [module]:
+            if wrap == "fsdp" or isinstance(part, Block):
+                fully_shard(part, mesh=mesh()["dp"])
+        return module
+
+    expected = model()
+    pipe = pipe_of(model(), None, "zb-v", stage_fn=around)
+    wrong = []
+    for rows in (UNEVEN, UNEVEN[::-1]):
+        x, y = batch(16)
+        loss = nn.functional.mse_loss(expected(x), y)
+        loss.backward()
+        with counted() as found:
+            result = pipe.step(mine(x, rows), target=mine(y, rows))
+        wrong += differing(pipe, expected)
+        wrong += [] if closely(result.loss, loss.detach()) else ["the loss"]
+        first = mesh().get_local_rank("pp") == 0
+        own = first and wrap in ("ddp, half", "fsdp, blocks")
+        wrong += [] if found.own == own else [f"{found.own} reductions of the pipe's own"]
+    return wrong
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "ddp, half", "fsdp", "fsdp, blocks"])
+def test_what_stage_fn_reduces_is_not_reduced_again(wrap: str) -> None:
+    assert ranks(4).run(reduced_by_wrappers, wrap) == FINE
+
+
+def evaluated() -> list[str]:
+    """Under no_grad, a step's loss is that of all copies; a call is of this one alone."""
+    expected, pipe = model(), pipe_of(model(), None, outputs="all")
+    x, y = batch(16)
+    with torch.no_grad():
+        output = expected(x)
+        loss = nn.functional.mse_loss(output, y)
+        found = pipe.step(mine(x), target=mine(y), outputs=True)
+        wrong = [] if closely(found.loss, loss) else ["the loss"]
+        wrong += [] if closely(found.outputs, mine(output)) else ["outputs of a step"]
+        if copy_here() == 0:
+            wrong += [] if closely(pipe(mine(x)), mine(output)) else ["outputs"]
+    return wrong
+
+
+def test_evaluation() -> None:
+    assert ranks(4).run(evaluated) == FINE
+
+
+def the_other_way_round() -> list[str]:
+    """The order of the dims, a mesh of strange order, and data on the first rank alone."""
+    wrong = []
+    strange = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "pp"))
+    turned = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pp", "dp"))
+    for at, given in enumerate((strange, turned)):
+        expected = model()
+        pipe = Pipe(
+            model(),
+            chunks=4,
+            schedule="zb-h1",
+            stages=[4, 4],
+            mesh=given,
+            data="first",
+            loss_fn=nn.functional.mse_loss,
+        )
+        x, y = batch(16)
+        loss = nn.functional.mse_loss(expected(x), y)
+        loss.backward()
+        copy = pipe._runs.team.standing.copy  # type: ignore[attr-defined]
+        rows = [part.split(list(UNEVEN))[copy] for part in (x, y)]
+        first = pipe._runs.team.rank == 0  # type: ignore[attr-defined]
+        result = pipe.step(rows[0], target=rows[1]) if first else pipe.step()
+        wrong += [f"{at}: {name}" for name in differing(pipe, expected)]
+        wrong += [] if closely(result.loss, loss.detach()) else [f"{at}: the loss"]
+    return wrong
+
+
+def test_meshes_of_other_orders() -> None:
+    assert ranks(4).run(the_other_way_round) == FINE
+
+
+def three_dims() -> list[str]:
+    """Layers are split over a third dim, which is none of the pipe's: it averages over dp."""
+    cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
+
+    def plan(module: nn.Module, _: int) -> nn.Module:
+        ways: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in module.children():
+            if isinstance(block, Block):
+                parallelize_module(block, cube["tp"], ways)
+        return module
+
+    expected = model()
+    pipe = Pipe(
+        model(),
+        chunks=3,
+        mesh=cube["dp", "pp"],
+        stage_fn=plan,
+        loss_fn=nn.functional.mse_loss,
+    )
+    x, y = batch(16)
+    loss = nn.functional.mse_loss(expected(x), y)
+    loss.backward()
+    x, y = (part.split(list(UNEVEN))[cube.get_local_rank("dp")] for part in (x, y))
+    result = pipe.step(x, target=y)
+    wrong = differing(pipe, expected)
+    wrong += [] if closely(result.loss, loss.detach()) else ["the loss"]
+    known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    return wrong + ([] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"])
+
+
+def test_two_dims_of_three() -> None:
+    assert ranks(4).run(three_dims) == FINE
+
+
+# ---- disagreement -------------------------------------------------------------------------
+
+
+def disagreeing() -> list[str]:
+    """Copies that are not alike: each error is raised on all four ranks."""
+    told = []
+
+    def tell(act: Callable[[], object]) -> None:
+        with pytest.raises(RemoteError) as error:
+            act()
+        told.append(str(error.value))
+
+    copy = copy_here()
+    tell(lambda: pipe_of(model(tied=copy == 1), None))
+    pipe = pipe_of(model(), None)
+    x, y = batch(16)
+    scaler = torch.amp.GradScaler("cpu") if copy else None
+    tell(lambda: pipe.step(mine(x), target=mine(y), scaler=scaler))
+
+    def waiting() -> None:
+        with pipe.no_sync() if copy else nullcontext():
+            pipe.step(mine(x), target=mine(y))
+
+    tell(waiting)
+    metrics = with_metrics if copy else weighted
+    tell(lambda: pipe.step(mine(x), target=mine(y), loss_fn=metrics))
+    scale = 0.5 if copy == 1 and mesh().get_local_rank("pp") == 1 else 1.0
+
+    def clipping() -> None:
+        pipe.clip_grad_norm_(scale)
+        pipe.step(mine(x), target=mine(y))  # here the other copy hears of it
+
+    tell(clipping)
+    return told
+
+
+def test_copies_that_disagree_are_told_how() -> None:
+    for alike, scaler, waiting, metrics, clipped in ranks(4).run(disagreeing):
+        assert "the copies disagree about the pipe" in alike
+        assert "on copy 0; Head" in alike
+        assert "scaler: False on copy 0; True on copy 1" in scaler
+        assert "no_sync: False on copy 0; True on copy 1" in waiting
+        assert "the loss: by weights on copy 0; a mean by rows on copy 1" in metrics
+        assert "clipping gradients (call 1) of copy 1" in clipped
+        assert "max_norm: 1.0 on rank 0; 0.5 on rank 1" in clipped
