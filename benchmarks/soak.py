@@ -1,6 +1,6 @@
 """A long training over two processes: does memory stay, and are the numbers the unsplit model's?
 
-    torchrun --nproc-per-node 2 benchmarks/soak.py [--steps 2000]
+    torchrun --nproc-per-node 2 -m benchmarks.soak [--steps 2000]
 
 Every step has another batch size, so that messages change their shapes; every 10 steps the pipe
 evaluates smaller batches, and every 100 it saves. Each rank also trains the unsplit model, in

@@ -80,7 +80,6 @@ class Ledger:
         self._rows = shares
         self._shares: Sequence[float] = [1] * len(shares) if reduction.sums else shares
         self._scores: dict[int, Score] = {}
-        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._first: Beside | None = None
         self._unit: Tensor | None = None  # what the gradients' weights are divided by
         self._aside: Aside | None = None
@@ -138,10 +137,7 @@ class Ledger:
         loss, weight = score.loss, score.beside.weight
         if weight is None:
             factor = self._part.copies if self._sums else self._part.of_rows()
-            kind = self._shares[microbatch] * factor, loss.dtype, loss.device
-            if kind not in self._seeds:  # nobody writes to it
-                self._seeds[kind] = self._scaled(torch.full_like(loss, kind[0]))
-            return self._seeds[kind]
+            return self._scaled(torch.full_like(loss, self._shares[microbatch] * factor))
         if self._unit is None:
             self._unit = weight.masked_fill(weight == 0, 1) * len(self._shares)
             self._aside = Aside()

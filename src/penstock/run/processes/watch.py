@@ -180,7 +180,7 @@ class Guard:
             raise error
         remote = cause.error()
         remote.add_note(f"This is rank {lookout.rank} of {lookout.size}; it was {was}.")
-        if lost:
+        if lost and (cause.kind, cause.rank) != ("raised", lookout.rank):
             raise remote from None
         raise remote from (error.__cause__ if isinstance(error, RemoteError) else error)
 
