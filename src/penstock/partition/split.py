@@ -50,6 +50,14 @@ class Split:
         return self.places[self.placement[stage]]
 
     @property
+    def talking(self) -> frozenset[tuple[int, int]]:
+        """The pairs of ranks of which the one sends messages to the other."""
+        ranks = [
+            (self.placement[src], self.placement[dst]) for src, dst in self.partition.graph.edges
+        ]
+        return frozenset(p for a, b in ranks if a != b for p in ((a, b), (b, a)))
+
+    @property
     def stages_here(self) -> list[Stage]:
         """Those that this process computes."""
         return [stage for stage in self.partition.stages if self.is_here(stage.index)]

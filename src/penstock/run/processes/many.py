@@ -75,6 +75,7 @@ class ManyProcesses:
         self._split, self._programs = arranged.split, arranged.programs
         self._replicas = arranged.replicas
         self._deferred = deferred_in(self._split.stages_here)
+        team.link(self._split.talking)
         self._last: HasTimeline | None = None
 
     # ---- the two doors --------------------------------------------------------------------

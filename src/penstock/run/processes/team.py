@@ -69,6 +69,7 @@ class Team:
         self._calls = 0
         self._turn = threading.Lock()
         self._caller: int | None = None
+        self._talking: frozenset[tuple[int, int]] | None = None
         self._learned: OrderedDict[str, Learned] = OrderedDict()
         self._open()
 
@@ -161,17 +162,20 @@ class Team:
         self.watched = self._among(members)
         with self.watch.guarded("meeting", LEARNING):
             self.watch.waiting("a connection")
-            self._meet(members, PrefixStore(f"copy{standing.copy}", store))
+            ours = PrefixStore(f"copy{standing.copy}", store)
+            self.peers = Peers(self._gloo_of(members, ours), self.watched)
             self._meet_copies(store)
+            if self._talking is not None:
+                self.link(self._talking)
         self.watch.outside()
 
-    def _meet(self, members: Sequence[int], store: Store) -> None:
-        """The other ranks of the pipe."""
-        gloo = self._gloo_of(members, store)
-        nccl = partial(self._communicators, PrefixStore("nccl", store)) if self._nccl else None
-        self.links = links_of(self.rank, self.place, gloo, nccl)
+    def link(self, talking: frozenset[tuple[int, int]]) -> None:
+        """Open links for those pairs of ranks where the one sends to the other. Within a call."""
+        self._talking = talking
+        store = PrefixStore(f"nccl{self.standing.copy}", self._store)
+        nccl = partial(self._communicators, store) if self._nccl else None
+        self.links = links_of(self.rank, self.place, self.peers.group, nccl)
         self._wakers.append(self.links.abort)
-        self.peers = Peers(gloo, self.watched)
 
     def _meet_copies(self, store: Store) -> None:
         """Those who have the same stages."""
@@ -212,15 +216,14 @@ class Team:
         return group
 
     def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
-        """One for each pair of ranks and direction, in the same order on every rank."""
-        members = self.standing.copies[self.standing.copy]
+        """One for each pair that talks, in the same order on every rank."""
+        members, talking = self.standing.copies[self.standing.copy], self._talking or ()
         return {
             (src, dst): self._nccl_of(
                 (members[src], members[dst]), PrefixStore(f"{src}-{dst}", store)
             )
-            for src in range(self.size)
-            for dst in range(self.size)
-            if src != dst and self.rank in (src, dst)
+            for src, dst in sorted(talking)
+            if self.rank in (src, dst)
         }
 
 
