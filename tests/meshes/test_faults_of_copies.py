@@ -25,11 +25,16 @@ HEARTBEAT = 2.0
 FAULTY = 3  # the second rank of the second copy
 
 
+kept: list[Any] = []  # a pipe that nobody holds closes its connections, which wakes the others
+
+
 class Burst(Exception):
     """What goes wrong."""
 
 
 def burst(kind: str) -> None:
+    """When the other copy has come to the end of its step, and waits there."""
+    time.sleep(0.5)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise Burst("on purpose")
@@ -48,7 +53,7 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None, f
         return x
 
     layers[4] = Do(see)
-    pipe = pipe_of(layers, wrap, "zb-h1", heartbeat=HEARTBEAT)
+    kept[:] = [pipe := pipe_of(layers, wrap, "zb-h1", heartbeat=HEARTBEAT)]
     x, y = (part.chunk(2)[copy_here()] for part in batch(16))
     pipe.step(x, target=y)
     broken = True

@@ -15,6 +15,8 @@ from penstock import ArgumentError, KindError, Pipe, PipeSequential
 from tests.support import (
     CUTS,
     SCHEDULES,
+    Pop,
+    Stash,
     batch,
     bitwise,
     differences,
@@ -194,6 +196,30 @@ def test_compiled_stages(schedule: str) -> None:
         pipe.step(x, target=y)
     assert len(runs) == 2 * 2 * 10
     assert len(compilations) <= 12  # once a stage; the first also for rows that begin elsewhere
+    for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_stages_with_skip_connections() -> None:
+    """The compiler leaves the layers that stash and pop alone, and compiles those between."""
+
+    def compiled(module: nn.Module, index: int) -> nn.Module:
+        made: Any = torch.compile(module, backend="eager")
+        assert isinstance(made, nn.Module)
+        return made
+
+    layers = nn.Sequential(Stash(), nn.Linear(6, 6), nn.Tanh(), Pop(), nn.Linear(6, 3)).double()
+    expected = copy.deepcopy(layers)
+    pipe = Pipe(
+        layers, chunks=2, stages=[2, 3], devices=["cpu"] * 2, loss_fn=mse, stage_fn=compiled
+    )
+    x, y = batch(8)
+    mse(expected(x), y).backward()
+    pipe.step(x, target=y)
     for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
