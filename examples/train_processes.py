@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import penstock
 
@@ -102,21 +100,15 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def averaging(mesh: DeviceMesh) -> Callable[[nn.Module, int], nn.Module]:
-    """Each stage of a pipe with its likes of the other pipes: gradients averaged once a step."""
-    return lambda stage, index: DistributedDataParallel(stage, process_group=mesh.get_group())
-
-
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, float]:
     """All steps that are left; the loss of the last over the whole batch."""
-    replica, replicas = (mesh["dp"].get_local_rank(), args.dp) if args.dp > 1 else (0, 1)
+    copy = mesh["dp"].get_local_rank() if args.dp > 1 else 0
     pipe = penstock.Pipe(
         built(args.blocks, args.meta),
         chunks=args.chunks,
-        mesh=mesh["pp"],
+        mesh=mesh,
         schedule=args.schedule,
         loss_fn=next_letter_loss,
-        stage_fn=averaging(mesh["dp"]) if replicas > 1 else None,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     start, loss = 0, torch.tensor(float("nan"))
@@ -124,13 +116,10 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, fl
         start, loss = pipe.load(args.save, optimizer=optimizer)
         say(f"goes on after step {start}")
     for step in range(start + 1, args.steps + 1):
-        letters = batch(step).chunk(replicas)[replica].to(mesh.device_type)
+        letters = batch(step).chunk(args.dp)[copy].to(mesh.device_type)
         optimizer.zero_grad()
         loss = pipe.step(letters, target=letters).loss
         optimizer.step()
-        if replicas > 1:
-            dist.all_reduce(loss, dist.ReduceOp.SUM, mesh["dp"].get_group())
-            loss /= replicas
         if step % args.every == 0 or step == args.steps:
             say(f"step {step}  loss {loss:.4f}")
             if args.save:

@@ -59,6 +59,7 @@ TENSORS: list[Tensor] = [
     torch.randint(9, (3,)).bool(),
     torch.randn(2, 2).to(torch.bfloat16),
     torch.randn(2, 2, dtype=torch.complex64),
+    torch.randn(2, 3, dtype=torch.complex64).conj(),
 ]
 
 

@@ -72,7 +72,8 @@ class Meta(NamedTuple):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Its numbers as they stand in memory; a copy of them, if there are holes."""
+    """Its numbers as they stand in memory; a copy of them, if there are holes or a conjugate."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
     if _is_dense(tensor):
