@@ -225,3 +225,17 @@ def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
         if first not in headings:
             missing.append(first)
     assert missing == []
+
+
+def test_every_module_stands_in_the_layout() -> None:
+    page = (DOCS / "layout.md").read_text()
+    source = ROOT / "src" / "penstock"
+    modules = [path.relative_to(source) for path in sorted(source.rglob("*.py"))]
+    missing = [
+        str(path)
+        for path in modules
+        if path.name != "__init__.py"
+        and f"`{path}`" not in page
+        and f"`{path.parts[0]}/`" not in page
+    ]
+    assert missing == []

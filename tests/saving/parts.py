@@ -22,7 +22,7 @@ from penstock.partition.tied import tied_names
 from penstock.saving.holding import Holding
 from penstock.saving.pending import Pending
 from penstock.saving.saver import Saver
-from penstock.saving.team import Alone, Grouped
+from penstock.saving.savers import Alone, Grouped
 
 LAYERS = 8
 

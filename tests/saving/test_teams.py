@@ -19,7 +19,7 @@ from penstock import RunError, saved
 from penstock.saving.holding import Holding
 from penstock.saving.pending import Pending
 from penstock.saving.saver import Saver
-from penstock.saving.team import Grouped
+from penstock.saving.savers import Grouped
 from tests.processes.ranks import ranks
 from tests.saving.parts import (
     alone,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.partition.tied import plain
-from penstock.saving.team import Alone, Team
+from penstock.saving.savers import Alone, Savers
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Holding:
 
     module: nn.Module
     same: Mapping[str, str]
-    team: Team = field(default_factory=Alone)
+    savers: Savers = field(default_factory=Alone)
     replica: int = 0
     first: bool = True
 

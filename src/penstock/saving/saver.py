@@ -22,7 +22,7 @@ from penstock.saving.one_file import OneFileWriter
 from penstock.saving.optimizers import Optimizers, listed, state_of
 from penstock.saving.pending import Pending, Saving
 from penstock.saving.reading import MODEL, OPTIMIZER, RANDOM
-from penstock.saving.team import Alone, Group, Grouped, Team, decided, each, together
+from penstock.saving.savers import Alone, Group, Grouped, Savers, decided, each, together
 
 PathLike = str | os.PathLike[str]
 
@@ -44,24 +44,24 @@ class Saver:
     def save(self, folder: PathLike, optimizer: Optimizers, extra: Any, background: bool) -> Saving:
         """Plan and, for the background, copy; then write."""
         self.pending.wait()
-        holding, team, home = self.holding, self.holding.team, Path(folder).absolute()
+        holding, savers, home = self.holding, self.holding.savers, Path(folder).absolute()
         doing = f"saving to '{home}'"
-        state, packed = each(team, doing, lambda: (_state(holding, optimizer), _packed(extra)))
-        place = decided(team, doing, lambda: next_place(home))
+        state, packed = each(savers, doing, lambda: (_state(holding, optimizer), _packed(extra)))
+        place = decided(savers, doing, lambda: next_place(home))
         same = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in holding.same.items()}
         writer = writing.CheckpointWriter(place, same, packed)
 
         def undo() -> None:
             clean(place.parent)
 
-        with _undone_by(undo, team):
-            planned = writing.plan(team, doing, writer, state)
+        with _undone_by(undo, savers):
+            planned = writing.plan(savers, doing, writer, state)
             if background:
-                each(team, doing, lambda: planned.planner.copy(planned.mine))
+                each(savers, doing, lambda: planned.planner.copy(planned.mine))
 
         def write() -> None:
-            with _undone_by(undo, team):
-                writing.write(team, doing, writer, planned)
+            with _undone_by(undo, savers):
+                writing.write(savers, doing, writer, planned)
 
         saving = Saving(place, write, background)
         self.pending.last = saving if background else None
@@ -70,10 +70,10 @@ class Saver:
     def load(self, path: PathLike, optimizer: Optimizers) -> Any:
         """Read what this process needs; gives what was saved as `extra`."""
         self.pending.wait()
-        holding, team = self.holding, self.holding.team
+        holding, savers = self.holding, self.holding.savers
         doing = f"loading '{path}'"
-        place = decided(team, doing, lambda: reading.found_at(Path(path).absolute()))
-        told = together(team, doing, lambda: list(holding.state()))
+        place = decided(savers, doing, lambda: reading.found_at(Path(path).absolute()))
+        told = together(savers, doing, lambda: list(holding.state()))
         names = [name for those in told for name in those]
 
         def work() -> Any:
@@ -86,7 +86,7 @@ class Saver:
                 reading.read_random(holding, source)
             return reading.read_extra(source)
 
-        return each(team, doing, work)
+        return each(savers, doing, work)
 
     def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one file, each rank its own bytes."""
@@ -94,22 +94,22 @@ class Saver:
         path = Path(file).absolute()
         if path.suffix != ".safetensors":
             raise ArgumentError(f"export writes a .safetensors file, and not '{path.name}'")
-        team, doing = self.holding.team, f"exporting to '{path}'"
+        savers, doing = self.holding.savers, f"exporting to '{path}'"
         writer = OneFileWriter(path, self.holding.same)
-        state = each(team, doing, lambda: _model(self.holding))
-        with _undone_by(writer.undo, team):
-            planned = writing.plan(team, doing, writer, state)
-            writing.write(team, doing, writer, planned)
+        state = each(savers, doing, lambda: _model(self.holding))
+        with _undone_by(writer.undo, savers):
+            planned = writing.plan(savers, doing, writer, state)
+            writing.write(savers, doing, writer, planned)
         return path
 
 
 @contextmanager
-def _undone_by(undo: Callable[[], None], team: Team) -> Iterator[None]:
+def _undone_by(undo: Callable[[], None], savers: Savers) -> Iterator[None]:
     """What is half written when it fails is removed, by the first rank."""
     try:
         yield
     except BaseException:
-        if team.rank == 0:
+        if savers.rank == 0:
             undo()
         raise
 

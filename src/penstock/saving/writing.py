@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from penstock.errors import RunError
 from penstock.saving.folder import commit, write_synced
-from penstock.saving.team import Team, decided, together
+from penstock.saving.savers import Savers, decided, together
 
 EXTRA = "extra.pt"
 
@@ -58,29 +58,31 @@ class Planned:
     metadata: Metadata
 
 
-def plan(team: Team, doing: str, writer: StorageWriter, state: dict[str, Any]) -> Planned:
+def plan(savers: Savers, doing: str, writer: StorageWriter, state: dict[str, Any]) -> Planned:
     """Agree who writes what: each tensor once, though several ranks have it."""
     planner = Planner()
 
     def local() -> SavePlan:
-        planner.set_up_planner(state, writer.storage_meta(), team.rank == 0)
-        writer.set_up_storage_writer(team.rank == 0)
+        planner.set_up_planner(state, writer.storage_meta(), savers.rank == 0)
+        writer.set_up_storage_writer(savers.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    locals_ = together(team, doing, local)
+    locals_ = together(savers, doing, local)
 
     def whole() -> tuple[list[SavePlan], Metadata]:
         plans, metadata = planner.create_global_plan(locals_)
         return writer.prepare_global_plan(plans), metadata
 
-    plans, metadata = decided(team, doing, whole)
-    return Planned(planner, planner.finish_plan(plans[team.rank]), metadata)
+    plans, metadata = decided(savers, doing, whole)
+    return Planned(planner, planner.finish_plan(plans[savers.rank]), metadata)
 
 
-def write(team: Team, doing: str, writer: StorageWriter, planned: Planned) -> None:
+def write(savers: Savers, doing: str, writer: StorageWriter, planned: Planned) -> None:
     """Write; if all could, it counts."""
-    results = together(team, doing, lambda: writer.write_data(planned.mine, planned.planner).wait())
-    decided(team, doing, lambda: writer.finish(planned.metadata, results))
+    results = together(
+        savers, doing, lambda: writer.write_data(planned.mine, planned.planner).wait()
+    )
+    decided(savers, doing, lambda: writer.finish(planned.metadata, results))
 
 
 class CheckpointWriter(FileSystemWriter):

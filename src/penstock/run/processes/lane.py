@@ -18,7 +18,7 @@ from penstock.stage.context import Context
 EARLIER = 2  # computations: with one, small messages are asked for too late
 
 
-class Lane:
+class OneRank:
     """Carries out the steps of this process's rank; `at` is told of each computation."""
 
     def __init__(self, wire: Wire, at: Callable[[object], None], learned: Learned) -> None:

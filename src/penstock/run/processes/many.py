@@ -26,7 +26,7 @@ from penstock.run.processes.agreement import Facts, agree, sampled
 from penstock.run.processes.book import Book
 from penstock.run.processes.carrying import carried_here, carry_away, cells_away
 from penstock.run.processes.copies import begin_together
-from penstock.run.processes.lane import Lane
+from penstock.run.processes.lane import OneRank
 from penstock.run.processes.links import HostLinks, Links
 from penstock.run.processes.opening import (
     Announcement,
@@ -205,7 +205,7 @@ class ManyProcesses:
         ties = TiesBetween(here, self._split.ties, schedule.chunks, team.peers)
         draws = Draws(lambda: opened.seed, lambda: None)  # it moves on when all have told
         at = partial(team.watch.at, patience=LEARNING) if opened.first else team.watch.at
-        lane = Lane(wire, at, opened.learned)
+        lane = OneRank(wire, at, opened.learned)
         where = self._split.places, self._split.placement
         return Call(stages, *where, manner_of(schedule), lane, ties, draws), wire
 

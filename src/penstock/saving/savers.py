@@ -16,7 +16,7 @@ from penstock.errors import RemoteError
 T = TypeVar("T")
 
 
-class Team(Protocol):
+class Savers(Protocol):
     """The processes that save together. `share` is called by all of them, in the same order."""
 
     @property
@@ -75,16 +75,16 @@ class Grouped:
         return found
 
 
-def together(team: Team, doing: str, work: Callable[[], T]) -> list[T]:
+def together(savers: Savers, doing: str, work: Callable[[], T]) -> list[T]:
     """Everyone's results of the work; if anyone's fails, all fail, with one message."""
-    if isinstance(team, Alone):
+    if isinstance(savers, Alone):
         return [work()]
     result, failure = None, None
     try:
         result = work()
     except Exception as error:
         failure = error
-    answers = team.share((result, None if failure is None else _told(failure)))
+    answers = savers.share((result, None if failure is None else _told(failure)))
     problems = {rank: said for rank, (_, said) in enumerate(answers) if said is not None}
     if problems:
         first, (_, frames) = next(iter(problems.items()))
@@ -100,13 +100,13 @@ def _told(failure: Exception) -> tuple[str, str]:
     return said, "".join(format_exception(failure))
 
 
-def each(team: Team, doing: str, work: Callable[[], T]) -> T:
+def each(savers: Savers, doing: str, work: Callable[[], T]) -> T:
     """This rank's result alone, which stays here; if anyone's work fails, all fail."""
     mine: list[T] = []
-    together(team, doing, lambda: mine.append(work()))
+    together(savers, doing, lambda: mine.append(work()))
     return mine[0]
 
 
-def decided(team: Team, doing: str, work: Callable[[], T]) -> T:
+def decided(savers: Savers, doing: str, work: Callable[[], T]) -> T:
     """What the first rank's work gives, on every rank."""
-    return cast(T, together(team, doing, lambda: work() if team.rank == 0 else None)[0])
+    return cast(T, together(savers, doing, lambda: work() if savers.rank == 0 else None)[0])
