@@ -123,7 +123,7 @@ class Pipe(nn.Module):
             asked = read(schedule)
             wish = Wish(stages, devices, balance, example, chunks)
             sharing = Sharing(data, outputs, shapes)
-            facts = described(module)  # before stage_fn changes it
+            facts = {} if team is None else described(module)  # before stage_fn changes it
             placed = split(module, wish, asked, None if team is None else site_in(team))
             arranged = self._arrange(placed, asked, stage_fn)
             if team is None:

@@ -104,6 +104,7 @@ def begin_alike(team: Team, ties: Sequence[Tie], replicas: Replicas) -> None:
 
 def _digest(layer: nn.Module) -> str:
     parts = [f"{n} {type(m).__name__}" for n, m in layer.named_modules()]
-    parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_parameters()]
-    parts += [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in layer.named_buffers()]
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        lazy = nn.parameter.is_lazy(tensor)
+        parts.append(f"{name} lazy" if lazy else f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
