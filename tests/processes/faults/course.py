@@ -149,9 +149,9 @@ def with_traps(trap: Tripped) -> None:
     """
     send, write = HostLinks.send, CheckpointWriter.write_data
 
-    def trapped_send(self: HostLinks, *given: Any) -> None:
+    def trapped_send(self: HostLinks, *given: Any) -> Any:
         trap("send", 1)
-        send(self, *given)
+        return send(self, *given)
 
     def trapped_write(self: CheckpointWriter, *given: Any) -> Any:
         trap("saving", 1)
@@ -173,12 +173,12 @@ def course(stage: Stage, fault: Fault, folder: Path) -> None:
     with_traps(trap)
     pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)
+    optimizer.register_step_pre_hook(lambda *_: trap("between"))
     for trap.step in range(STEPS):
         x, target = batch(trap.step)
         optimizer.zero_grad()
         pipe.step(x, target=target)
         optimizer.step()
-        trap("between", 1)
         pipe.save(folder, optimizer=optimizer, extra=trap.step)
 
 

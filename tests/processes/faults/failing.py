@@ -20,7 +20,6 @@ def main(fault: str, place: str, rank: int, pids: Path) -> None:
     trap = Trap(here, Fault(rank, place, FAULTS[fault]))
     pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)
-    optimizer.register_step_pre_hook(lambda *_: trap("optimizer"))
     for trap.step in range(3):
         x, target = batch(trap.step)
         optimizer.zero_grad()

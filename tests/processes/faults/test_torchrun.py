@@ -21,7 +21,6 @@ RANKS = 2
     ("fault", "place", "rank", "said"),
     [
         ("raise", "backward", 1, r"rank 1 failed, in step \(call 3\), in stage 1 .*Burst"),
-        ("raise", "optimizer", 0, r"rank 0 failed, after step \(call 3\): .*Burst"),
         ("kill", "forward", 1, "rank 1 died: no sign of life"),
     ],
 )

@@ -8,6 +8,7 @@ They are forked from a server that has imported torch, so that a case takes a fr
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -124,6 +125,7 @@ def _play(
     function: Callable[..., object],
     arguments: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # what the server has imported: collecting would copy its pages
     out = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
