@@ -152,10 +152,10 @@ def receiving() -> Iterator[Receiving]:
     def counting(recv: Any, group: Any, tensors: list[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
             counter.note(tensor)
-        return recv(group, tensors, *rest)
+        return recv.__get__(group)(tensors, *rest)
 
     kinds: Any = (c10d.ProcessGroup, c10d.Backend)
-    before = [(kind, kind.recv) for kind in kinds]
+    before = [(kind, kind.__dict__["recv"]) for kind in kinds]
     for kind, recv in before:
         kind.recv = lambda *given, recv=recv: counting(recv, *given)
     try:

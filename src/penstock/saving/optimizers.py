@@ -48,7 +48,7 @@ def check_known(holding: Holding, optimizers: Sequence[Optimizer]) -> None:
         if parameter not in known:
             raise ArgumentError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of "
-                "the pipe's: give it an optimizer of its own, and put that one's state_dict() "
+                "the pipe's: make it from pipe.parameters(), and put the state_dict() of others "
                 "into extra="
             )
         if parameter in seen:

@@ -70,7 +70,7 @@ class Beginning:
         """For any layers."""
         inbox: list[Tensor | None] = [None] * len(tensors)
         inside = _Entry.apply(inbox, ROOT, *tensors)  # type: ignore[no-untyped-call]
-        return Beginning(inside, tuple(GradientEdge(t.grad_fn, t.output_nr) for t in inside), inbox)
+        return Beginning(inside, tuple(map(get_gradient_edge, inside)), inbox)
 
     def caught(self) -> Sequence[Tensor | None]:
         """The gradients that a backward has left; they are taken away."""
@@ -91,7 +91,9 @@ def edge(tensor: Tensor) -> GradientEdge | None:
     if not tensor.requires_grad:
         return None
     node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    if node is None or isinstance(node, torch._C._FunctionBase):  # that one needs to be kept alive
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 @dataclass(slots=True)

@@ -67,7 +67,9 @@ def own_state(modules: Iterable[nn.Module]) -> str:
 
 def _described(value: Any) -> str:
     leaves, spec = pytree.tree_flatten(value)
-    return f"{', '.join(map(_leaf, leaves)) or 'none'} in {spec}"
+    said = ", ".join(map(_leaf, leaves)) or "none"
+    flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
+    return said if flat else f"{said} in {spec}"
 
 
 def _leaf(leaf: Any) -> str:
