@@ -70,7 +70,11 @@ class Beginning:
         """For any layers."""
         inbox: list[Tensor | None] = [None] * len(tensors)
         inside = _Entry.apply(inbox, ROOT, *tensors)  # type: ignore[no-untyped-call]
-        return Beginning(inside, tuple(map(get_gradient_edge, inside)), inbox)
+        return Beginning(
+            inside,
+            tuple(GradientEdge(t.grad_fn, t.output_nr, _owner(t, t.grad_fn)) for t in inside),
+            inbox,
+        )
 
     def caught(self) -> Sequence[Tensor | None]:
         """The gradients that a backward has left; they are taken away."""
@@ -91,9 +95,22 @@ def edge(tensor: Tensor) -> GradientEdge | None:
     if not tensor.requires_grad:
         return None
     node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):  # that one needs to be kept alive
+    if node is None:
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    return GradientEdge(node, tensor.output_nr, _owner(tensor, node))
+
+
+def _owner(tensor: Tensor, node: Any) -> Any:
+    """What keeps a node alive that was written in Python: the object of it here does not.
+
+    A node that follows it does; a sparse tensor has no view to make one, and is kept itself.
+    """
+    if not isinstance(node, torch._C._FunctionBase):
+        return None
+    if tensor.layout is not torch.strided:
+        return tensor
+    with torch.enable_grad():
+        return tensor.view_as(tensor).grad_fn
 
 
 @dataclass(slots=True)
