@@ -153,10 +153,10 @@ def judge(
         # What it sent before it left may still be on its way.
         if sign.mode is Mode.LEFT and (suspicious or min(still, mine.still) > 2 * patience.beat):
             return causes.left(rank, str(sign), waiter)
-    for rank, (sign, _, still) in _fields(awaited):
-        both = min(still, mine.still)
+    for rank, (sign, quiet, still) in _fields(awaited):
+        both, lives = min(still, mine.still), quiet <= 3 * patience.beat  # else it may have died
         limit = patience.quiet + (sign.patience - 1) * patience.heartbeat
-        if sign.mode in (Mode.OUTSIDE, Mode.AT) and both > limit:
+        if sign.mode in (Mode.OUTSIDE, Mode.AT) and lives and both > limit:
             return causes.stalled(rank, str(sign), both, waiter, patience.heartbeat)
     return _knot(me, sights, patience)
 
