@@ -7,20 +7,14 @@ import pytest
 from penstock import schedules
 from penstock.cost import Cost
 from penstock.ir import (
-    Action,
     Compute,
     Op,
-    Program,
-    Recv,
-    Schedule,
-    Send,
     StageGraph,
-    consumes,
-    produces,
 )
 from penstock.lower import lower
 from penstock.notation import loads
 from penstock.play import Deadlock, Sends, Span, Wait, play
+from tests.properties.random_schedules import obvious
 
 
 def times(spans: Iterator[Span]) -> dict[str, tuple[float, float]]:
@@ -31,20 +25,6 @@ def stuck(spans: Iterator[Span]) -> str:
     with pytest.raises(Deadlock) as error:
         list(spans)
     return str(error.value)
-
-
-def obvious(schedule: Schedule, graph: StageGraph | None = None) -> Program:
-    """The lowering that anybody writes first: receive just before use, send just after."""
-    graph = graph or StageGraph.chain(schedule.stages)
-    lanes: list[tuple[Action, ...]] = []
-    for lane in schedule.lanes:
-        out: list[Action] = []
-        for action in lane:
-            out += [Recv(m) for m in consumes(action, graph) if schedule.crosses(m)]
-            out.append(action)
-            out += [Send(m) for m in produces(action, graph) if schedule.crosses(m)]
-        lanes.append(tuple(out))
-    return Program(schedule, graph, tuple(lanes))
 
 
 # ---- when things run ----------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Schedules that nobody designed: random orders that respect the rule."""
+"""Schedules that nobody designed: random orders that respect the rule; and a naive lowering."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from penstock import Compute, Op, Schedule, StageGraph
+from penstock import Action, Compute, Op, Program, Recv, Schedule, Send, StageGraph
 from penstock.ir import consumes, follows, produces
 
 WAYS = ((Op.F, Op.B), (Op.F, Op.I, Op.W), (Op.F, Op.R, Op.B), (Op.F, Op.R, Op.I, Op.W))
@@ -50,3 +50,17 @@ def orders(draw: st.DrawFn, graph: StageGraph, stages: int, ranks: int, chunks: 
         sent.update(produces(action, graph))
         lanes[placement[action.stage]].append(action)
     return Schedule(placement, chunks, tuple(map(tuple, lanes)))
+
+
+def obvious(schedule: Schedule, graph: StageGraph | None = None) -> Program:
+    """The lowering that anybody writes first: receive just before use, send just after."""
+    graph = graph or StageGraph.chain(schedule.stages)
+    lanes: list[tuple[Action, ...]] = []
+    for lane in schedule.lanes:
+        out: list[Action] = []
+        for action in lane:
+            out += [Recv(m) for m in consumes(action, graph) if schedule.crosses(m)]
+            out.append(action)
+            out += [Send(m) for m in produces(action, graph) if schedule.crosses(m)]
+        lanes.append(tuple(out))
+    return Program(schedule, graph, tuple(lanes))

@@ -36,7 +36,7 @@ from penstock.run.rendezvous import Rendezvous
 from penstock.run.transport import Mailboxes
 from penstock.run.worker import Step, steps_of
 from tests.properties.paper import carried_out, unsplit
-from tests.properties.random_schedules import sound_schedules
+from tests.properties.random_schedules import obvious, sound_schedules
 from tests.properties.test_sweep import VARIANTS
 
 strict = Rendezvous
@@ -72,20 +72,6 @@ def test_every_size(name: str, v: int, ranks: int) -> None:
 
 
 # ---- it goes red --------------------------------------------------------------------------
-
-
-def obvious(schedule: Schedule) -> Program:
-    """Receive just before use, send just after: as everybody writes it first."""
-    graph = StageGraph.chain(schedule.stages)
-    lanes: list[tuple[Action, ...]] = []
-    for lane in schedule.lanes:
-        actions: list[Action] = []
-        for action in lane:
-            actions += [Recv(m) for m in consumes(action, graph) if schedule.crosses(m)]
-            actions.append(action)
-            actions += [Send(m) for m in produces(action, graph) if schedule.crosses(m)]
-        lanes.append(tuple(actions))
-    return Program(schedule, graph, tuple(lanes))
 
 
 def test_the_obvious_lowering_hangs_here_and_nowhere_else() -> None:

@@ -20,7 +20,8 @@ from penstock.run.rendezvous import Rendezvous
 from penstock.run.transport import Stopped
 from penstock.stage.parcel import Parcel
 from penstock.stage.places import Cpu
-from tests.properties.test_rendezvous import early, obvious
+from tests.properties.random_schedules import obvious
+from tests.properties.test_rendezvous import early
 from tests.properties.test_sweep import VARIANTS
 from tests.support import CHECKPOINTS, Pop, Stash
 
