@@ -14,6 +14,7 @@ from penstock.batch import scatter
 from penstock.errors import ArgumentError, KindError
 from penstock.ir import StageGraph
 from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
+from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
 from penstock.partition.forward.units import Asked, has_list, parts_inside
 from penstock.partition.forward.whole import defaults_of
@@ -87,7 +88,8 @@ def cut_model(
     prospect = prospect_of(model, example, asked, len(devices))
     counts = _counts(prospect, stages)
     cut, division = cut_at(prospect, counts)
-    made, whole = stages_of(prospect, cut, division, dict(enumerate(devices)))
+    survey = Survey(tuple(prospect.calls), tuple(counts), division)
+    made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
     graph = StageGraph.chain(len(devices), division.edges)
     return Partition(tuple(made), graph, whole)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.partition.forward.division import Division, divide
 from penstock.partition.forward.part import Part
 from penstock.partition.forward.skeleton import Skeleton, absent_of, front, twin
+from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.whole import Cut, Whole
 from penstock.stage.stage import Stage
@@ -89,16 +90,16 @@ def _homes_of_parameters(
 
 
 def stages_of(
-    prospect: Prospect, cut: Cut, division: Division, devices: Mapping[int, torch.device]
+    prospect: Prospect, cut: Cut, survey: Survey, devices: Mapping[int, torch.device]
 ) -> tuple[list[Stage], Whole]:
     """The stages, those on `devices` ready to compute."""
-    parents = prospect.parents()
+    parents, division = prospect.parents(), survey.division
     shared_fronts = {id(m): front(name, m) for name, m in prospect.units.items()}
     stages = [
         _stage(index, prospect, cut, division, parents, shared_fronts, device)
         for index, device in devices.items()
     ]
-    whole = Whole(prospect.model, prospect.units, parents, cut, devices)
+    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey)
     whole.learn(prospect.example, prospect.trace, division, prospect.constants)
     return stages, whole
 

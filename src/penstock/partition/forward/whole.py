@@ -17,6 +17,7 @@ from penstock.partition.forward.performer import Score, score_of
 from penstock.partition.forward.recorder import Leak
 from penstock.partition.forward.replay import Questions
 from penstock.partition.forward.state import State, state_of, surroundings
+from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
 from penstock.partition.forward.trees import flatten
@@ -76,6 +77,7 @@ class Whole:
     parents: Mapping[str, nn.Module]
     cut: Cut
     devices: Mapping[int, torch.device]  # of the stages that are here
+    survey: Survey
     _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
