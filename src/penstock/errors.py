@@ -5,6 +5,7 @@ PenstockError
 │   └── Misfit    (RunError)     inputs that cannot be cut alike: lists each, and what to write
 ├── KindError     (TypeError)    a value of the wrong kind: says which kind would work
 ├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
+│   ├── CutError                 a model cannot be cut so: says at which line of it, and why
 │   └── RemoteError              a rank failed, and with it every rank: the same error on each
 ├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
 ├── Unsound       (ValueError)   a schedule that must not run: lists every problem
@@ -34,6 +35,10 @@ class KindError(PenstockError, TypeError):
 
 class RunError(PenstockError, RuntimeError):
     """A pipe cannot go on."""
+
+
+class CutError(RunError):
+    """A model's forward cannot be cut into stages as it is."""
 
 
 @dataclass(frozen=True)

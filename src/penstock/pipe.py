@@ -21,7 +21,8 @@ from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
 from penstock.notation import dumps
 from penstock.options import check_chunks, check_loss, check_words
-from penstock.partition.sequential import check_children
+from penstock.partition.forward.units import Asked as AskedUnits
+from penstock.partition.sequential import check_model
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Split, Wish, in_words, split
 from penstock.partition.tied import tied_names
@@ -41,7 +42,6 @@ from penstock.schedules.choice import Asked, check_trains, choose, read
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.compiled import never_compiled
 from penstock.stage.reduction import LossFn
-from penstock.stage.skip import verify_skippables
 from penstock.timeline import Timeline
 from penstock.verify import require_sound
 
@@ -82,7 +82,7 @@ class Pipe(nn.Module):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
@@ -95,6 +95,7 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
+        units: AskedUnits = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -107,21 +108,18 @@ class Pipe(nn.Module):
         standing = standing_in(mesh, group)
         team = None if standing is None else join(standing, devices, heartbeat)
         with nullcontext("") if team is None else team.call("making the pipe", SLOW) as name:
-            check_children(module)
+            check_model(module)
             check_chunks(chunks)
             check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
             check_words(data=data, outputs=outputs, shapes=shapes)
             check_loss(loss_fn)
-            verify_skippables(module)
             self.chunks, self.checkpoint = chunks, checkpoint
             self.reduction, self.runtime = reduction, runtime
             self.__dict__["loss_fn"] = loss_fn  # not a child, if it is a module
             if deferred_batch_norm:
-                converted = DeferredBatchNorm.convert_deferred_batch_norm(module)
-                assert isinstance(converted, nn.Sequential)
-                module = converted
+                module = DeferredBatchNorm.convert_deferred_batch_norm(module)
             asked = read(schedule)
-            wish = Wish(stages, devices, balance, example, chunks)
+            wish = Wish(stages, devices, balance, example, chunks, units)
             sharing = Sharing(data, outputs, shapes)
             facts = {} if team is None else described(module)  # before stage_fn changes it
             placed = split(module, wish, asked, None if team is None else site_in(team))
@@ -136,13 +134,9 @@ class Pipe(nn.Module):
         self._noticed = _Noticed()
         self._saves = Pending()
         self.training = module.training
-        # The children are the Sequential's own, under their own names, whatever those are: from
-        # here on no attribute is set.
-        self._modules.update(
-            (name, layer)
-            for stage in self._split.stages_here
-            for name, layer in zip(stage.names, stage.layers, strict=True)
-        )
+        # The children are the model's own, under their own names, whatever those are: from here on
+        # no attribute is set.
+        self._modules.update(self._split.partition.children(self._split.stages_here))
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
 
@@ -298,7 +292,7 @@ class Pipe(nn.Module):
     def train(self, mode: bool = True) -> Pipe:
         """Also what is around the stages."""
         super().train(mode)
-        for module in (m for stage in self._split.partition.stages for m in stage.around):
+        for module in self._split.partition.around:
             module.training = mode
         return self
 
@@ -330,6 +324,7 @@ class Pipe(nn.Module):
             if moved:
                 raise _denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._split.partition.refresh()
         return self
 
 

@@ -127,19 +127,19 @@ def test_a_skip_is_one_more_edge() -> None:
     """
     model = nn.Sequential(StashTwo(), Stash(), nn.ReLU(), PopB(), Pop(), PopA())
     partition = cut(model, [1, 1, 2, 2])
-    assert [(key.name, src, dst) for key, src, dst in partition.routes] == [
+    assert [(key.name, src, dst) for key, src, dst in partition.how.routes] == [
         ("b", 0, 2),
         ("far", 1, 3),
         ("a", 0, 3),
     ]
     assert partition.graph.edges == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
-    assert cut(model, [6]).routes == ()
+    assert cut(model, [6]).how.routes == ()
 
 
 def test_equal_names_in_different_namespaces_are_different_skips() -> None:
     one, two = Namespace(), Namespace()
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
-    routes = cut(nn.Sequential(*layers), [1, 1, 1, 1]).routes
+    routes = cut(nn.Sequential(*layers), [1, 1, 1, 1]).how.routes
     assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
 
 

@@ -62,7 +62,7 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
-def materialise(module: nn.Sequential, where: Mapping[str, torch.device]) -> Blanks:
+def materialise(module: nn.Module, where: Mapping[str, torch.device]) -> Blanks:
     """Give memory to the layers named in `where`, each on its device; the others stay on meta.
 
     A tensor that several of them share stays one, on the device of the first. The caller's

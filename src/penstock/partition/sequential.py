@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -12,8 +11,9 @@ from torch import nn
 from penstock.errors import ArgumentError, KindError, RunError
 from penstock.ir import StageGraph
 from penstock.partition.chain import chain
+from penstock.partition.partition import Layers, Partition
 from penstock.partition.side import check_named, names_in_chain, picked, side_names
-from penstock.stage.skip import SkipKey, popped_keys, stashed_keys
+from penstock.stage.skip import SkipKey, popped_keys, stashed_keys, verify_skippables
 from penstock.stage.stage import Stage
 
 
@@ -66,25 +66,6 @@ class WithDevice(nn.Module):
         return side_names(self.module, first)
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A model cut into stages, with the graph of who feeds whom."""
-
-    stages: tuple[Stage, ...]
-    graph: StageGraph
-    routes: tuple[tuple[SkipKey, int, int], ...]  # skips that cross stages
-    takes: tuple[tuple[frozenset[str], ...], ...]  # the side inputs of each stage's layers
-
-    def computing(self) -> list[nn.Module]:
-        """The layers, and what the user has put around them."""
-        return [module for stage in self.stages for module in (*stage.around, *stage.layers)]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Each once."""
-        layers = (layer for stage in self.stages for layer in stage.layers)
-        return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
-
-
 def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers."""
     return [*layer.parameters(), *layer.buffers()]
@@ -133,6 +114,21 @@ def placed_by_user(
     return counts, devices
 
 
+def is_layered(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Is it a Sequential, whose children run one after the other?"""
+    plain = (nn.Sequential.forward, PipeSequential.forward)
+    return isinstance(module, nn.Sequential) and type(module).forward in plain
+
+
+def check_model(module: nn.Module) -> None:
+    """A module; if it is a Sequential, one that can be cut between its children."""
+    if not isinstance(module, nn.Module):
+        raise KindError(f"a pipe is made of a module, not of {type(module).__name__}")
+    if is_layered(module):
+        check_children(module)
+        verify_skippables(module)
+
+
 def check_children(module: nn.Module) -> None:
     """It is a Sequential with children, none of them twice."""
     if not isinstance(module, nn.Sequential):
@@ -140,7 +136,7 @@ def check_children(module: nn.Module) -> None:
             f"a pipe is made of an nn.Sequential, not of {type(module).__name__}: write the model "
             "as nn.Sequential(layer, layer, ...)"
         )
-    if type(module).forward not in (nn.Sequential.forward, PipeSequential.forward):
+    if not is_layered(module):
         raise KindError(
             f"{type(module).__name__} has a forward of its own, which a pipe would not run: give "
             "the layers as a plain nn.Sequential, and put the rest into a layer"
@@ -207,7 +203,7 @@ def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
         )
         for index, part in enumerate(slices)
     )
-    return Partition(stages, graph, routes, takes)
+    return Partition(stages, graph, Layers(routes, takes))
 
 
 def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:

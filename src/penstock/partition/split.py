@@ -15,10 +15,13 @@ from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.partition.materialise import Blanks, is_on_meta, materialise
 from penstock.partition.profile import layer_bytes, layer_times
+from penstock.partition.forward.units import Asked
+from penstock.partition.model import Example, cut_model
+from penstock.partition.partition import Layers, Partition
 from penstock.partition.sequential import (
-    Partition,
     PipeSequential,
     cut,
+    is_layered,
     placed_by_user,
     tensors_of,
 )
@@ -85,10 +88,11 @@ class Wish:
     balance: str | None
     example: Any
     chunks: int
+    units: Asked = None
 
 
 def split(
-    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site | None = None
+    module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site | None = None
 ) -> Split:
     """Cut and place as wished; without a wish, as the layers stand, or a share for each process."""
     _check_wish(wish)
@@ -99,6 +103,12 @@ def split(
             raise ArgumentError(
                 "balance and example say how to cut, but the layers stay as they were placed: "
                 "give stages= or devices=, too"
+            )
+        if not is_layered(module):
+            raise ArgumentError(
+                f"{type(module).__name__} is no nn.Sequential: say into how many stages it is to "
+                "be cut, and give a batch to follow its forward with, as in Pipe(model, stages=4, "
+                "example=batch)"
             )
         return _as_placed(module)
     return _as_wished(module, wish, schedule)
@@ -131,7 +141,7 @@ def _as_placed(module: nn.Sequential) -> Split:
     return Split(cut(module, counts), places, placement)
 
 
-def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | None) -> Split:
+def _as_wished(module: nn.Module, wish: Wish, schedule: str | Schedule | None) -> Split:
     per_rank = stages_per_rank(schedule)
     stages = wish.stages
     if stages is None:
@@ -141,9 +151,14 @@ def _as_wished(module: nn.Sequential, wish: Wish, schedule: str | Schedule | Non
     ranks = -(-number // per_rank)
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
-    partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    blanks = _give_memory(module, partition.stages, [places[rank].device for rank in placement])
-    _move(partition.stages, [places[rank].device for rank in placement])
+    devices = [places[rank].device for rank in placement]
+    if is_layered(module):
+        partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
+    else:
+        example = Example.read(wish.example, wish.chunks)
+        partition = cut_model(module, stages, example, wish.units, wish.balance, devices)
+    blanks = _give_memory(module, partition.stages, devices)
+    _move(partition.stages, devices)
     return Split(partition, dict(enumerate(places)), placement, blanks=blanks)
 
 
@@ -256,7 +271,9 @@ def in_words(split: Split) -> list[str]:
             lines.append(f"{stage} on {split.place_of(stage.index)!r}, {numbers:,} parameters")
         else:
             lines.append(f"{stage} in the process of rank {split.placement[stage.index]}")
-    skips = Counter((key.name, src, dst) for key, src, dst in split.partition.routes)
+    how = split.partition.how
+    routes = how.routes if isinstance(how, Layers) else ()
+    skips = Counter((key.name, src, dst) for key, src, dst in routes)
     for (name, src, dst), times in skips.items():
         lines.append(f"skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1))
     tied = ties_in_words(split.stages_here, split.placement)

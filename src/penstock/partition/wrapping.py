@@ -12,7 +12,8 @@ from penstock.errors import ArgumentError, KindError
 from penstock.gradients.sharded import is_sharded
 from penstock.gradients.shards import groups_of, is_in_parts
 from penstock.partition.chain import Chain
-from penstock.partition.sequential import Partition, tensors_of
+from penstock.partition.partition import Partition
+from penstock.partition.sequential import tensors_of
 from penstock.partition.tied import Tie
 from penstock.stage.stage import Stage
 

@@ -14,10 +14,11 @@ from penstock.cost import Cost
 from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Program, Schedule
+from penstock.partition.forward.whole import Whole
 from penstock.partition.sequential import check_unchanged
 from penstock.partition.split import Split
 from penstock.run.call import Manner
-from penstock.run.feed import Batch
+from penstock.run.feed import Batch, Fed
 from penstock.run.phase import Phase
 from penstock.run.programs import Programs, Size
 from penstock.run.training import HasTimeline, StepResult
@@ -52,14 +53,19 @@ class Arrangement:
 
     def check(self) -> None:
         """The layers are those that were cut, and have been given their numbers."""
-        check_unchanged(self.layers, self.split.stages_here)
+        how = self.split.partition.how
+        if isinstance(how, Whole):
+            how.check_unchanged()
+        else:
+            check_unchanged(self.layers, self.split.stages_here)
         self.split.blanks.check()
 
-    def run_of_step(self, settings: Settings, chunks: int) -> tuple[Program, Phase]:
+    def run_of_step(self, settings: Settings, fed: Fed) -> tuple[Program, Phase]:
         """The whole program; without gradients, its forwards."""
+        programs = self.programs.on(fed.graph)
         if torch.is_grad_enabled():
-            return self.programs.whole(settings.size(chunks))
-        program, forwards, _ = self.programs.halves(settings.size(chunks, False))
+            return programs.whole(settings.size(fed.chunks))
+        program, forwards, _ = programs.halves(settings.size(fed.chunks, False))
         return program, forwards
 
     def forecast(self, settings: Settings, cost: Cost | None, last: HasTimeline | None) -> Timeline:

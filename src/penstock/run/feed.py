@@ -1,7 +1,8 @@
 """What comes from outside: the micro-batches of a call, for each stage that takes some of it.
 
-The batch goes to the first stage, the target to the last, a side input to every stage whose layers
-name it: moved there at once, not from stage to stage.
+Of a Sequential, the batch goes to the first stage, the target to the last, a side input to every
+stage whose layers name it. Of a whole forward, each stage gets the inputs that its part takes.
+All is moved there at once, not from stage to stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 from penstock.batch import Rows, check_inputs, moved, scatter
-from penstock.partition.sequential import Partition
+from penstock.ir import StageGraph
+from penstock.partition.forward.whole import Whole
+from penstock.partition.partition import Layers, Partition
 from penstock.partition.side import Side, check_named
 
 Given = Mapping[int, list[tuple[Any, ...]]]  # by stage, the values of each micro-batch
@@ -36,6 +39,7 @@ class Fed:
     given: Given
     rows: Rows
     chunks: int
+    graph: StageGraph  # who feeds whom in this call
     target: bool = False  # is the last value of the last stage's
 
     @property
@@ -48,12 +52,20 @@ class Fed:
 
 def feed(partition: Partition, chunks: int, batch: Batch, where: Where) -> Fed:
     """Cut a batch, and deal it out to the stages."""
+    check_inputs(batch.inputs, batch.side.values(), where(0))
+    if isinstance(partition.how, Whole):
+        return _to_parts(partition, partition.how, chunks, batch, where)
+    return _to_layers(partition, partition.how, chunks, batch, where)
+
+
+def _to_layers(
+    partition: Partition, how: Layers, chunks: int, batch: Batch, where: Where
+) -> Fed:
     inputs, side, target = batch.inputs, batch.side, batch.target
-    check_inputs(inputs, side.values(), where(0))
     if not side and not target:
         pieces, rows = scatter(inputs, chunks)
-        return Fed({0: pieces} if where(0) else {}, rows, len(pieces))
-    takers = _takers(partition, side)
+        return Fed({0: pieces} if where(0) else {}, rows, len(pieces), partition.graph)
+    takers = _takers(partition, how, side)
     last = len(partition.stages) - 1
     values, names = list(inputs), [f"input {at}" for at in range(len(inputs))]
     homes: dict[tuple[str, torch.device | None], int] = {}
@@ -78,15 +90,49 @@ def feed(partition: Partition, chunks: int, batch: Batch, where: Where) -> Fed:
         before = given.get(last, [()] * len(pieces))
         given[last] = [(*values, piece[-1]) for values, piece in zip(before, pieces, strict=True)]
     fed = {stage: parts for stage, parts in given.items() if where(stage) is not None}
-    return Fed(fed, rows, len(pieces), bool(target) and last in fed)
+    return Fed(fed, rows, len(pieces), partition.graph, bool(target) and last in fed)
 
 
-def _takers(partition: Partition, side: Mapping[str, Any]) -> dict[str, list[int]]:
+def _takers(partition: Partition, how: Layers, side: Mapping[str, Any]) -> dict[str, list[int]]:
     """The stages that take each side input."""
-    takes, stages = partition.takes, partition.stages
+    takes, stages = how.takes, partition.stages
     layers = [name for stage in stages for name in stage.names]
     check_named(side, layers, [names for stage in takes for names in stage])
     return {
         name: [at for at, stage in enumerate(takes) if any(name in names for names in stage)]
         for name in side
     }
+
+
+def _to_parts(
+    partition: Partition, whole: Whole, chunks: int, batch: Batch, where: Where
+) -> Fed:
+    """Each micro-batch may be divided in its own way; who feeds whom in any of them, does in all."""
+    inputs, side = batch.inputs, {**whole.defaults(batch.side), **batch.side}
+    last = len(partition.stages) - 1
+    target = tuple(moved(value, where(last)) for value in batch.target)
+    names = [*(f"input {at}" for at in range(len(inputs))), *side, "target"]
+    pieces, rows = scatter((*inputs, *side.values(), *target), chunks, names)
+    state, split_at = whole.state(), len(inputs)
+    ends = split_at + len(side)
+    dealt = [
+        whole.divided(
+            piece[:split_at], dict(zip(side, piece[split_at:ends], strict=True)), state
+        )
+        for piece in pieces
+    ]
+    edges = sorted({edge for one in dealt for edge in one.division.edges})
+    graph = StageGraph.chain(len(partition.stages), edges)
+    sends = {s: tuple(d for a, d in graph.edges if a == s) for s in range(last + 1)}
+    handed = [one.handed(state, sends) for one in dealt]
+    given: dict[int, list[tuple[Any, ...]]] = {}
+    for stage in range(last + 1):
+        device = where(stage)
+        if device is not None:
+            given[stage] = [
+                (told, *(moved(tensor, device) for tensor in one.taken(stage)))
+                for told, one in zip(handed, dealt, strict=True)
+            ]
+    if target and last in given:
+        given[last] = [(*v, piece[-1]) for v, piece in zip(given[last], pieces, strict=True)]
+    return Fed(given, rows, len(pieces), graph, bool(target) and last in given)

@@ -50,7 +50,7 @@ class OneProcess:
         self._replicas.check_call()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         size = settings.size(fed.chunks, torch.is_grad_enabled())
-        program, *phases = self._programs.halves(size)
+        program, *phases = self._programs.on(fed.graph).halves(size)
         stages = behind_call(self._split.partition.stages)
         call = self._call(settings, program, stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), fed.given)
@@ -62,7 +62,7 @@ class OneProcess:
         """Forward, loss and backward of a batch under the schedule."""
         self._arranged.check()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
-        program, phase = self._arranged.run_of_step(settings, fed.chunks)
+        program, phase = self._arranged.run_of_step(settings, fed)
         rule = reduction_of(lesson.loss_fn, settings.reduction)
         stages = ending_in_loss(
             self._split.partition.stages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.ir import Program, Schedule, StageGraph
@@ -32,9 +33,18 @@ class Programs:
         self._choice, self._graph = choice, graph
         self._whole: dict[Size, tuple[Program, Phase]] = {}
         self._halves: dict[Size, tuple[Program, Phase, Phase]] = {}
+        self._others: dict[StageGraph, Programs] = {}
 
     def __reduce__(self) -> tuple[type[Programs], tuple[Choice, StageGraph]]:
         return Programs, (self._choice, self._graph)
+
+    def on(self, graph: StageGraph) -> Programs:
+        """Those where other stages feed each other: what a model sends may depend on its inputs."""
+        if graph == self._graph:
+            return self
+        if graph not in self._others:
+            self._others[graph] = Programs(replace(self._choice, graph=graph), graph)
+        return self._others[graph]
 
     def whole(self, size: Size) -> tuple[Program, Phase]:
         """All in one go."""

@@ -76,7 +76,7 @@ class Scored:
         with taken_by(added.append):
             departing = self._compute(arrived)
             (output,) = departing[OUTSIDE]
-            found = self._loss_fn(output, *targets) if self._loss_fn else output
+            found = self._loss_fn(output, *targets) if self._loss_fn else own_loss(output)
         self._tally.count(added)
         loss, beside = read_loss(found, self._source)
         extra = summed(added).to(loss.device, copy=True) if added else None
@@ -93,6 +93,11 @@ class Scored:
         if extra is not None:
             return {**departing, OUTSIDE: (loss, beside, extra)}
         return {**departing, OUTSIDE: (loss,) if beside is NOTHING else (loss, beside)}
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model gives itself: its output, or the `loss` in that."""
+    return output.loss if isinstance(getattr(output, "loss", None), Tensor) else output
 
 
 def read_loss(found: Any, source: str) -> tuple[Tensor, Beside]:

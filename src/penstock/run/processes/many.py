@@ -91,7 +91,7 @@ class ManyProcesses:
                     "under torch.no_grad()"
                 )
             size = settings.size(opened.fed.chunks, False)
-            program, phase, _ = self._programs.halves(size)
+            program, phase, _ = self._programs.on(opened.fed.graph).halves(size)
             call, wire = self._call(program, behind_call(self._stages), opened)
             self._take_inputs(call, program, opened)
             call.run(phase)
@@ -115,7 +115,7 @@ class ManyProcesses:
                 no_sync=not self._replicas.reduces,
             )
             opened = self._open(name, settings, batch, facts, _name_of(lesson.loss_fn))
-            program, phase = self._arranged.run_of_step(settings, opened.fed.chunks)
+            program, phase = self._arranged.run_of_step(settings, opened.fed)
             return self._train(settings, lesson, opened, program, phase)
 
     def clip(
@@ -185,7 +185,9 @@ class ManyProcesses:
         else:
             assert fed is not None
             announced = Announcement.of(fed, bool(batch.target))
-        fed = fed or Fed({}, announced.rows, announced.chunks)
+        fed = fed or Fed(
+            {}, announced.rows, announced.chunks, self._split.partition.graph
+        )
         return _Opened(fed, general, announced, learned, agreed.seed, agreed.key, first_call)
 
     def _feeding(self, stage: int) -> torch.device | None:

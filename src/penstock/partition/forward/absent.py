@@ -1,0 +1,84 @@
+"""Values that are not here: what stands for a tensor that another stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+
+
+@dataclass(frozen=True)
+class Look:
+    """What can be seen of a tensor without its numbers, but for its device: that is the stage's."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> Look:
+        """Of a tensor that is here; one without strides looks as if it had the usual ones."""
+        shape = tuple(tensor.shape)
+        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else _usual(shape)
+        return Look(shape, strides, tensor.dtype, tensor.requires_grad)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its numbers."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def _usual(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class Absent(Tensor):
+    """Looks like the tensor that it stands for; whoever computes with it is told."""
+
+    value: int  # which one of the plan's
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(look: Look, device: torch.device, value: int) -> Absent:
+        """Made once, and used in every run: nobody can change it."""
+        made: Absent = Tensor._make_wrapper_subclass(
+            Absent,
+            look.shape,
+            strides=look.strides,
+            dtype=look.dtype,
+            device=device,
+            requires_grad=look.learns,
+        )
+        made.value = value
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Only what no plan foresaw comes here."""
+        raise RunError(
+            f"{func} was called with a value of another stage, where no plan foresaw it: the "
+            "forward did something that it had not done when it was planned, or computes where "
+            "it cannot be followed (a compiled or scripted function between units)"
+        )

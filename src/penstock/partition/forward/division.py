@@ -1,0 +1,272 @@
+"""A forward divided among stages: who runs which step, and which values go from whom to whom.
+
+Units stand where the cut puts them. An operation between units runs on the last stage among those
+that make what it takes, or on the stage that uses what it makes, if that sends no more bytes. What
+follows from the inputs alone is computed by every stage that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.errors import CutError
+from penstock.partition.forward.tables import called
+from penstock.partition.forward.trace import CallOf, Kind, New, Same, Step, Trace
+
+Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter
+
+
+@dataclass
+class Portion:
+    """One stage's part of a forward."""
+
+    runs: set[int] = field(default_factory=set)  # steps
+    needs: set[int] = field(default_factory=set)  # values
+    given: list[int] = field(default_factory=list)  # inputs that it takes
+    arriving: dict[int, list[int]] = field(default_factory=dict)  # values, by source
+    departing: dict[int, list[int]] = field(default_factory=dict)  # by destination
+    end: int = 0  # one after its last step
+
+
+@dataclass(frozen=True)
+class Division:
+    """A trace and what each stage does of it."""
+
+    trace: Trace
+    portions: tuple[Portion, ...]
+    stages: Mapping[int, int]  # of the steps that run on one stage alone
+    uses: Mapping[str, frozenset[int]]  # parameters that are used between units, by stages
+    reads: Mapping[str, frozenset[int]]  # the same of buffers
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Who sends to whom."""
+        return [(s, dst) for s, p in enumerate(self.portions) for dst in p.departing]
+
+
+def divide(
+    trace: Trace, placed: Callable[[CallOf, int], int], stages: int, homes: Homes | None = None
+) -> Division:
+    """`placed` gives the stage of a unit's call, after calls on the stage that it is told.
+
+    With `homes`, parameters are at home there already.
+    """
+    where = _Placing(trace, stages, homes)
+    where.place_units(placed)
+    where.place_glue()
+    portions = [Portion() for _ in range(stages)]
+    for at, stage in where.stages.items():
+        portions[stage].runs.add(at)
+        portions[stage].needs.update(where.takes(at))
+    last = portions[stages - 1]
+    last.needs.update(trace.output.made)
+    for value in trace.lasting.values():
+        maker = trace.values[value].maker
+        portions[where.stages.get(-1 if maker is None else maker, 0)].needs.add(value)
+    for stage, portion in enumerate(portions):
+        _fill(stage, portion, trace, where.stages)
+    for stage, portion in enumerate(portions):
+        for source, values in portion.arriving.items():
+            portions[source].departing[stage] = values
+    _check_changes(trace, where.stages, portions)
+    uses = _users(trace, where.stages, portions, lambda v: v.parameter)
+    reads = _users(trace, where.stages, portions, lambda v: v.buffer)
+    return Division(trace, tuple(portions), dict(where.stages), uses, reads)
+
+
+class _Placing:
+    """Where each step that runs on one stage alone does."""
+
+    def __init__(self, trace: Trace, stages: int, homes: Homes | None) -> None:
+        self.trace, self._count, self._homes = trace, stages, homes
+        self.stages: dict[int, int] = {}
+        self._users: dict[int, list[int]] = {}
+        for at, step in enumerate(trace.steps):
+            for value in step.takes:
+                self._users.setdefault(value, []).append(at)
+        self._late = set(trace.output.made)
+
+    def takes(self, at: int) -> Iterable[int]:
+        """The values that a step needs."""
+        return self.trace.steps[at].takes
+
+    def place_units(self, placed: Callable[[CallOf, int], int]) -> None:
+        """As the cut says."""
+        before = 0
+        for at in self.trace.calls:
+            step = self.trace.steps[at]
+            before = self.stages[at] = placed(step.func, before)
+        regions: dict[int, set[int]] = {}
+        for at in self.trace.calls:
+            region = self.trace.steps[at].region
+            if region is not None:
+                regions.setdefault(region, set()).add(self.stages[at])
+        if any(len(found) > 1 for found in regions.values()):
+            raise CutError("a checkpointed part of the forward would be cut: it is one piece")
+        self._regions = {region: min(found) for region, found in regions.items()}
+
+    def place_glue(self) -> None:
+        """First as early as what they take allows; then, from the end, where it is used."""
+        early: dict[int, int | None] = {}
+        for at, step in enumerate(self.trace.steps):
+            if self._is_everywhere(step):
+                continue
+            if step.kind is not Kind.UNIT:
+                early[at] = self._earliest(step, early)
+                continue
+            early[at] = self.stages[at]
+        for at in reversed(early):
+            if at not in self.stages:
+                self.stages[at] = self._placed(at, early[at])
+
+    def _is_everywhere(self, step: Step) -> bool:
+        return step.free or step.kind in (Kind.READ, Kind.CALL)
+
+    def _earliest(self, step: Step, early: Mapping[int, int | None]) -> int | None:
+        if step.region in self._regions:
+            return self._regions[step.region]  # type: ignore[index]
+        makers = [self.trace.values[value].maker for value in step.takes]
+        found = [early[m] for m in makers if m is not None and m in early]
+        known = [stage for stage in found if stage is not None]
+        return max(known) if known else None
+
+    def _placed(self, at: int, early: int | None) -> int:
+        step = self.trace.steps[at]
+        made = set(step.result.made) if step.result else set()
+        made |= set(step.changes.values())
+        users = [self.stages[u] for value in made for u in self._users.get(value, ())
+                 if u in self.stages]  # fmt: skip
+        if made & self._late:
+            users.append(self._count - 1)
+        first = min(users, default=early or 0)
+        if step.region is not None or step.changes or not users:
+            chosen = early if early is not None else first
+        elif early is None or (first > early and self._may_sink(at, made, first)):
+            chosen = first
+        else:
+            chosen = early
+        return self._at_home(step, chosen, early)
+
+    def _may_sink(self, at: int, made: set[int], to: int) -> bool:
+        """Does it send no more bytes, if it runs where its result is used?"""
+        values = self.trace.values
+        out = sum(values[value].look.size for value in made)
+        step = self.trace.steps[at]
+        into = 0
+        for value in set(step.takes):
+            if values[value].free or values[value].parameter or self._goes_to(value, to, at):
+                continue
+            into += values[value].look.size
+        changed = {old for s in self.trace.steps[at:] for old in s.changes}
+        return into <= out and not changed & set(step.takes)
+
+    def _goes_to(self, value: int, stage: int, but: int) -> bool:
+        """Is it sent there anyway?"""
+        users = self._users.get(value, ())
+        return any(self.stages.get(user) == stage for user in users if user != but)
+
+    def _at_home(self, step: Step, chosen: int, early: int | None) -> int:
+        """A parameter that has its home already is used there."""
+        if self._homes is None:
+            return chosen
+        for value in step.takes:
+            name = self.trace.values[value].parameter
+            if not name:
+                continue
+            homes = sorted(self._homes[name])
+            fitting = [home for home in homes if home >= (early or 0)]
+            if not fitting:
+                raise CutError(
+                    f"at {step.where}, {called(step.func)} needs '{name}' of stage {homes[-1]} "
+                    f"together with a value of stage {early}, and with the example it was not so: "
+                    "make the Pipe with an example like these inputs"
+                )
+            chosen = fitting[0] if chosen not in homes else chosen
+        return chosen
+
+
+def _fill(stage: int, portion: Portion, trace: Trace, stages: Mapping[int, int]) -> None:
+    """What it needs: made here, taken from the inputs, computed along, or sent by another."""
+    waiting, seen = list(portion.needs), set(portion.needs)
+    while waiting:
+        value = trace.values[waiting.pop()]
+        if value.maker is None or value.maker in portion.runs:
+            continue
+        step = trace.steps[value.maker]
+        if not step.free:
+            continue
+        portion.runs.add(value.maker)
+        new = set(step.takes) - seen
+        seen |= new
+        waiting += new
+    portion.needs = seen
+    for at in sorted(seen):
+        value = trace.values[at]
+        if value.given is not None:
+            portion.given.append(value.given)
+        source = None if value.maker is None else stages.get(value.maker)
+        if source is None or source == stage:
+            continue
+        if source > stage:
+            raise _backwards(trace, value.maker or 0, source, stage)
+        portion.arriving.setdefault(source, []).append(at)
+    for values in portion.arriving.values():
+        values.sort(key=lambda at: trace.values[at].name)
+    portion.given.sort()
+    portion.end = max(portion.runs, default=-1) + 1
+
+
+def _backwards(trace: Trace, maker: int, source: int, stage: int) -> CutError:
+    step = trace.steps[maker]
+    what = f"unit '{step.func}'" if step.kind is Kind.UNIT else called(step.func)
+    return CutError(
+        f"at {step.where}, {what} is on stage {source}, and what it makes is used on stage "
+        f"{stage}, which is before: with these inputs the model calls its units in another order "
+        "than with the example; make the Pipe with an example like these"
+    )
+
+
+def _check_changes(trace: Trace, stages: Mapping[int, int], portions: list[Portion]) -> None:
+    """Who changes a tensor in place must have all that shares its memory, if it is used again."""
+    needed = set().union(*(portion.needs for portion in portions))
+    for at, stage in stages.items():
+        step = trace.steps[at]
+        for old, new in step.changes.items():
+            maker = trace.values[old].maker
+            if new not in needed or old in step.takes:
+                continue
+            home = None if maker is None else stages.get(maker, stage)
+            if home not in (None, stage):
+                raise CutError(
+                    f"at {step.where}, {called(step.func)} changes a tensor in place of which "
+                    f"stage {home} has a view that is used again: clone it before you change it, "
+                    "or put both into one unit with units="
+                )
+
+
+def _users(
+    trace: Trace,
+    stages: Mapping[int, int],
+    portions: list[Portion],
+    name_of: Callable[..., str],
+) -> dict[str, frozenset[int]]:
+    found: dict[str, set[int]] = {}
+    for stage, portion in enumerate(portions):
+        for value in portion.needs:
+            name = name_of(trace.values[value])
+            if name:
+                found.setdefault(name, set()).add(stage)
+    return {name: frozenset(where) for name, where in found.items()}
+
+
+def sources_of(step: Step, value: int) -> New | Same | int:
+    """Where a step has a value: in its result, among its arguments, or as an older value."""
+    assert step.result is not None
+    for leaf in step.result.leaves:
+        if isinstance(leaf, New) and leaf.value == value:
+            return leaf
+    for old, new in step.changes.items():
+        if new == value:
+            return Same(step.takes.index(old)) if old in step.takes else old
+    raise AssertionError("a value that the step does not make")

@@ -1,0 +1,145 @@
+"""How a dry run leaves everything as it was, and computes without numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.partition.forward.trees import flatten, unflatten
+
+# What a fake tensor cannot tell without numbers.
+NEEDS_NUMBERS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
+    modules = list(model.modules())
+    parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
+    buffers = [b for m in parents for b in m._buffers.values() if b is not None and not b.is_meta]
+    copies = [buffer.detach().clone() for buffer in buffers]
+    with _random_kept(), _no_new_gradients(model):
+        try:
+            yield
+        finally:
+            for module, (attributes, parameters, held) in zip(modules, parts, strict=True):
+                attributes["_parameters"].clear()
+                attributes["_parameters"].update(parameters)
+                attributes["_buffers"].clear()
+                attributes["_buffers"].update(held)
+                if module.__dict__ != attributes:
+                    module.__dict__.clear()
+                    module.__dict__.update(attributes)
+            with torch.no_grad():
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    if not torch.equal(buffer, copy):
+                        buffer.copy_(copy)
+
+
+@contextmanager
+def _no_new_gradients(model: nn.Module) -> Iterator[None]:
+    before = [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+@contextmanager
+def _random_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(enabled=True):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
+
+
+class Marking(TorchDispatchMode):
+    """Marks every tensor that is made while a unit computes, so that one that gets out is known."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """As ever."""
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, FakeTensor):
+                one.made_in = self._unit  # type: ignore[attr-defined]
+        return found
+
+
+def computed_without_numbers(
+    fake: FakeTensorMode, name: str, target: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """What a unit gives, of fake arguments. Where that needs numbers, it gets some."""
+    try:
+        with fake, Marking(name):
+            return target(*args, **kwargs)
+    except NEEDS_NUMBERS:
+        pass
+    found = _computed_with_any(target, args, kwargs)
+    leaves, spec = flatten(found)
+    return unflatten([_as_fake(fake, one, name) for one in leaves], spec)
+
+
+def _as_fake(fake: FakeTensorMode, leaf: Any, name: str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    made = fake.from_tensor(leaf.detach())
+    made.requires_grad_(leaf.requires_grad)
+    made.made_in = name  # type: ignore[attr-defined]
+    return made
+
+
+def _computed_with_any(target: Any, args: Any, kwargs: Any) -> Any:
+    """On numbers that are there for their shapes alone; the unit's own are as before, after it."""
+    buffers = [b for b in target.buffers() if not b.is_meta]
+    copies = [buffer.detach().clone() for buffer in buffers]
+    leaves, spec = flatten((args, kwargs))
+    real_args, real_kwargs = unflatten([_any_numbers(leaf) for leaf in leaves], spec)
+    try:
+        return target(*real_args, **real_kwargs)
+    finally:
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+
+def _any_numbers(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        made = torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device) * 0.1
+        return made.requires_grad_(leaf.requires_grad)
+    if leaf.dtype is torch.bool:
+        return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)

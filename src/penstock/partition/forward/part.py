@@ -1,0 +1,67 @@
+"""A stage of a divided forward: computes its part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.partition.forward.performer import Ended, Performer
+from penstock.partition.forward.skeleton import Skeleton
+from penstock.partition.forward.state import State
+from penstock.partition.forward.trees import unflatten
+from penstock.partition.forward.whole import Handed
+from penstock.stage.stage import OUTSIDE
+
+
+class Part:
+    """A stage's computation: the model's own forward, of which it runs its steps.
+
+    From outside come a `Handed` and the inputs that it takes; from other stages, values.
+    """
+
+    def __init__(self, index: int, skeleton: Skeleton, targets: Mapping[str, nn.Module]) -> None:
+        self._index, self._skeleton, self._targets = index, skeleton, targets
+        self._state: State | None = None
+
+    def refresh(self, device: torch.device) -> None:
+        """The model was cast."""
+        self._skeleton.refresh(device)
+
+    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+        """As a stage computes."""
+        handed: Handed
+        handed, *tensors = arrived[OUTSIDE]
+        score = handed.scores[self._index]
+        if self._state is not handed.state:
+            self._skeleton.follow()
+            self._state = handed.state
+        leaves = list(handed.leaves)
+        for place, stand_in in zip(handed.places, score.inputs, strict=True):
+            leaves[place] = stand_in
+        for at, tensor in zip(score.given, tensors, strict=True):
+            leaves[handed.places[at]] = tensor
+        args, kwargs = unflatten(leaves, handed.spec)
+        received = {
+            value: tensor
+            for source, values in score.arriving.items()
+            for value, tensor in zip(values, arrived[source], strict=True)
+        }
+        performer = Performer(score, self._targets, received)
+        output: Any = None
+        try:
+            with performer:
+                output = self._skeleton.model(*args, **kwargs)
+        except Ended:
+            pass
+        else:
+            output = performer.finished(output)
+        departing = {
+            dst: tuple(performer.kept[value] for value in score.departing.get(dst, ()))
+            for dst in handed.neighbours[self._index]
+        }
+        if score.last:
+            departing[OUTSIDE] = (output,)
+        return departing

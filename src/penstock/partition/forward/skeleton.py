@@ -1,0 +1,209 @@
+"""A model's parent modules, copied, so that each stage can run their forward by itself.
+
+The units are not copied. Where a parent calls one, it calls a front: an object of the unit's class
+with the unit's own attributes, whose call goes to whoever watches the forward. What a parent
+sets on itself while it computes is the stage's own, whatever other threads do meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.partition.forward.absent import Absent, Look
+
+
+class Watcher(TorchFunctionMode):
+    """Sees each operation of a forward, and is asked where a unit is called."""
+
+    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A parent calls a unit."""
+        raise NotImplementedError
+
+    def operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> Any:
+        """A function is called; `call` is how, if another name is to be known for it."""
+        raise NotImplementedError
+
+
+def watcher_here() -> Watcher | None:
+    """The one under which this thread computes; None inside units, and where nobody watches."""
+    for at in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(at)
+        if isinstance(mode, Watcher):
+            return mode
+    return None
+
+
+class Front:
+    """In a unit's place: a mix-in before the unit's own class."""
+
+    _unit: str
+    _target: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Whoever watches decides; if nobody does, as ever."""
+        watcher = watcher_here()
+        if watcher is None:
+            return self._target(*args, **kwargs)
+        return watcher.unit(self._unit, self._target, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by itself, it is a call as well."""
+        return self(*args, **kwargs)
+
+
+class _Plain(Front, nn.Module):
+    """In the place of a unit whose class cannot be derived from."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self)._target, name)
+
+
+def front(name: str, module: nn.Module) -> nn.Module:
+    """Of the unit's class, with the unit's own attributes."""
+    own = {"_unit": name, "_target": module}
+    kind = type(module)
+    try:
+        made_of = type(kind)(kind.__name__, (Front, kind), {"__module__": kind.__module__, **own})
+        made = object.__new__(made_of)
+        made.__dict__ = module.__dict__
+    except (TypeError, RuntimeError, AttributeError):
+        made = type(kind.__name__, (_Plain,), own)()
+    assert isinstance(made, nn.Module)
+    return made
+
+
+class Skeleton:
+    """The copied parents: the model's forward can be run on them."""
+
+    def __init__(self, model: nn.Module, fronts: Mapping[int, nn.Module]) -> None:
+        self._made: dict[int, nn.Module] = dict(fronts)
+        self.parents: dict[str, tuple[nn.Module, nn.Module]] = {}  # by name: original and copy
+        self.model = self._of(model, "")
+        for original, copy in self.parents.values():
+            _hold_copies(original, copy, self._made)
+
+    def _of(self, module: nn.Module, name: str) -> nn.Module:
+        if id(module) in self._made:
+            return self._made[id(module)]
+        made: nn.Module = object.__new__(type(module))
+        self._made[id(module)] = made
+        self.parents[name] = module, made
+        made.__dict__.update(module.__dict__)
+        made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
+        made.__dict__["_parameters"] = dict(module._parameters)
+        made.__dict__["_buffers"] = dict(module._buffers)
+        made.__dict__["_modules"] = {
+            key: None if child is None else self._of(child, f"{name}.{key}" if name else key)
+            for key, child in module._modules.items()
+        }
+        return made
+
+    def follow(self) -> None:
+        """Set what can be set on the originals: whether they train, and their plain attributes."""
+        for original, copy in self.parents.values():
+            mine, theirs = copy.__dict__, original.__dict__
+            for key, value in theirs.items():
+                if key not in _KEPT and not _holds_module(value):
+                    mine[key] = value
+
+    def refresh(self, device: torch.device) -> None:
+        """Take the originals' buffers anew: they were cast."""
+        for original, copy in self.parents.values():
+            for key in copy._buffers:
+                buffer = original._buffers[key]
+                copy._buffers[key] = None if buffer is None else buffer.to(device)
+
+
+# What a copy has of its own.
+_KEPT = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
+
+
+def _hold_copies(original: nn.Module, copy: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Also in plain lists and bound methods, where nothing is registered."""
+    for key, value in original.__dict__.items():
+        if key not in _KEPT and _holds_module(value):
+            copy.__dict__[key] = _mapped(value, made)
+
+
+def _holds_module(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, list | tuple):
+        return any(isinstance(one, nn.Module) for one in value)
+    if isinstance(value, dict):
+        return any(isinstance(one, nn.Module) for one in value.values())
+    if isinstance(value, MethodType):
+        return isinstance(value.__self__, nn.Module)
+    return isinstance(value, partial) and _holds_module((value.func, *value.args))
+
+
+def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
+    if isinstance(value, nn.Module):
+        return made.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _mapped(value.__self__, made))
+    if isinstance(value, partial):
+        args = [_mapped(one, made) for one in value.args]
+        return partial(_mapped(value.func, made), *args, **value.keywords)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(one, made) for one in value)
+    if type(value) is dict:
+        return {key: _mapped(one, made) for key, one in value.items()}
+    return value
+
+
+def hollow(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy that has no numbers: what a process keeps of another's unit."""
+    return _remade(module, lambda tensor: absent_of(tensor, device))
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy with the same parameters and buffers: for a second stage that calls the module."""
+    return _remade(module, lambda tensor: tensor)
+
+
+def absent_of(tensor: Tensor, device: torch.device) -> Absent:
+    """What stands for a parameter or buffer that is not here."""
+    made = Absent.of(Look.of(tensor), device, NOWHERE)
+    made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+    return made
+
+
+NOWHERE = -1
+
+
+def _remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """The tree copied, each tensor changed, and each once."""
+    tensors: dict[int, Tensor] = {}
+    modules: dict[int, nn.Module] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = change(tensor)
+        return tensors[id(tensor)]
+
+    def of(module: nn.Module) -> nn.Module:
+        if id(module) in modules:
+            return modules[id(module)]
+        made: nn.Module = object.__new__(type(module))
+        modules[id(module)] = made
+        for key, value in module.__dict__.items():
+            made.__dict__[key] = changed(value) if isinstance(value, Tensor) else value
+        for key in ("_parameters", "_buffers"):
+            held = getattr(module, key)
+            made.__dict__[key] = {n: None if t is None else changed(t) for n, t in held.items()}
+        made.__dict__["_modules"] = {
+            n: None if m is None else of(m) for n, m in module._modules.items()
+        }
+        return made
+
+    return of(module)

@@ -1,0 +1,41 @@
+"""How a model is set: what its parents' forwards may go by, beside the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+
+State = tuple[Any, ...]
+
+
+def state_of(parents: Iterable[nn.Module]) -> State:
+    """Whether they train, and their plain attributes, with those of their configurations."""
+    seen: set[int] = set()
+    found: list[Any] = []
+    for module in parents:
+        found.append(_plain(module.__dict__))
+        config = module.__dict__.get("config")
+        if config is not None and id(config) not in seen and hasattr(config, "__dict__"):
+            seen.add(id(config))
+            found.append(_plain(vars(config)))
+    return tuple(found)
+
+
+def _plain(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        [(key, value) for key, value in attributes.items() if isinstance(value, _PLAIN)]
+    )
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What of PyTorch's own state a forward may go by."""
+    autocasts = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocasts

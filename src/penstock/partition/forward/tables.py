@@ -1,0 +1,76 @@
+"""What is known of PyTorch's functions: which only look, which need no numbers, which are checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LOOKS = (
+    *("shape", "device", "dtype", "layout", "ndim", "itemsize", "nbytes", "names", "output_nr"),
+    *("requires_grad", "is_leaf", "grad_fn", "_version", "_base", "retains_grad", "volatile"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
+    *("is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_sparse_csr"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "name", "grad"),
+)
+_ASKS = (
+    *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "element_size"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "is_conj"),
+    *("is_neg", "is_inference", "is_pinned", "is_shared", "is_coalesced", "get_device", "has_names"),
+    *("__len__", "__hash__", "dim_order", "_is_view", "is_set_to", "__repr__", "__format__"),
+    *("is_distributed", "_is_zerotensor", "__dir__", "type"),
+)
+_FUNCTIONS = (
+    *("is_tensor", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_signed", "numel"),
+    *("is_inference", "result_type", "can_cast", "promote_types", "is_same_size"),
+    *("broadcast_shapes", "is_storage", "_has_compatible_shallow_copy_type"),
+)
+_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
+_NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided")
+
+
+def _of_tensor(names: tuple[str, ...], get: bool = False) -> list[Any]:
+    found = [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
+    return [attribute.__get__ for attribute in found] if get else found
+
+
+# They look at a tensor, and not at its numbers. `type` looks only if it is asked for nothing.
+LOOKING = frozenset(
+    [
+        *_of_tensor(_LOOKS, get=True),
+        *_of_tensor(_ASKS),
+        *(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)),
+    ]
+)
+
+# Of their first argument they need no numbers: what they make is known wherever that is known.
+SHAPED = frozenset([*(getattr(torch, name) for name in _LIKE), *_of_tensor(_NEW)])
+
+# They look at numbers to complain about them, and give nothing.
+CHECKING = frozenset(
+    getattr(torch, name)
+    for name in ("_assert", "_assert_async", "_check", "_check_with")
+    if hasattr(torch, name)
+)
+
+# They tie something to a tensor: where the tensor is, they run.
+TYING = frozenset([Tensor.register_hook, Tensor.retain_grad])
+
+# They draw numbers from 0 up to 1.
+UNIFORM = frozenset([torch.rand, torch.rand_like])
+
+
+def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
+    """Does it need nothing but what an absent value can tell?"""
+    if func not in LOOKING:
+        return False
+    return func is not Tensor.type or len(args) == 1
+
+
+def called(func: Any) -> str:
+    """A function's name, for people."""
+    own = getattr(func, "__name__", None) or type(func).__name__
+    if own in ("__get__", "__set__"):
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '?')} ({own})"
+    return str(own)

@@ -1,0 +1,75 @@
+"""A dry run of a model on a micro-batch: from inputs to a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import CutError
+from penstock.partition.forward.dry import left_as_it_was
+from penstock.partition.forward.recorder import Leak, Recorder
+from penstock.partition.forward.skeleton import Skeleton, front
+from penstock.partition.forward.trace import Trace
+from penstock.partition.forward.trees import flatten, unflatten
+from penstock.partition.forward.units import Asked, parts_inside, units_of
+
+
+def traced(
+    model: nn.Module, units: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Any
+) -> tuple[Trace, dict[int, Tensor]]:
+    """What the forward does of these inputs, and the tensors that were there before, by values.
+
+    A value that leaves a unit sideways is a Leak.
+    """
+    fronts = {id(module): front(name, module) for name, module in units.items()}
+    skeleton = Skeleton(model, fronts)
+    leaves, spec = flatten((args, kwargs))
+    leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = unflatten(leaves, spec)
+    recorder = Recorder(model)
+    inputs = recorder.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
+    with left_as_it_was(model, [original for original, _ in skeleton.parents.values()]):
+        with recorder:
+            output = skeleton.model(*args, **kwargs)
+        lasting = {
+            f"{name}.{key}" if name else key: buffer
+            for name, (_, copy) in skeleton.parents.items()
+            for key, buffer in copy._buffers.items()
+            if buffer is not None and buffer is not before[name].get(key)
+        }
+        trace = recorder.trace(inputs, output, lasting)
+    return trace, recorder.constants()
+
+
+def traced_open(
+    model: nn.Module, asked: Asked, args: tuple[Any, ...], kwargs: Any, opened: Collection[str] = ()
+) -> tuple[Trace, dict[int, Tensor], dict[str, nn.Module]]:
+    """The same; units that leak are opened, with all others of their class, until none does."""
+    now = set(opened)
+    while True:
+        units = units_of(model, asked, now)
+        try:
+            return *traced(model, units, args, kwargs), units
+        except Leak as leak:
+            now |= _to_open(leak, units)
+
+
+def _to_open(leak: Leak, units: Mapping[str, nn.Module]) -> set[str]:
+    module = units.get(leak.unit)
+    if module is None or not parts_inside(module):
+        what = f"unit '{leak.unit}'" if leak.unit else "a unit"
+        raise CutError(
+            f"at {leak.where}, the forward uses a tensor that left {what} sideways (as an "
+            "attribute, through a hook or in an object), and the unit has no parts to be opened: "
+            "return the tensor from its forward"
+        )
+    return {name for name, other in units.items() if type(other) is type(module)
+            and parts_inside(other)}  # fmt: skip
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """The forward may change its inputs in place."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,99 @@
+"""Values inside values: what goes into a forward and comes out of it, taken apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and what held them; dataclasses are taken apart as well."""
+    leaves, spec = pytree.tree_flatten(value)
+    new = {type(leaf) for leaf in leaves if _is_record(leaf)}
+    if not new:
+        return leaves, spec
+    for kind in new:
+        pytree.register_pytree_node(kind, _fields, _record(kind))
+    return flatten(value)
+
+
+def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """Put together again."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _is_record(leaf: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(leaf)
+        and not isinstance(leaf, type)
+        and any(isinstance(v, Tensor) for v in pytree.tree_leaves(_values(leaf)))
+    )
+
+
+def _values(record: Any) -> list[Any]:
+    return [getattr(record, field.name, None) for field in dataclasses.fields(record)]
+
+
+def _fields(record: Any) -> tuple[list[Any], list[str]]:
+    """All that it has, also what is no field."""
+    names = list(vars(record)) if hasattr(record, "__dict__") else []
+    names += [f.name for f in dataclasses.fields(record) if f.name not in names]
+    return [getattr(record, name, None) for name in names], names
+
+
+def _record(kind: type) -> Callable[[Any, Any], Any]:
+    def together(values: Any, names: list[str]) -> Any:
+        made = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return together
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operation, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The arguments of an operation, each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(one, change) for one in value])
+    if kind is dict:
+        return {key: mapped(one, change) for key, one in value.items()}
+    if kind is slice:
+        return slice(*mapped((value.start, value.stop, value.step), change))
+    if isinstance(value, tuple | list | dict):  # a named tuple, torch.Size, ...
+        leaves, spec = pytree.tree_flatten(value)
+        return pytree.tree_unflatten([mapped(leaf, change) for leaf in leaves], spec)
+    return value
+
+
+def hidden_in(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors in an object that cannot be taken apart."""
+    if isinstance(leaf, Tensor):
+        yield leaf
+    elif depth and isinstance(leaf, tuple | list | set | frozenset):
+        for one in leaf:
+            yield from hidden_in(one, depth - 1)
+    elif depth and isinstance(leaf, dict):
+        yield from hidden_in(list(leaf.values()), depth)
+    elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
+        yield from hidden_in(list(vars(leaf).values()), depth)

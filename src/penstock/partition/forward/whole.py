@@ -1,0 +1,218 @@
+"""A model whose forward is divided: for each kind of micro-batch, who does what of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CutError, RunError
+from penstock.partition.forward.division import Division, Homes, divide
+from penstock.partition.forward.performer import Score, score_of
+from penstock.partition.forward.recorder import Leak
+from penstock.partition.forward.replay import Questions
+from penstock.partition.forward.state import State, state_of, surroundings
+from penstock.partition.forward.survey import Survey
+from penstock.partition.forward.trace import CallOf, Trace
+from penstock.partition.forward.tracing import traced
+from penstock.partition.forward.trees import flatten
+
+KINDS = 64  # of micro-batches that are remembered
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the units and parameters of a model are at home."""
+
+    stages: int
+    calls: Mapping[CallOf, int]  # as the example has them
+    units: Mapping[str, tuple[int, ...]]
+    parameters: Homes
+
+    def placed(self, call: CallOf, before: int) -> int:
+        """The stage of a call, after others on the stage before."""
+        found = self.calls.get(call)
+        if found is not None and found >= before:
+            return found
+        homes = [home for home in self.units[call.unit] if home >= before]
+        if not homes:
+            raise CutError(
+                f"unit '{call}' is on stage {max(self.units[call.unit])}, and with these inputs "
+                f"the model calls it after a unit of stage {before}: with the example it was not "
+                "so; make the Pipe with an example like these inputs"
+            )
+        return homes[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """What a stage is told of a micro-batch, beside the tensors that it takes."""
+
+    scores: Mapping[int, Score]
+    leaves: tuple[Any, ...]  # of the inputs, without the tensors
+    places: tuple[int, ...]  # where those were
+    spec: Any
+    state: State
+    neighbours: Mapping[int, tuple[int, ...]]  # by stage: to whom it sends in this call
+
+
+@dataclass
+class _Known:
+    questions: Questions
+    division: Division
+    scores: dict[int, Score]
+
+
+@dataclass
+class Whole:
+    """A model, its units, and how its forward was divided so far."""
+
+    model: nn.Module
+    units: Mapping[str, nn.Module]
+    parents: Mapping[str, nn.Module]
+    cut: Cut
+    devices: Mapping[int, torch.device]  # of the stages that are here
+    survey: Survey
+    _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
+    _state: State = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": OrderedDict()}
+
+    def learn(
+        self,
+        example: tuple[tuple[Any, ...], Mapping[str, Any]],
+        trace: Trace,
+        division: Division,
+        constants: Mapping[int, Tensor],
+    ) -> None:
+        """What the example was divided into."""
+        key, _, _ = self._key(*example, self.state())
+        self._add(key, trace, division, constants)
+
+    @property
+    def children(self) -> dict[str, nn.Module | None]:
+        """The model's own."""
+        return dict(self.model._modules)
+
+    def state(self) -> State:
+        """How the model is set now: the same object, as long as it is set so."""
+        now = state_of(self.parents.values())
+        if now != self._state:
+            self._state = now
+        return self._state
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs that the model is given besides, unless the caller gives them."""
+        return defaults_of(self.model, given)
+
+    def check_unchanged(self) -> None:
+        """The units are those that were cut."""
+        for name, unit in self.units.items():
+            path, _, key = name.rpartition(".")
+            if self.parents[path]._modules.get(key) is not unit:
+                raise RunError(
+                    f"unit '{name}' was replaced after the pipe was made, and would not run: make "
+                    "the Pipe after the change, or change what is inside the unit"
+                )
+
+    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> _Dealt:
+        """How the forward of these inputs is divided: known, or found by a dry run."""
+        key, leaves, spec = self._key(args, kwargs, state)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for known in self._known.get(key, ()):
+            if known.questions.same_answers(tensors):
+                self._known.move_to_end(key)
+                return _Dealt(known.division, known.scores, leaves, spec, tensors)
+        try:
+            trace, constants = traced(self.model, self.units, args, dict(kwargs))
+        except Leak as leak:
+            raise CutError(
+                f"at {leak.where}, the forward uses a tensor that left unit '{leak.unit}' "
+                "sideways, which it did not with the example: make the Pipe with an example like "
+                "these inputs"
+            ) from None
+        division = divide(trace, self.cut.placed, self.cut.stages, self.cut.parameters)
+        self._check_homes(division)
+        known = self._add(key, trace, division, constants)
+        return _Dealt(division, known.scores, leaves, spec, tensors)
+
+    def _check_homes(self, division: Division) -> None:
+        for name, users in division.uses.items():
+            if users - self.cut.parameters[name]:
+                raise CutError(
+                    f"'{name}' would be used on stages {sorted(users)}, and its home is "
+                    f"{sorted(self.cut.parameters[name])}: make the Pipe with an example like "
+                    "these inputs"
+                )
+
+    def _add(
+        self, key: Any, trace: Trace, division: Division, constants: Mapping[int, Tensor]
+    ) -> _Known:
+        scores = {stage: score_of(division, stage, d) for stage, d in self.devices.items()}
+        known = _Known(Questions(trace, constants, self._buffer), division, scores)
+        self._known.setdefault(key, []).append(known)
+        if len(self._known) > KINDS:
+            self._known.popitem(last=False)
+        return known
+
+    def _buffer(self, name: str) -> Tensor:
+        path, _, key = name.rpartition(".")
+        found = self.model.get_submodule(path)._buffers[key]
+        assert found is not None
+        return found
+
+    def _key(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State
+    ) -> tuple[Any, list[Any], Any]:
+        leaves, spec = flatten((args, dict(kwargs)))
+        signs = tuple([_sign(leaf) for leaf in leaves])
+        return (str(spec), signs, state, surroundings()), leaves, spec
+
+
+def defaults_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a cache of keys and values, which a model of transformers fills from inside units."""
+    config = getattr(model, "config", None)
+    if "use_cache" in given or not getattr(config, "use_cache", False):
+        return {}
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return {"use_cache": False} if takes else {}
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """The division of one micro-batch, and its inputs."""
+
+    division: Division
+    scores: Mapping[int, Score]
+    leaves: list[Any]
+    spec: Any
+    tensors: Sequence[Tensor]
+
+    def handed(self, state: State, neighbours: Mapping[int, tuple[int, ...]]) -> Handed:
+        """For every stage."""
+        places = tuple(at for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
+        plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return Handed(self.scores, plain, places, self.spec, state, neighbours)
+
+    def taken(self, stage: int) -> list[Tensor]:
+        """The tensors that a stage takes of the inputs."""
+        return [self.tensors[at] for at in self.scores[stage].given]
+
+
+def _sign(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+

@@ -1,0 +1,117 @@
+"""Any module cut into stages: traced on an example, and cut between the calls of its units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import balance as balancing
+from penstock.batch import scatter
+from penstock.errors import ArgumentError, KindError
+from penstock.ir import StageGraph
+from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
+from penstock.partition.forward.survey import Survey
+from penstock.partition.forward.tracing import traced_open
+from penstock.partition.forward.units import Asked, has_list, parts_inside
+from penstock.partition.forward.whole import defaults_of
+from penstock.partition.partition import Partition
+
+
+@dataclass(frozen=True)
+class Example:
+    """A micro-batch: what a model's forward is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def read(given: Any, chunks: int) -> Example:
+        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them."""
+        if given is None:
+            raise ArgumentError(
+                "a model that is no nn.Sequential is cut along its forward, which is run once for "
+                "that: give example=, a batch: a tensor, a tuple of inputs, or a dict of inputs "
+                "by name"
+            )
+        args: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
+        if isinstance(given, Mapping):
+            args, named = (), dict(given)
+        else:
+            named = {}
+        pieces, _ = scatter((*args, *named.values()), chunks)
+        first = pieces[0]
+        return Example(first[: len(args)], dict(zip(named, first[len(args) :], strict=True)))
+
+
+def prospect_of(model: nn.Module, example: Example, asked: Asked, stages: int) -> Prospect:
+    """The model traced; units are opened until there are enough of them."""
+    _check(model)
+    kwargs = {**defaults_of(model, example.kwargs), **example.kwargs}
+    opened: set[str] = set()
+    while True:
+        trace, constants, units = traced_open(model, asked, example.args, kwargs, opened)
+        found = Prospect(model, units, trace, constants, (example.args, kwargs))
+        if len(found.calls) >= stages:
+            return found
+        more = _to_open(units)
+        if not more:
+            raise ArgumentError(
+                f"stages={stages}, and the model has {len(found.calls)} calls of units to be "
+                f"dealt out, {', '.join(map(str, found.calls)) or 'none'}: take fewer stages, or "
+                "say with units= what else is one"
+            )
+        opened |= more
+
+
+def _to_open(units: Mapping[str, nn.Module]) -> set[str]:
+    """Those with lists inside first; the largest otherwise."""
+    lists = {name for name, unit in units.items() if has_list(unit)}
+    if lists:
+        return lists
+    sizes = {n: _bytes(u) for n, u in units.items() if parts_inside(u)}
+    return {max(sizes, key=lambda name: sizes[name])} if sizes else set()
+
+
+def cut_model(
+    model: nn.Module,
+    stages: int | Sequence[int],
+    example: Example,
+    asked: Asked,
+    balance: str | None,
+    devices: Sequence[torch.device],
+) -> Partition:
+    """As many stages as devices."""
+    prospect = prospect_of(model, example, asked, len(devices))
+    counts = _counts(prospect, stages)
+    cut, division = cut_at(prospect, counts)
+    survey = Survey(tuple(prospect.calls), tuple(counts), division)
+    made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
+    graph = StageGraph.chain(len(devices), division.edges)
+    return Partition(tuple(made), graph, whole)
+
+
+def _counts(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
+    calls = prospect.calls
+    if not isinstance(stages, int):
+        balancing.check_cut(stages, len(calls))
+        return stages
+    return balancing.cut([_bytes(prospect.units[call.unit]) for call in calls], stages)
+
+
+def _bytes(unit: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in unit.parameters())
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise KindError(f"a pipe is made of a module, not of {type(model).__name__}")
+    if "_orig_mod" in model._modules or isinstance(model, torch.jit.ScriptModule):
+        raise KindError(
+            f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
+            "cannot be followed: give the model itself, and compile its blocks"
+        )
+

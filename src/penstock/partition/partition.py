@@ -1,0 +1,62 @@
+"""A model cut into stages, with the graph of who feeds whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from penstock.ir import StageGraph
+from penstock.partition.forward.part import Part
+from penstock.partition.forward.whole import Whole
+from penstock.stage.skip import SkipKey
+from penstock.stage.stage import Stage
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How a Sequential is cut: what crosses stages, and the side inputs of each stage's layers."""
+
+    routes: tuple[tuple[SkipKey, int, int], ...]  # skips
+    takes: tuple[tuple[frozenset[str], ...], ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The stages of a model: of the layers of a Sequential, or of parts of one whole forward."""
+
+    stages: tuple[Stage, ...]
+    graph: StageGraph
+    how: Layers | Whole
+
+    def computing(self) -> list[nn.Module]:
+        """The layers, and what the user has put around them."""
+        return [module for stage in self.stages for module in (*stage.around, *stage.layers)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once."""
+        layers = (layer for stage in self.stages for layer in stage.layers)
+        return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+
+    def children(self, stages: Sequence[Stage]) -> dict[str, nn.Module | None]:
+        """What a pipe of these stages has as its children, under the model's names."""
+        if isinstance(self.how, Whole):
+            return self.how.children
+        return {
+            name: layer
+            for stage in stages
+            for name, layer in zip(stage.names, stage.layers, strict=True)
+        }
+
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules that compute, and are not among a pipe's children."""
+        root = [self.how.model] if isinstance(self.how, Whole) else []
+        return root + [module for stage in self.stages for module in stage.around]
+
+    def refresh(self) -> None:
+        """The model was cast."""
+        for stage in self.stages:
+            if isinstance(stage.compute, Part) and isinstance(self.how, Whole):
+                stage.compute.refresh(self.how.devices[stage.index])
