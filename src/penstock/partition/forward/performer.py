@@ -7,9 +7,10 @@ runs gets the real values, made here or received. After the stage's last step, t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,17 @@ class Act:
     runs: bool
     ready: Any = None  # what it gives instead, if it does not run
     plain: bool = True  # `ready` is given as it is
-    keeps: tuple[tuple[int, New | Same | int], ...] = ()  # values to be kept, and where they are
-    rebinds: tuple[tuple[int, int], ...] = ()  # values that are now others
+    keeps: tuple[Kept, ...] = ()
+    rebinds: tuple[tuple[int, int], ...] = ()  # values that are now others, which arrive
+
+
+class Kept(NamedTuple):
+    """A value that is needed when the step is over."""
+
+    value: int
+    place: New | Same | int  # in the result, among the arguments, or as an older value
+    sent: bool
+    copied: bool  # it is changed in place, later on
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class Score:
     given: tuple[int, ...]
     arriving: Mapping[int, tuple[int, ...]]
     departing: Mapping[int, tuple[int, ...]]
+    copied: tuple[int, ...]  # of what arrives
+    roots: Mapping[int, int]  # of what was changed in place: the value that it was at first
     last: bool
 
 
@@ -67,24 +79,15 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
             stand_ins[value] = Absent.of(trace.values[value].look, device, value)
         return stand_ins[value]
 
-    leaving = {value for values in portion.departing.values() for value in values}
-    olds = {
-        old
-        for at in portion.runs
-        for old, new in trace.steps[at].changes.items()
-        if new in leaving and old not in trace.steps[at].takes
-    }
+    changing = _Changing(division, stage)
     acts = []
     for at, step in enumerate(trace.steps):
         runs = at in portion.runs or step.kind is Kind.CALL
-        made = set(step.result.made if step.result else ()) | set(step.changes.values())
-        kept = sorted(made & (leaving | olds)) if runs else []
-        keeps = tuple((value, sources_of(step, value)) for value in kept)
-        ready, plain = (None, True) if runs else _ready(step, absent)
-        rebinds = () if runs else tuple(
-            (old, new) for old, new in step.changes.items() if new in portion.needs
-        )  # fmt: skip
-        acts.append(Act(step, runs, ready, plain, keeps, rebinds))
+        if runs:
+            acts.append(Act(step, True, keeps=changing.keeps(step)))
+            continue
+        ready, plain = _ready(step, absent)
+        acts.append(Act(step, False, ready, plain, rebinds=changing.rebinds(step)))
     last = stage == len(division.portions) - 1
     return Score(
         tuple(acts),
@@ -93,8 +96,54 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         tuple(portion.given),
         {source: tuple(values) for source, values in portion.arriving.items()},
         {dst: tuple(values) for dst, values in portion.departing.items()},
+        changing.copied(),
+        _roots(trace.steps),
         last,
     )
+
+
+def _roots(steps: Sequence[Step]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for step in steps:
+        for old, new in step.changes.items():
+            found[new] = found.get(old, old)
+    return found
+
+
+class _Changing:
+    """What a stage has to see to because tensors are changed in place."""
+
+    def __init__(self, division: Division, stage: int) -> None:
+        steps, self._portion = division.trace.steps, division.portions[stage]
+        self._leaving = {v for values in self._portion.departing.values() for v in values}
+        self._shared = Counter(v for portion in division.portions for v in portion.needs)
+        self._changed: set[int] = set()  # by this stage
+        self._held: set[int] = set()
+        for at, step in reversed(list(enumerate(steps))):
+            here = at in self._portion.runs
+            self._changed.update(step.changes if here else ())
+            wanted = self._leaving | self._held if here else self._portion.needs | self._held
+            self._held |= {
+                old for old, new in step.changes.items() if new in wanted and old not in step.takes
+            }
+
+    def keeps(self, step: Step) -> tuple[Kept, ...]:
+        """The values of a step that are sent, or looked for when what they look at is changed."""
+        made = set(step.result.made if step.result else ()) | set(step.changes.values())
+        return tuple(
+            Kept(value, sources_of(step, value), value in self._leaving, value in self._changed)
+            for value in sorted(made & (self._leaving | self._held))
+        )
+
+    def rebinds(self, step: Step) -> tuple[tuple[int, int], ...]:
+        """What another stage changes in the step, and is used here afterwards."""
+        wanted = self._portion.needs | self._held
+        return tuple((old, new) for old, new in step.changes.items() if new in wanted)
+
+    def copied(self) -> tuple[int, ...]:
+        """What arrives here, is changed here, and is elsewhere, too."""
+        arriving = {v for values in self._portion.arriving.values() for v in values}
+        return tuple(sorted(v for v in arriving & self._changed if self._shared[v] > 1))
 
 
 def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:
@@ -102,23 +151,31 @@ def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:
         return step.outcome, True
     if step.result is None:
         return (Handle() if step.func in TYING else None), True
-    leaves = [
-        absent(leaf.value) if isinstance(leaf, New) else leaf for leaf in step.result.leaves
-    ]
+    leaves = [absent(leaf.value) if isinstance(leaf, New) else leaf for leaf in step.result.leaves]
     if len(leaves) == 1 and isinstance(leaves[0], Absent) and step.result.spec.is_leaf():
         return leaves[0], True
     return leaves, False
 
 
 class Performer(Watcher):
-    """Performs a score once. `received` has the values that came from other stages."""
+    """Performs a score once. `received` has the values that came from other stages, `given` those
+    from outside.
+    """
 
     def __init__(
-        self, score: Score, targets: Mapping[str, nn.Module], received: dict[int, Tensor]
+        self,
+        score: Score,
+        targets: Mapping[str, nn.Module],
+        received: dict[int, Tensor],
+        given: Mapping[int, Tensor],
     ) -> None:
         super().__init__()
         self._acts, self._end, self._targets = score.acts, score.end, targets
-        self._received = received
+        self._roots, self._received = score.roots, received
+        for value in score.copied:
+            received[value] = received[value].clone()
+        self._held: dict[int, Tensor] = dict(given)
+        self._instead: dict[int, Tensor] = {}  # of tensors that were changed elsewhere, by identity
         self.kept: dict[int, Tensor] = {}
         self._at, self._over, self._mute = 0, False, False
 
@@ -141,14 +198,17 @@ class Performer(Watcher):
         act = self._next(func)
         step = act.step
         if not act.runs:
-            if act.rebinds:
-                self._rebind(act.rebinds)
-            if act.plain:
+            if act.plain and not act.rebinds:
                 return act.ready
-            return self._given(act, list(tensors_in((args, kwargs))))
+            tensors = list(tensors_in((args, kwargs)))
+            if act.rebinds:
+                self._rebind(act, tensors)
+            return act.ready if act.plain else self._given(act, tensors)
         if step.kind is Kind.CALL:
             return call(*args, **kwargs)
-        some_args, some_kwargs = mapped((args, kwargs), self._shaped if func in SHAPED else self._real)
+        some_args, some_kwargs = mapped(
+            (args, kwargs), self._shaped if func in SHAPED else self._real
+        )
         found = call(*some_args, **some_kwargs)
         if act.keeps:
             self._keep(act, found, lambda: list(tensors_in((some_args, some_kwargs))))
@@ -165,9 +225,9 @@ class Performer(Watcher):
             raise _Muted
         act = self._next(name)
         if not act.runs:
-            if act.rebinds:
-                self._rebind(act.rebinds)
             tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+            if act.rebinds:
+                self._rebind(act, tensors)
             found = act.ready if act.plain else self._given(act, tensors)
             self._tell_hooks(target, args, kwargs, found)
             return found
@@ -220,7 +280,7 @@ class Performer(Watcher):
     def _real(self, tensor: Tensor) -> Tensor:
         if type(tensor) is Absent:
             return self._received[tensor.value]
-        return tensor
+        return self._instead.get(id(tensor), tensor) if self._instead else tensor
 
     def _shaped(self, tensor: Tensor) -> Tensor:
         return numberless(tensor) if type(tensor) is Absent else tensor
@@ -230,22 +290,41 @@ class Performer(Watcher):
         leaves = [tensors[x.argument] if isinstance(x, Same) else x for x in act.ready]
         return unflatten(leaves, act.step.result.spec)
 
-    def _rebind(self, rebinds: Sequence[tuple[int, int]]) -> None:
-        for old, new in rebinds:
+    def _rebind(self, act: Act, tensors: Sequence[Tensor]) -> None:
+        """Tensors were changed in place on another stage, which sends them as they are now."""
+        takes = act.step.takes
+        for old, new in act.rebinds:
+            here = tensors[takes.index(old)] if old in takes else self._held.get(old)
+            if here is not None:
+                self._held[new] = here
             if new in self._received:
-                self._received[old] = self._received[new]
+                self._use(here, self._received[new], self._roots.get(old, old))
+
+    def _use(self, here: Tensor | None, instead: Tensor, root: int) -> None:
+        """From now on; what is not here is known by the value that it was at first."""
+        if here is None:
+            self._received[root] = instead
+        elif type(here) is Absent:
+            self._received[here.value] = instead
+        else:
+            self._instead[id(here)] = instead
 
     def _keep(self, act: Act, found: Any, arguments: Callable[[], list[Tensor]]) -> None:
         leaves = flatten(found)[0]
         assert act.step.result is not None
         places = act.step.result.leaves
-        for value, place in act.keeps:
+        for value, place, sent, copied in act.keeps:
             if isinstance(place, New):
-                self.kept[value] = leaves[places.index(place)]
+                tensor = leaves[places.index(place)]
             elif isinstance(place, Same):
-                self.kept[value] = arguments()[place.argument]
+                tensor = arguments()[place.argument]
+            elif place in self._held:
+                tensor = self._held[place]
             else:
-                self.kept[value] = self.kept[place]
+                tensor = self._received[self._roots.get(place, place)]
+            self._held[value] = tensor
+            if sent:
+                self.kept[value] = tensor.clone() if copied else tensor
 
     def _tell_hooks(self, target: nn.Module, args: Any, kwargs: Any, found: Any) -> None:
         """What they collect is there; what they compute is computed where the unit runs."""
