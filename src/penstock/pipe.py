@@ -137,8 +137,7 @@ class Pipe(nn.Module):
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
-        self._parameters.update(module._parameters)
-        self._buffers.update(module._buffers)
+        self.__dict__.update(_parameters=module._parameters, _buffers=module._buffers)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None

@@ -114,4 +114,3 @@ def _check(model: nn.Module) -> None:
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
             "cannot be followed: give the model itself, and compile its blocks"
         )
-

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
-from penstock.partition.materialise import Blanks, is_on_meta, materialise
-from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.forward.units import Asked
+from penstock.partition.materialise import Blanks, is_on_meta, materialise
 from penstock.partition.model import Example, cut_model
 from penstock.partition.partition import Layers, Partition
+from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import (
     PipeSequential,
     cut,
@@ -163,7 +163,7 @@ def _as_wished(module: nn.Module, wish: Wish, schedule: str | Schedule | None) -
 
 
 def _among_processes(
-    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site
+    module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site
 ) -> Split:
     """This process's share: it keeps no layer of another's."""
     stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
@@ -188,7 +188,7 @@ def _number(stages: int | Sequence[int]) -> int:
 
 
 def _give_memory(
-    module: nn.Sequential, stages: Sequence[Stage], devices: Sequence[torch.device]
+    module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> Blanks:
     """To layers of these stages that were built on meta."""
     named = zip(stages, devices, strict=True)

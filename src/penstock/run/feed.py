@@ -58,9 +58,7 @@ def feed(partition: Partition, chunks: int, batch: Batch, where: Where) -> Fed:
     return _to_layers(partition, partition.how, chunks, batch, where)
 
 
-def _to_layers(
-    partition: Partition, how: Layers, chunks: int, batch: Batch, where: Where
-) -> Fed:
+def _to_layers(partition: Partition, how: Layers, chunks: int, batch: Batch, where: Where) -> Fed:
     inputs, side, target = batch.inputs, batch.side, batch.target
     if not side and not target:
         pieces, rows = scatter(inputs, chunks)
@@ -104,10 +102,8 @@ def _takers(partition: Partition, how: Layers, side: Mapping[str, Any]) -> dict[
     }
 
 
-def _to_parts(
-    partition: Partition, whole: Whole, chunks: int, batch: Batch, where: Where
-) -> Fed:
-    """Each micro-batch may be divided in its own way; who feeds whom in any of them, does in all."""
+def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, where: Where) -> Fed:
+    """Each micro-batch is divided in its own way; who feeds whom in one of them, does in all."""
     inputs, side = batch.inputs, {**whole.defaults(batch.side), **batch.side}
     last = len(partition.stages) - 1
     target = tuple(moved(value, where(last)) for value in batch.target)
@@ -116,9 +112,7 @@ def _to_parts(
     state, split_at = whole.state(), len(inputs)
     ends = split_at + len(side)
     dealt = [
-        whole.divided(
-            piece[:split_at], dict(zip(side, piece[split_at:ends], strict=True)), state
-        )
+        whole.divided(piece[:split_at], dict(zip(side, piece[split_at:ends], strict=True)), state)
         for piece in pieces
     ]
     edges = sorted({edge for one in dealt for edge in one.division.edges})

@@ -7,22 +7,23 @@ runs gets the real values, made here or received. After the stage's last step, t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Absent
-from penstock.partition.forward.division import Division, sources_of
-from penstock.partition.forward.recorder import Handle, aside, numberless, where_now
-from penstock.partition.forward.skeleton import Watcher
+from penstock.partition.forward.changing import Changing, Kept, roots
+from penstock.partition.forward.division import Division
+from penstock.partition.forward.dry import numberless
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
 from penstock.partition.forward.trace import Kind, New, Same, Step
 from penstock.partition.forward.trees import flatten, mapped, tensors_in, unflatten
+from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
 class Ended(BaseException):
@@ -45,15 +46,6 @@ class Act:
     rebinds: tuple[tuple[int, int], ...] = ()  # values that are now others, which arrive
 
 
-class Kept(NamedTuple):
-    """A value that is needed when the step is over."""
-
-    value: int
-    place: New | Same | int  # in the result, among the arguments, or as an older value
-    sent: bool
-    copied: bool  # it is changed in place, later on
-
-
 @dataclass(frozen=True)
 class Score:
     """All that a stage does in a forward, ready to be performed."""
@@ -67,6 +59,7 @@ class Score:
     copied: tuple[int, ...]  # of what arrives
     roots: Mapping[int, int]  # of what was changed in place: the value that it was at first
     last: bool
+    anew: tuple[str, ...]  # buffers that it assigns anew
 
 
 def score_of(division: Division, stage: int, device: torch.device) -> Score:
@@ -79,7 +72,7 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
             stand_ins[value] = Absent.of(trace.values[value].look, device, value)
         return stand_ins[value]
 
-    changing = _Changing(division, stage)
+    changing = Changing(division, stage)
     acts = []
     for at, step in enumerate(trace.steps):
         runs = at in portion.runs or step.kind is Kind.CALL
@@ -97,53 +90,10 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         {source: tuple(values) for source, values in portion.arriving.items()},
         {dst: tuple(values) for dst, values in portion.departing.items()},
         changing.copied(),
-        _roots(trace.steps),
+        roots(trace.steps),
         last,
+        tuple(name for name in trace.lasting if division.writes[name] == stage),
     )
-
-
-def _roots(steps: Sequence[Step]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for step in steps:
-        for old, new in step.changes.items():
-            found[new] = found.get(old, old)
-    return found
-
-
-class _Changing:
-    """What a stage has to see to because tensors are changed in place."""
-
-    def __init__(self, division: Division, stage: int) -> None:
-        steps, self._portion = division.trace.steps, division.portions[stage]
-        self._leaving = {v for values in self._portion.departing.values() for v in values}
-        self._shared = Counter(v for portion in division.portions for v in portion.needs)
-        self._changed: set[int] = set()  # by this stage
-        self._held: set[int] = set()
-        for at, step in reversed(list(enumerate(steps))):
-            here = at in self._portion.runs
-            self._changed.update(step.changes if here else ())
-            wanted = self._leaving | self._held if here else self._portion.needs | self._held
-            self._held |= {
-                old for old, new in step.changes.items() if new in wanted and old not in step.takes
-            }
-
-    def keeps(self, step: Step) -> tuple[Kept, ...]:
-        """The values of a step that are sent, or looked for when what they look at is changed."""
-        made = set(step.result.made if step.result else ()) | set(step.changes.values())
-        return tuple(
-            Kept(value, sources_of(step, value), value in self._leaving, value in self._changed)
-            for value in sorted(made & (self._leaving | self._held))
-        )
-
-    def rebinds(self, step: Step) -> tuple[tuple[int, int], ...]:
-        """What another stage changes in the step, and is used here afterwards."""
-        wanted = self._portion.needs | self._held
-        return tuple((old, new) for old, new in step.changes.items() if new in wanted)
-
-    def copied(self) -> tuple[int, ...]:
-        """What arrives here, is changed here, and is elsewhere, too."""
-        arriving = {v for values in self._portion.arriving.values() for v in values}
-        return tuple(sorted(v for v in arriving & self._changed if self._shared[v] > 1))
 
 
 def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:
@@ -155,6 +105,10 @@ def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:
     if len(leaves) == 1 and isinstance(leaves[0], Absent) and step.result.spec.is_leaf():
         return leaves[0], True
     return leaves, False
+
+
+def _tied_to_nothing(*_: Any, **__: Any) -> Handle:
+    return Handle()
 
 
 class Performer(Watcher):
@@ -171,7 +125,7 @@ class Performer(Watcher):
     ) -> None:
         super().__init__()
         self._acts, self._end, self._targets = score.acts, score.end, targets
-        self._roots, self._received = score.roots, received
+        self._roots, self._received, self._last = score.roots, received, score.last
         for value in score.copied:
             received[value] = received[value].clone()
         self._held: dict[int, Tensor] = dict(given)
@@ -206,15 +160,13 @@ class Performer(Watcher):
             return act.ready if act.plain else self._given(act, tensors)
         if step.kind is Kind.CALL:
             return call(*args, **kwargs)
-        some_args, some_kwargs = mapped(
-            (args, kwargs), self._shaped if func in SHAPED else self._real
-        )
+        change = self._shaped if func in SHAPED else self._real
+        some_args, some_kwargs = mapped((args, kwargs), change)
+        if func in TYING and not some_args[0].requires_grad:  # in a forward without a graph
+            call = _tied_to_nothing
         found = call(*some_args, **some_kwargs)
         if act.keeps:
             self._keep(act, found, lambda: list(tensors_in((some_args, some_kwargs))))
-        if self._at == self._end:
-            self._over = True
-            raise Ended
         return found
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -234,13 +186,15 @@ class Performer(Watcher):
         leaves, spec = flatten((args, kwargs))
         leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         some_args, some_kwargs = unflatten(leaves, spec)
+        run = self._targets[name]
         with aside(self):
-            found = self._targets[name](*some_args, **some_kwargs)
+            if self.checkpointed is None:
+                found = run(*some_args, **some_kwargs)
+            else:
+                how = {"use_reentrant": False, **self.checkpointed}
+                found = checkpoint(run, *some_args, **how, **some_kwargs)
         if act.keeps:
             self._keep(act, found, lambda: [t for t in leaves if isinstance(t, Tensor)])
-        if self._at == self._end:
-            self._over = True
-            raise Ended
         return found
 
     def finished(self, output: Any) -> Any:
@@ -248,12 +202,17 @@ class Performer(Watcher):
         if self._at != len(self._acts):
             raise self._elsewhere("the end of the forward")
         self._over = True
+        if not self._last:
+            return None
         leaves, spec = flatten(output)
         leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return unflatten(leaves, spec)
 
     def _next(self, func: Any) -> Act:
         at = self._at
+        if at >= self._end:  # and not before: the forward may still assign what it has computed
+            self._over = True
+            raise Ended
         if at < len(self._acts):
             act = self._acts[at]
             known = act.step.func

@@ -1,4 +1,4 @@
-"""Which way a forward will go with other numbers: what it looks at is computed, and nothing else."""
+"""Which way a forward will go with other numbers: only what it looks at is computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Questions:
                 else:
                     found = self._buffer(buffer) if buffer else self._constants[value]
                 made[value] = found.detach().clone() if self._copies else found
-            return made[value]
+            tensor: Tensor = made[value]
+            return tensor
 
         with torch.no_grad():
             for at in self._steps:
@@ -85,7 +86,7 @@ def _with_values(arguments: Any, real: Callable[[int], Tensor]) -> Any:
 
 def _same(read: bool, found: Any, outcome: Any) -> bool:
     if not read:
-        return [tuple(t.shape) for t in tensors_in(found)] == outcome
+        return bool([tuple(t.shape) for t in tensors_in(found)] == outcome)
     if hasattr(found, "tobytes"):  # an array
         return bool(found.shape == outcome.shape and found.tobytes() == outcome.tobytes())
     return bool(found == outcome)

@@ -7,39 +7,16 @@ sets on itself while it computes is the stage's own, whatever other threads do m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.partition.forward.absent import Absent, Look
-
-
-class Watcher(TorchFunctionMode):
-    """Sees each operation of a forward, and is asked where a unit is called."""
-
-    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A parent calls a unit."""
-        raise NotImplementedError
-
-    def operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-    ) -> Any:
-        """A function is called; `call` is how, if another name is to be known for it."""
-        raise NotImplementedError
-
-
-def watcher_here() -> Watcher | None:
-    """The one under which this thread computes; None inside units, and where nobody watches."""
-    for at in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(at)
-        if isinstance(mode, Watcher):
-            return mode
-    return None
+from penstock.partition.forward.watching import watcher_here
 
 
 class Front:
@@ -72,7 +49,8 @@ def front(name: str, module: nn.Module) -> nn.Module:
     own = {"_unit": name, "_target": module}
     kind = type(module)
     try:
-        made_of = type(kind)(kind.__name__, (Front, kind), {"__module__": kind.__module__, **own})
+        metaclass: Any = type(kind)
+        made_of = metaclass(kind.__name__, (Front, kind), {"__module__": kind.__module__, **own})
         made = object.__new__(made_of)
         made.__dict__ = module.__dict__
     except (TypeError, RuntimeError, AttributeError):
@@ -121,6 +99,13 @@ class Skeleton:
             for key in copy._buffers:
                 buffer = original._buffers[key]
                 copy._buffers[key] = None if buffer is None else buffer.to(device)
+
+    def hand_back(self, buffers: Iterable[str]) -> None:
+        """Buffers that the forward has assigned anew are the originals', too."""
+        for name in buffers:
+            path, _, key = name.rpartition(".")
+            original, copy = self.parents[path]
+            original._buffers[key] = copy._buffers[key]
 
 
 # What a copy has of its own.
@@ -174,7 +159,7 @@ def twin(module: nn.Module) -> nn.Module:
 def absent_of(tensor: Tensor, device: torch.device) -> Absent:
     """What stands for a parameter or buffer that is not here."""
     made = Absent.of(Look.of(tensor), device, NOWHERE)
-    made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+    made._is_param = isinstance(tensor, nn.Parameter)
     return made
 
 

@@ -84,7 +84,6 @@ class Step:
     asks: bool = False  # the outcome is a fact about numbers, on which the rest depends
     outcome: Any = None
     arguments: Any = None  # of one that is free: with a Ref where a value was
-    region: int | None = None  # inside a checkpointed part: which
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ class Trace:
     inputs: tuple[int, ...]  # the values of the tensors it was called with
     output: Result
     lasting: Mapping[str, int]  # buffers that were assigned anew: values, by the buffers' names
-    shared: tuple[frozenset[int], ...]  # values that share their memory, where one was changed
 
     @property
     def calls(self) -> list[int]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError, RunError
 from penstock.partition.forward.division import Division, Homes, divide
+from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.performer import Score, score_of
-from penstock.partition.forward.recorder import Leak
 from penstock.partition.forward.replay import Questions
 from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
@@ -33,6 +33,7 @@ class Cut:
     calls: Mapping[CallOf, int]  # as the example has them
     units: Mapping[str, tuple[int, ...]]
     parameters: Homes
+    written: Mapping[str, int] = field(default_factory=dict)  # buffers that the forward changes
 
     def placed(self, call: CallOf, before: int) -> int:
         """The stage of a call, after others on the stage before."""
@@ -151,6 +152,14 @@ class Whole:
                     "these inputs"
                 )
 
+        for name, stage in division.writes.items():
+            if self.cut.written.get(name) != stage:
+                raise CutError(
+                    f"the forward changes the buffer '{name}' between units, and with the example "
+                    "it did not: make the Pipe with the model set as now (in training, say), and "
+                    "an example like these inputs"
+                )
+
     def _add(
         self, key: Any, trace: Trace, division: Division, constants: Mapping[int, Tensor]
     ) -> _Known:
@@ -214,5 +223,3 @@ def _sign(leaf: Any) -> Any:
     except TypeError:
         return type(leaf), id(leaf)
     return type(leaf), leaf
-
-
