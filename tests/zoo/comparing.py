@@ -211,8 +211,13 @@ class Exhibited:
         loss = whole.get("loss")
         single = self.architecture.single or (loss is not None and loss.dtype == torch.float32)
         limit = LIMIT_OF_SINGLE if single else LIMIT
-        alike = {k: v for k, v in found.items() if k in whole and not k.startswith("buffer")}
-        apart(what, alike, {k: whole[k] for k in alike}, limit)
+        # What has its rows elsewhere is not put together, and was compared part by part.
+        same = [
+            name
+            for name, wanted in whole.items()
+            if not name.startswith("buffer") and _shape(found.get(name)) == _shape(wanted)
+        ]
+        apart(what, {k: found[k] for k in same}, {k: whole[k] for k in same}, limit)
 
     def as_before(self) -> None:
         """The model itself is as it was made: it computes the same, under the same names."""
@@ -241,6 +246,10 @@ def evaluated(pipe: Pipe, batch: Batch) -> Numbers:
 
 def _outputs(outputs: Any) -> Numbers:
     return {f"output {name}": value for name, value in shown(outputs)}
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
 
 
 def apart(what: str, found: Numbers, expected: Numbers, limit: float) -> float:
