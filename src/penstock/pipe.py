@@ -190,8 +190,9 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        batch = Batch(inputs, side, () if target is None else (target,))
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        targets = () if target is None else (target,)
+        batch = Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
         return self._runs.step(self._settings(), batch, lesson)
 
     def clip_grad_norm_(

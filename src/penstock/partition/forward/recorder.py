@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
     changed_among,
@@ -122,7 +123,7 @@ class Recorder(Watcher):
 
     def _with_numbers(self, step: Step, asked: _Called) -> Any:
         before, random = versions(asked.tensors), torch.get_rng_state()
-        refs = mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
+        refs = self._refs(asked)
         found = asked.call(*asked.args, **asked.kwargs)
         changed = changed_among(step.func, asked.tensors, before)
         gives = any(True for _ in tensors_in(found))
@@ -168,8 +169,13 @@ class Recorder(Watcher):
                 raise self._looked(step)
             self.steps.append(replace(step, lasting=True))
             return None
-        lasting = any(map(self.ledger.stays, changed))
-        return self._write(replace(step, lasting=lasting), found, asked.tensors, changed, inside)
+        step = replace(step, lasting=any(map(self.ledger.stays, changed)))
+        if step.func in LOSSES:
+            step = replace(step, arguments=self._refs(asked))
+        return self._write(step, found, asked.tensors, changed, inside)
+
+    def _refs(self, asked: _Called) -> Any:
+        return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
 
     # ---- random numbers -------------------------------------------------------------------
 
