@@ -15,8 +15,8 @@ from penstock.errors import CutError, RunError
 from penstock.partition.forward.counted import Counted, counted_in
 from penstock.partition.forward.division import Division, Homes, divide
 from penstock.partition.forward.ledger import Leak
-from penstock.partition.forward.performer import Score, score_of
 from penstock.partition.forward.replay import Questions, Replay
+from penstock.partition.forward.score import Score, score_of
 from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
