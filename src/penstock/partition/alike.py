@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -68,7 +70,11 @@ def _value(value: Any, around: set[int]) -> Hashable:
     if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, MethodType):
-        return value.__func__
+        return _Same(value.__func__)
+    if isinstance(value, partial):
+        return _Same(value.func), _value(value.args, around), _value(value.keywords, around)
+    if is_dataclass(value) and not isinstance(value, type | dict) and hasattr(value, "__dict__"):
+        return type(value), _value(vars(value), around)
     if isinstance(value, list | tuple | dict | set | frozenset):
         if id(value) in around:
             return type(value), len(value)

@@ -37,13 +37,18 @@ class Again:
             self._made[id(value)] = value, self._again(value)
         return self._made[id(value)][1]
 
+    def keep(self, value: Any) -> None:
+        """This one stays itself, too."""
+        self._made[id(value)] = value, value
+
     def _again(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, torch.jit.ScriptModule):
-            return copy.deepcopy(value)  # its state is not in Python
+            with torch.no_grad():  # or its parameters would be computed from the original's
+                return copy.deepcopy(value)  # its state is not in Python
         if type(value).__module__.partition(".")[0] == "numpy":
             return copy.deepcopy(value)  # an array, or a generator
         if callable(value) or isinstance(value, torch.Size):
@@ -115,13 +120,16 @@ def aside(module: nn.Module, device: Device) -> Iterator[nn.Module]:
     if isinstance(module, torch.jit.ScriptModule):
         yield again(module).to(device)
         return
-    own = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    before = [(part, part.__class__, part.__dict__) for part in own]
-    new = [again(part.__dict__) for part in own]
+    parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    before = [(part, part.__class__, part.__dict__) for part in parts]
+    hooks = [(found, dict(found)) for part in parts for found in _hooks(part)]
+    for found, _ in hooks:
+        again.keep(found)  # whoever removes a hook does it there
+    copies = [again(part.__dict__) for part in parts]
     try:
-        for part, state in zip(own, new, strict=True):
+        for part, state in zip(parts, copies, strict=True):
             object.__setattr__(part, "__dict__", state)
-        for part in own:
+        for part in parts:
             if isinstance(part, nn.RNNBase):
                 part.flatten_parameters()
         yield module
@@ -129,6 +137,15 @@ def aside(module: nn.Module, device: Device) -> Iterator[nn.Module]:
         for part, kind, state in before:
             object.__setattr__(part, "__class__", kind)  # one that was lazy has another now
             object.__setattr__(part, "__dict__", state)
+        for found, were in hooks:
+            found.clear()
+            found.update(were)
+
+
+def _hooks(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict):
+            yield value
 
 
 @contextmanager
