@@ -18,6 +18,7 @@ from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
 from penstock.partition.forward.units import Asked, has_list, parts_inside
 from penstock.partition.forward.whole import defaults_of
+from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
 
 
@@ -91,7 +92,7 @@ def cut_model(
     survey = Survey(tuple(prospect.calls), tuple(counts), division)
     made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
     graph = StageGraph.chain(len(devices), division.edges)
-    return Partition(tuple(made), graph, whole)
+    return Partition(tuple(made), graph, whole, outline_of_parts(prospect, cut, survey))
 
 
 def _counts(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
@@ -114,4 +115,3 @@ def _check(model: nn.Module) -> None:
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
             "cannot be followed: give the model itself, and compile its blocks"
         )
-
