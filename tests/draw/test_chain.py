@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -76,7 +77,7 @@ def test_no_two_arcs_of_a_lane_meet() -> None:
     lanes = lanes_for(reach)
     for lane in set(lanes):
         mine = sorted(span for span, at in zip(reach, lanes, strict=True) if at == lane)
-        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(mine))
     assert lanes[0] == max(lanes)  # what goes farthest runs highest
 
 
