@@ -30,8 +30,13 @@ class Example:
     kwargs: Mapping[str, Any]
 
     @staticmethod
-    def read(given: Any, chunks: int) -> Example:
-        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them."""
+    def read(given: Any, chunks: int) -> Example | Prospect:
+        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them.
+
+        What was traced with one already is as good.
+        """
+        if isinstance(given, Prospect):
+            return given
         if given is None:
             raise ArgumentError(
                 "a model that is no nn.Sequential is cut along its forward, which is run once for "
@@ -80,13 +85,16 @@ def _to_open(units: Mapping[str, nn.Module]) -> set[str]:
 def cut_model(
     model: nn.Module,
     stages: int | Sequence[int],
-    example: Example,
+    example: Example | Prospect,
     asked: Asked,
     balance: str | None,
     devices: Sequence[torch.device],
 ) -> Partition:
     """As many stages as devices."""
-    prospect = prospect_of(model, example, asked, len(devices))
+    if isinstance(example, Prospect):
+        prospect = example.onto(model)
+    else:
+        prospect = prospect_of(model, example, asked, len(devices))
     counts = _counts(prospect, stages)
     cut, division = cut_at(prospect, counts)
     survey = Survey(tuple(prospect.calls), tuple(counts), division)
