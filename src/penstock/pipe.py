@@ -137,8 +137,7 @@ class Pipe(nn.Module):
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
-        self._parameters.update(module._parameters)
-        self._buffers.update(module._buffers)
+        self.__dict__.update(_parameters=module._parameters, _buffers=module._buffers)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -191,8 +190,9 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        batch = Batch(inputs, side, () if target is None else (target,))
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        targets = () if target is None else (target,)
+        batch = Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
         return self._runs.step(self._settings(), batch, lesson)
 
     def clip_grad_norm_(

@@ -175,7 +175,7 @@ def parted(
 
 
 def _among_processes(
-    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site
+    module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site
 ) -> Split:
     """This process's share: it keeps no layer of another's."""
     stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
@@ -201,7 +201,7 @@ def number_of(stages: int | Sequence[int]) -> int:
 
 
 def _give_memory(
-    module: nn.Sequential, stages: Sequence[Stage], devices: Sequence[torch.device]
+    module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> Blanks:
     """To layers of these stages that were built on meta."""
     named = zip(stages, devices, strict=True)

@@ -55,8 +55,8 @@ def cut_at(prospect: Prospect, counts: Sequence[int]) -> tuple[Cut, Division]:
             calls[next(order)] = stage
     division = divide(prospect.trace, lambda call, _: calls[call], len(counts))
     units = _homes_of_units(prospect.units, calls)
-    cut = Cut(len(counts), calls, units, _homes_of_parameters(prospect, units, division))
-    return cut, division
+    homes = _homes_of_parameters(prospect, units, division)
+    return Cut(len(counts), calls, units, homes, division.writes), division
 
 
 def _homes_of_units(
@@ -64,7 +64,7 @@ def _homes_of_units(
 ) -> dict[str, tuple[int, ...]]:
     """One that was not called stays with the one that was registered before it."""
     found: dict[str, tuple[int, ...]] = {}
-    before = (0,)
+    before: tuple[int, ...] = (0,)
     for name in units:
         stages = sorted({stage for call, stage in calls.items() if call.unit == name})
         before = found[name] = tuple(stages) or before[-1:]
@@ -178,6 +178,9 @@ def _keepers(
     for name, (_, copy) in skeleton.parents.items():
         prefix = f"{name}." if name else ""
         _keep_only(copy, lambda key, p=prefix: index in cut.parameters[p + key], device)
+        for key in [k for k in copy._buffers if cut.written.get(prefix + k, index) != index]:
+            buffer = copy._buffers.pop(key)
+            copy.__dict__[key] = None if buffer is None else absent_of(buffer, device)
         if any(t is not None for t in (*copy._parameters.values(), *copy._buffers.values())):
             keeper = nn.Module()
             keeper.__dict__["_parameters"] = copy._parameters

@@ -58,6 +58,8 @@ class Part:
             pass
         else:
             output = performer.finished(output)
+        if score.anew:
+            self._skeleton.hand_back(score.anew)
         departing = {
             dst: tuple(performer.kept[value] for value in score.departing.get(dst, ()))
             for dst in handed.neighbours[self._index]

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Absent
 from penstock.partition.forward.division import Division, sources_of
-from penstock.partition.forward.recorder import Handle, aside, numberless, where_now
-from penstock.partition.forward.skeleton import Watcher
+from penstock.partition.forward.dry import numberless
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
 from penstock.partition.forward.trace import Kind, New, Same, Step
 from penstock.partition.forward.trees import flatten, mapped, tensors_in, unflatten
+from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
 class Ended(BaseException):
@@ -55,6 +56,7 @@ class Score:
     arriving: Mapping[int, tuple[int, ...]]
     departing: Mapping[int, tuple[int, ...]]
     last: bool
+    anew: tuple[str, ...]  # buffers that it assigns anew
 
 
 def score_of(division: Division, stage: int, device: torch.device) -> Score:
@@ -74,6 +76,7 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         for old, new in trace.steps[at].changes.items()
         if new in leaving and old not in trace.steps[at].takes
     }
+    first: dict[int, int] = {}  # what a changed value was called when it was made
     acts = []
     for at, step in enumerate(trace.steps):
         runs = at in portion.runs or step.kind is Kind.CALL
@@ -81,8 +84,9 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         kept = sorted(made & (leaving | olds)) if runs else []
         keeps = tuple((value, sources_of(step, value)) for value in kept)
         ready, plain = (None, True) if runs else _ready(step, absent)
+        first |= {new: first.get(old, old) for old, new in step.changes.items()}
         rebinds = () if runs else tuple(
-            (old, new) for old, new in step.changes.items() if new in portion.needs
+            (first[new], new) for new in step.changes.values() if new in portion.needs
         )  # fmt: skip
         acts.append(Act(step, runs, ready, plain, keeps, rebinds))
     last = stage == len(division.portions) - 1
@@ -94,6 +98,7 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         {source: tuple(values) for source, values in portion.arriving.items()},
         {dst: tuple(values) for dst, values in portion.departing.items()},
         last,
+        tuple(name for name in trace.lasting if division.writes[name] == stage),
     )
 
 
@@ -102,12 +107,14 @@ def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:
         return step.outcome, True
     if step.result is None:
         return (Handle() if step.func in TYING else None), True
-    leaves = [
-        absent(leaf.value) if isinstance(leaf, New) else leaf for leaf in step.result.leaves
-    ]
+    leaves = [absent(leaf.value) if isinstance(leaf, New) else leaf for leaf in step.result.leaves]
     if len(leaves) == 1 and isinstance(leaves[0], Absent) and step.result.spec.is_leaf():
         return leaves[0], True
     return leaves, False
+
+
+def _tied_to_nothing(*_: Any, **__: Any) -> Handle:
+    return Handle()
 
 
 class Performer(Watcher):
@@ -118,7 +125,7 @@ class Performer(Watcher):
     ) -> None:
         super().__init__()
         self._acts, self._end, self._targets = score.acts, score.end, targets
-        self._received = received
+        self._received, self._last = received, score.last
         self.kept: dict[int, Tensor] = {}
         self._at, self._over, self._mute = 0, False, False
 
@@ -148,13 +155,13 @@ class Performer(Watcher):
             return self._given(act, list(tensors_in((args, kwargs))))
         if step.kind is Kind.CALL:
             return call(*args, **kwargs)
-        some_args, some_kwargs = mapped((args, kwargs), self._shaped if func in SHAPED else self._real)
+        change = self._shaped if func in SHAPED else self._real
+        some_args, some_kwargs = mapped((args, kwargs), change)
+        if func in TYING and not some_args[0].requires_grad:  # in a forward without a graph
+            call = _tied_to_nothing
         found = call(*some_args, **some_kwargs)
         if act.keeps:
             self._keep(act, found, lambda: list(tensors_in((some_args, some_kwargs))))
-        if self._at == self._end:
-            self._over = True
-            raise Ended
         return found
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -174,13 +181,15 @@ class Performer(Watcher):
         leaves, spec = flatten((args, kwargs))
         leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         some_args, some_kwargs = unflatten(leaves, spec)
+        run = self._targets[name]
         with aside(self):
-            found = self._targets[name](*some_args, **some_kwargs)
+            if self.checkpointed is None:
+                found = run(*some_args, **some_kwargs)
+            else:
+                how = {"use_reentrant": False, **self.checkpointed}
+                found = checkpoint(run, *some_args, **how, **some_kwargs)
         if act.keeps:
             self._keep(act, found, lambda: [t for t in leaves if isinstance(t, Tensor)])
-        if self._at == self._end:
-            self._over = True
-            raise Ended
         return found
 
     def finished(self, output: Any) -> Any:
@@ -188,12 +197,17 @@ class Performer(Watcher):
         if self._at != len(self._acts):
             raise self._elsewhere("the end of the forward")
         self._over = True
+        if not self._last:
+            return None
         leaves, spec = flatten(output)
         leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return unflatten(leaves, spec)
 
     def _next(self, func: Any) -> Act:
         at = self._at
+        if at >= self._end:  # and not before: the forward may still assign what it has computed
+            self._over = True
+            raise Ended
         if at < len(self._acts):
             act = self._acts[at]
             known = act.step.func

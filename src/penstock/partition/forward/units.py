@@ -88,8 +88,9 @@ def _wanted(model: nn.Module, asked: Asked) -> list[str]:
     if isinstance(asked, type) and issubclass(asked, nn.Module):
         found = [name for name, m in model.named_modules() if name and isinstance(m, asked)]
         return _some(found, f"of the class {asked.__name__}")
-    if callable(asked):
-        found = [name for name, module in model.named_modules() if name and asked(name, module)]
+    if callable(asked) and not isinstance(asked, type):
+        says: Any = asked
+        found = [name for name, module in model.named_modules() if name and says(name, module)]
         return _some(found, "for which the function says so")
     if isinstance(asked, list | tuple | set | frozenset):
         return [name for one in asked for name in _wanted(model, one)]
