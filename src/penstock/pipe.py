@@ -219,6 +219,10 @@ class Pipe(nn.Module):
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         return self._runs.forecast(self._settings(), cost)
 
+    def summary(self) -> str:
+        """What each stage has, takes and gives; the slowest, and a line of advice."""
+        return str(self._split.partition)
+
     # ---- checkpoints ----------------------------------------------------------------------
 
     def save(

@@ -73,6 +73,9 @@ class _Known:
     targets: Replay  # leads to those of the loss, if they are counted
 
 
+Plans = OrderedDict[Any, list[_Known]]  # by the kind of micro-batch
+
+
 @dataclass
 class Whole:
     """A model, its units, and how its forward was divided so far."""
@@ -83,7 +86,7 @@ class Whole:
     cut: Cut
     devices: Mapping[int, torch.device]  # of the stages that are here
     survey: Survey
-    _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
+    _known: Plans = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,7 +101,8 @@ class Whole:
     ) -> None:
         """What the example was divided into."""
         key, _, _ = self._key(*example, self.state())
-        self._add(key, trace, division, constants)
+        if key not in self._known:
+            self._add(key, trace, division, constants)
 
     @property
     def children(self) -> dict[str, nn.Module | None]:
