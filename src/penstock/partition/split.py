@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
-from penstock.partition.materialise import Blanks, is_on_meta, materialise
+from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.forward.units import Asked
 from penstock.partition.model import Example, cut_model
 from penstock.partition.partition import Layers, Partition
+from penstock.partition.setting import is_on_meta
 from penstock.partition.sequential import (
     PipeSequential,
     cut,
@@ -188,11 +189,16 @@ def _number(stages: int | Sequence[int]) -> int:
 
 
 def _give_memory(
-    module: nn.Sequential, stages: Sequence[Stage], devices: Sequence[torch.device]
+    module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> Blanks:
-    """To layers of these stages that were built on meta."""
+    """To what was built on meta of these stages."""
     named = zip(stages, devices, strict=True)
-    return materialise(module, {name: device for stage, device in named for name in stage.names})
+    layers = [
+        (name, layer, device)
+        for stage, device in named
+        for name, layer in zip(stage.names, stage.layers, strict=True)
+    ]
+    return materialise(module, layers)
 
 
 def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
