@@ -17,7 +17,7 @@ from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
 from penstock.partition.forward.units import Asked, has_list, parts_inside
-from penstock.partition.forward.whole import defaults_of
+from penstock.partition.hugging_face import defaults_of, planned_units, prepare
 from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
 
@@ -48,7 +48,8 @@ class Example:
             args, named = (), dict(given)
         else:
             named = {}
-        pieces, _ = scatter((*args, *named.values()), chunks)
+        names = [*(f"input {at}" for at in range(len(args))), *named]
+        pieces, _ = scatter((*args, *named.values()), chunks, names)
         first = pieces[0]
         return Example(first[: len(args)], dict(zip(named, first[len(args) :], strict=True)))
 
@@ -56,7 +57,9 @@ class Example:
 def prospect_of(model: nn.Module, example: Example, asked: Asked, stages: int) -> Prospect:
     """The model traced; units are opened until there are enough of them."""
     _check(model)
+    prepare(model)
     kwargs = {**defaults_of(model, example.kwargs), **example.kwargs}
+    asked = planned_units(model) if asked is None else asked
     opened: set[str] = set()
     while True:
         trace, constants, units = traced_open(model, asked, example.args, kwargs, opened)

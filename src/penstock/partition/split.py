@@ -14,7 +14,7 @@ from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.partition.forward.units import Asked
-from penstock.partition.materialise import Blanks, is_on_meta, materialise
+from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.model import Example, cut_model
 from penstock.partition.outlining import sizes_on
 from penstock.partition.partition import Layers, Partition
@@ -26,6 +26,7 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
+from penstock.partition.setting import is_on_meta
 from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
@@ -203,9 +204,14 @@ def number_of(stages: int | Sequence[int]) -> int:
 def _give_memory(
     module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> Blanks:
-    """To layers of these stages that were built on meta."""
+    """To what was built on meta of these stages."""
     named = zip(stages, devices, strict=True)
-    return materialise(module, {name: device for stage, device in named for name in stage.names})
+    layers = [
+        (name, layer, device)
+        for stage, device in named
+        for name, layer in zip(stage.names, stage.layers, strict=True)
+    ]
+    return materialise(module, layers)
 
 
 def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:

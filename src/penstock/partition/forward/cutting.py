@@ -106,9 +106,7 @@ def stages_of(
         _stage(index, prospect, cut, division, parents, shared_fronts, device)
         for index, device in devices.items()
     ]
-    whole = Whole(
-        prospect.model, prospect.units, parents, cut, devices, survey, prospect.plans
-    )
+    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, prospect.plans)
     whole.learn(prospect.example, prospect.trace, division, prospect.constants)
     return stages, whole
 
