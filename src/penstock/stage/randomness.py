@@ -118,6 +118,8 @@ class OwnRandom(TorchDispatchMode):
                     "or set checkpoint='never'"
                 )
             return func(*args, **kwargs)  # its own affair
+        if _draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
         _refuse_inside_checkpoint()
         mine = self._generator(_device_of(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -168,6 +170,15 @@ def _shared_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention could draw, and does not without dropout."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[at] if at < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not given
+    return False
 
 
 def _refuse_inside_checkpoint() -> None:

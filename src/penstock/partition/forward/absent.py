@@ -69,6 +69,12 @@ class Absent(Tensor):
         made.value = value
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Absent.of, (Look.of(self), self.device, self.value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from penstock.partition.forward.part import Part
 from penstock.partition.forward.skeleton import Skeleton, absent_of, front, twin
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
-from penstock.partition.forward.whole import Cut, Whole
+from penstock.partition.forward.whole import Cut, Plans, Whole
 from penstock.stage.stage import Stage
 
 
@@ -27,6 +28,12 @@ class Prospect:
     trace: Trace
     constants: Mapping[int, Tensor]
     example: tuple[tuple[Any, ...], dict[str, Any]]
+    plans: Plans = field(default_factory=OrderedDict, repr=False)
+
+    def onto(self, model: nn.Module) -> Prospect:
+        """The same for a copy of the model, to be cut alike: no plan has to be made twice."""
+        units = {name: model.get_submodule(name) for name in self.units}
+        return replace(self, model=model, units=units)
 
     @property
     def calls(self) -> list[CallOf]:
@@ -99,7 +106,7 @@ def stages_of(
         _stage(index, prospect, cut, division, parents, shared_fronts, device)
         for index, device in devices.items()
     ]
-    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey)
+    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, prospect.plans)
     whole.learn(prospect.example, prospect.trace, division, prospect.constants)
     return stages, whole
 
@@ -141,10 +148,9 @@ def _stage(
 def _shell(
     name: str, unit: nn.Module, index: int, division: Division, device: torch.device
 ) -> nn.Module | None:
-    """Of a unit of another stage, some of whose tensors are used here, between units."""
-    buffers = {division.trace.values[value].buffer for value in division.portions[index].needs}
-    here = {key for key, users in division.uses.items() if index in users} | buffers
-    used = {key for key in here if key.startswith(f"{name}.")}
+    """Of a unit of another stage: those of its parameters and buffers that are used here."""
+    users = [*division.uses.items(), *division.reads.items()]
+    used = {key for key, stages in users if key.startswith(f"{name}.") and index in stages}
     if not used:
         return None
     made = twin(unit)

@@ -37,6 +37,7 @@ class Division:
     portions: tuple[Portion, ...]
     stages: Mapping[int, int]  # of the steps that run on one stage alone
     uses: Mapping[str, frozenset[int]]  # parameters that are used between units, by stages
+    reads: Mapping[str, frozenset[int]]  # the same of buffers
     writes: Mapping[str, int]  # buffers that are changed there, by stages
 
     @property
@@ -71,8 +72,9 @@ def divide(
             portions[source].departing[stage] = values
     _check_changes(trace, where.stages, portions)
     uses = _users(trace, portions, lambda v: v.parameter)
-    writes = _writers(trace, where.stages, _users(trace, portions, lambda v: v.buffer))
-    return Division(trace, tuple(portions), dict(where.stages), uses, writes)
+    reads = _users(trace, portions, lambda v: v.buffer)
+    writes = _writers(trace, where.stages, reads)
+    return Division(trace, tuple(portions), dict(where.stages), uses, reads, writes)
 
 
 class _Placing:

@@ -8,20 +8,17 @@ runs gets the real values, made here or received. After the stage's last step, t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Absent
-from penstock.partition.forward.changing import Changing, Kept, roots
-from penstock.partition.forward.division import Division
 from penstock.partition.forward.dry import numberless
+from penstock.partition.forward.score import Act, Score
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
-from penstock.partition.forward.trace import Kind, New, Same, Step
+from penstock.partition.forward.trace import Kind, New, Same
 from penstock.partition.forward.trees import flatten, mapped, tensors_in, unflatten
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
@@ -32,79 +29,6 @@ class Ended(BaseException):
 
 class _Muted(Exception):
     """A hook of a unit that is not run here computes."""
-
-
-@dataclass(frozen=True)
-class Act:
-    """What a stage does at a step."""
-
-    step: Step
-    runs: bool
-    ready: Any = None  # what it gives instead, if it does not run
-    plain: bool = True  # `ready` is given as it is
-    keeps: tuple[Kept, ...] = ()
-    rebinds: tuple[tuple[int, int], ...] = ()  # values that are now others, which arrive
-
-
-@dataclass(frozen=True)
-class Score:
-    """All that a stage does in a forward, ready to be performed."""
-
-    acts: tuple[Act, ...]
-    end: int
-    inputs: tuple[Any, ...]  # what stands for inputs that it does not take, by their places
-    given: tuple[int, ...]
-    arriving: Mapping[int, tuple[int, ...]]
-    departing: Mapping[int, tuple[int, ...]]
-    copied: tuple[int, ...]  # of what arrives
-    roots: Mapping[int, int]  # of what was changed in place: the value that it was at first
-    last: bool
-    anew: tuple[str, ...]  # buffers that it assigns anew
-
-
-def score_of(division: Division, stage: int, device: torch.device) -> Score:
-    """Of a stage on a device."""
-    trace, portion = division.trace, division.portions[stage]
-    stand_ins: dict[int, Absent] = {}
-
-    def absent(value: int) -> Absent:
-        if value not in stand_ins:
-            stand_ins[value] = Absent.of(trace.values[value].look, device, value)
-        return stand_ins[value]
-
-    changing = Changing(division, stage)
-    acts = []
-    for at, step in enumerate(trace.steps):
-        runs = at in portion.runs or step.kind is Kind.CALL
-        if runs:
-            acts.append(Act(step, True, keeps=changing.keeps(step)))
-            continue
-        ready, plain = _ready(step, absent)
-        acts.append(Act(step, False, ready, plain, rebinds=changing.rebinds(step)))
-    last = stage == len(division.portions) - 1
-    return Score(
-        tuple(acts),
-        len(acts) + 1 if last else portion.end,
-        tuple(absent(value) for value in trace.inputs),
-        tuple(portion.given),
-        {source: tuple(values) for source, values in portion.arriving.items()},
-        {dst: tuple(values) for dst, values in portion.departing.items()},
-        changing.copied(),
-        roots(trace.steps),
-        last,
-        tuple(name for name in trace.lasting if division.writes[name] == stage),
-    )
-
-
-def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:
-    if step.kind is Kind.READ:
-        return step.outcome, True
-    if step.result is None:
-        return (Handle() if step.func in TYING else None), True
-    leaves = [absent(leaf.value) if isinstance(leaf, New) else leaf for leaf in step.result.leaves]
-    if len(leaves) == 1 and isinstance(leaves[0], Absent) and step.result.spec.is_leaf():
-        return leaves[0], True
-    return leaves, False
 
 
 def _tied_to_nothing(*_: Any, **__: Any) -> Handle:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
     changed_among,
@@ -76,9 +77,9 @@ class _Extremes:
 class Recorder(Watcher):
     """Writes steps and values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fake: FakeTensorMode) -> None:
         super().__init__()
-        self.ledger = Ledger(model)
+        self.ledger = Ledger(model, fake)
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
         self._turns: Counter[str] = Counter()
@@ -122,7 +123,7 @@ class Recorder(Watcher):
 
     def _with_numbers(self, step: Step, asked: _Called) -> Any:
         before, random = versions(asked.tensors), torch.get_rng_state()
-        refs = mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
+        refs = self._refs(asked)
         found = asked.call(*asked.args, **asked.kwargs)
         changed = changed_among(step.func, asked.tensors, before)
         gives = any(True for _ in tensors_in(found))
@@ -168,8 +169,13 @@ class Recorder(Watcher):
                 raise self._looked(step)
             self.steps.append(replace(step, lasting=True))
             return None
-        lasting = any(map(self.ledger.stays, changed))
-        return self._write(replace(step, lasting=lasting), found, asked.tensors, changed, inside)
+        step = replace(step, lasting=any(map(self.ledger.stays, changed)))
+        if step.func in LOSSES:
+            step = replace(step, arguments=self._refs(asked))
+        return self._write(step, found, asked.tensors, changed, inside)
+
+    def _refs(self, asked: _Called) -> Any:
+        return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
 
     # ---- random numbers -------------------------------------------------------------------
 
@@ -232,7 +238,9 @@ class Recorder(Watcher):
         for leaf in flatten(found)[0]:
             if not isinstance(leaf, Tensor) and any(True for _ in hidden_in(leaf)):
                 raise Leak(name, where)
-        step = Step(Kind.UNIT, call, takes, None, where)
+        numbers = iter(takes)
+        refs = [Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        step = Step(Kind.UNIT, call, takes, None, where, arguments=(refs, spec))
         return self._write(step, found, tensors, changed, inside)
 
     # ---- writing --------------------------------------------------------------------------

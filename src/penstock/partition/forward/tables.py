@@ -73,6 +73,8 @@ def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
 
 def called(func: Any) -> str:
     """A function's name, for people."""
+    if isinstance(func, str):
+        return func
     own = getattr(func, "__name__", None) or type(func).__name__
     if own in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '?')} ({own})"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.tables import called
 
 
 class Kind(Enum):
@@ -45,6 +46,9 @@ class Result:
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (self.leaves, None)  # a copy is to be looked at
 
     @property
     def made(self) -> tuple[int, ...]:
@@ -83,7 +87,13 @@ class Step:
     lasting: bool = False  # it has an effect beyond this forward, or draws: it runs once
     asks: bool = False  # the outcome is a fact about numbers, on which the rest depends
     outcome: Any = None
-    arguments: Any = None  # of one that is free: with a Ref where a value was
+    arguments: Any = None  # of a unit, or one that is free: with a Ref where a value was
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is to be looked at: functions cannot all be copied."""
+        func = self.func if self.kind is Kind.UNIT else called(self.func)
+        plain = replace(self, func=func, arguments=None)
+        return Step, tuple(getattr(plain, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True)

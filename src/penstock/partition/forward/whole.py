@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, RunError
+from penstock.partition.forward.counted import Counted, counted_in
 from penstock.partition.forward.division import Division, Homes, divide
 from penstock.partition.forward.ledger import Leak
-from penstock.partition.forward.performer import Score, score_of
-from penstock.partition.forward.replay import Questions
+from penstock.partition.forward.replay import Questions, Replay
+from penstock.partition.forward.score import Score, score_of
 from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
 from penstock.partition.forward.trees import flatten
+from penstock.partition.hugging_face import defaults_of
+from penstock.stage.reduction import Counting
 
 KINDS = 64  # of micro-batches that are remembered
 
@@ -62,11 +64,16 @@ class Handed:
     neighbours: Mapping[int, tuple[int, ...]]  # by stage: to whom it sends in this call
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
     questions: Questions
     division: Division
-    scores: dict[int, Score]
+    scores: Mapping[int, Score]
+    counted: Counted | None
+    targets: Replay  # leads to those of the loss, if they are counted
+
+
+Plans = OrderedDict[Any, list[_Known]]  # by the kind of micro-batch
 
 
 @dataclass
@@ -79,7 +86,7 @@ class Whole:
     cut: Cut
     devices: Mapping[int, torch.device]  # of the stages that are here
     survey: Survey
-    _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
+    _known: Plans = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +101,8 @@ class Whole:
     ) -> None:
         """What the example was divided into."""
         key, _, _ = self._key(*example, self.state())
-        self._add(key, trace, division, constants)
+        if key not in self._known:
+            self._add(key, trace, division, constants)
 
     @property
     def children(self) -> dict[str, nn.Module | None]:
@@ -122,14 +130,14 @@ class Whole:
                     "the Pipe after the change, or change what is inside the unit"
                 )
 
-    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> _Dealt:
+    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> Dealt:
         """How the forward of these inputs is divided: known, or found by a dry run."""
         key, leaves, spec = self._key(args, kwargs, state)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for known in self._known.get(key, ()):
             if known.questions.same_answers(tensors):
                 self._known.move_to_end(key)
-                return _Dealt(known.division, known.scores, leaves, spec, tensors)
+                return Dealt(known, leaves, spec, tensors)
         try:
             trace, constants = traced(self.model, self.units, args, dict(kwargs))
         except Leak as leak:
@@ -141,7 +149,7 @@ class Whole:
         division = divide(trace, self.cut.placed, self.cut.stages, self.cut.parameters)
         self._check_homes(division)
         known = self._add(key, trace, division, constants)
-        return _Dealt(division, known.scores, leaves, spec, tensors)
+        return Dealt(known, leaves, spec, tensors)
 
     def _check_homes(self, division: Division) -> None:
         for name, users in division.uses.items():
@@ -164,7 +172,16 @@ class Whole:
         self, key: Any, trace: Trace, division: Division, constants: Mapping[int, Tensor]
     ) -> _Known:
         scores = {stage: score_of(division, stage, d) for stage, d in self.devices.items()}
-        known = _Known(Questions(trace, constants, self._buffer), division, scores)
+        counted = counted_in(trace)
+        goals = [] if counted is None else [counted.target, counted.classes]
+        makers = [trace.values[value].maker for value in goals if value is not None]
+        known = _Known(
+            Questions(trace, constants, self._buffer),
+            division,
+            scores,
+            counted,
+            Replay(trace, constants, self._buffer, [m for m in makers if m is not None]),
+        )
         self._known.setdefault(key, []).append(known)
         if len(self._known) > KINDS:
             self._known.popitem(last=False)
@@ -184,35 +201,38 @@ class Whole:
         return (str(spec), signs, state, surroundings()), leaves, spec
 
 
-def defaults_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a cache of keys and values, which a model of transformers fills from inside units."""
-    config = getattr(model, "config", None)
-    if "use_cache" in given or not getattr(config, "use_cache", False):
-        return {}
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return {"use_cache": False} if takes else {}
-
-
 @dataclass(frozen=True)
-class _Dealt:
+class Dealt:
     """The division of one micro-batch, and its inputs."""
 
-    division: Division
-    scores: Mapping[int, Score]
+    known: _Known
     leaves: list[Any]
     spec: Any
     tensors: Sequence[Tensor]
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Who sends to whom."""
+        return self.known.division.edges
+
+    def counted(self) -> tuple[Tensor, Counting] | None:
+        """The targets of the model's own loss, and what of them counts; None: not known."""
+        counted = self.known.counted
+        if counted is None:
+            return None
+        wanted = [counted.target] + ([] if counted.classes is None else [counted.classes])
+        target, *classes = self.known.targets.values(self.tensors, wanted)
+        return target, Counting(counted.ignored, *classes)
 
     def handed(self, state: State, neighbours: Mapping[int, tuple[int, ...]]) -> Handed:
         """For every stage."""
         places = tuple(at for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
         plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return Handed(self.scores, plain, places, self.spec, state, neighbours)
+        return Handed(self.known.scores, plain, places, self.spec, state, neighbours)
 
     def taken(self, stage: int) -> list[Tensor]:
         """The tensors that a stage takes of the inputs."""
-        return [self.tensors[at] for at in self.scores[stage].given]
+        return [self.tensors[at] for at in self.known.scores[stage].given]
 
 
 def _sign(leaf: Any) -> Any:
