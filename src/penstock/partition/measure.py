@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RunError
 from penstock.partition.alike import alike
-from penstock.partition.aside import Again, Device, aside, copier, leaving_no_trace
+from penstock.partition.aside import Again, Device, aside, copier, leaving_no_trace, own_tensors
 from penstock.partition.forward.survey import UnitCost
 from penstock.stage.added import added_losses
 from penstock.stage.deferred import Deferral
@@ -68,8 +67,8 @@ def measure(
     given = tuple(args), dict(kwargs or {})
     tensors: list[Tensor] = []
     Again(_into(tensors))(given)
-    tensors += _own_tensors(module)
-    holds = sum(t.nbytes * (2 + state if t.requires_grad else 1) for t in _own_tensors(module))
+    tensors += own_tensors(module)
+    holds = sum(t.nbytes * (2 + state if t.requires_grad else 1) for t in own_tensors(module))
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     end = perf_counter() + timeout
@@ -135,7 +134,7 @@ class _Trial:
             if tensor is not None:
                 _add(saved, tensor)
         self._backward(graph, ones, [])
-        for tensor in _own_tensors(self._module):
+        for tensor in own_tensors(self._module):
             saved.pop(_where(tensor), None)
         return sum(saved.values())
 
@@ -220,7 +219,3 @@ def _gradients_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    return chain(module.parameters(), module.buffers())
