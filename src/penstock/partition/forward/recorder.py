@@ -260,15 +260,19 @@ class Recorder(Watcher):
         places |= {id(t): n for n, t in reversed(list(enumerate(tensors)))}
         leaves, spec = flatten(found)
         written: list[Any] = []
+        twice: dict[int, New] = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 written.append(leaf)
+            elif id(leaf) in twice:
+                written.append(twice[id(leaf)])
             elif id(leaf) in places:
                 written.append(Same(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
                 made = Value(Look.of(leaf), step.free, at, self._named(step, position))
-                written.append(New(self.ledger.register(leaf, made)))
+                twice[id(leaf)] = New(self.ledger.register(leaf, made))
+                written.append(twice[id(leaf)])
         self.steps.append(replace(step, result=Result(tuple(written), spec), changes=changes))
         return unflatten(leaves, spec)
 
