@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
+from penstock.partition.costing import BALANCES, Room
 from penstock.partition.forward.units import Asked
-from penstock.partition.materialise import Blanks, is_on_meta, materialise
+from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.model import Example, cut_model
 from penstock.partition.outlining import sizes_on
 from penstock.partition.partition import Layers, Partition
@@ -26,12 +27,11 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
+from penstock.partition.setting import is_on_meta
 from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
 from penstock.stage.stage import Stage
-
-BALANCES = ("time", "memory", "parameters")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Wish:
     example: Any
     chunks: int
     units: Asked = None
+    memory: float | Sequence[float] | None = None
 
 
 def split(
@@ -165,8 +166,11 @@ def parted(
 ) -> Partition:
     """The model cut as wished, a place for each stage; nothing is moved."""
     if not is_layered(module):
-        example, devices = Example.read(wish.example, wish.chunks), [p.device for p in places]
-        return cut_model(module, stages, example, wish.units, wish.balance, devices)
+        devices = tuple(place.device for place in places)
+        flying = tuple(min(wish.chunks, len(devices) - stage) for stage in range(len(devices)))
+        room = Room(devices, flying, wish.memory)
+        example = Example.read(wish.example, wish.chunks)
+        return cut_model(module, stages, example, wish.units, wish.balance, room)
     partition = cut(module, _counts(module, stages, wish, places[0]))
     if wish.example is None:
         return partition
@@ -203,9 +207,14 @@ def number_of(stages: int | Sequence[int]) -> int:
 def _give_memory(
     module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> Blanks:
-    """To layers of these stages that were built on meta."""
+    """To what was built on meta of these stages."""
     named = zip(stages, devices, strict=True)
-    return materialise(module, {name: device for stage, device in named for name in stage.names})
+    layers = [
+        (name, layer, device)
+        for stage, device in named
+        for name, layer in zip(stage.names, stage.layers, strict=True)
+    ]
+    return materialise(module, layers)
 
 
 def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:

@@ -106,9 +106,7 @@ def stages_of(
         _stage(index, prospect, cut, division, parents, shared_fronts, device)
         for index, device in devices.items()
     ]
-    whole = Whole(
-        prospect.model, prospect.units, parents, cut, devices, survey, prospect.plans
-    )
+    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, prospect.plans)
     whole.learn(prospect.example, prospect.trace, division, prospect.constants)
     return stages, whole
 
@@ -150,16 +148,16 @@ def _stage(
 def _shell(
     name: str, unit: nn.Module, index: int, division: Division, device: torch.device
 ) -> nn.Module | None:
-    """Of a unit of another stage, some of whose parameters are used here, between units."""
-    used = {
-        key for key, users in division.uses.items() if key.startswith(f"{name}.") and index in users
-    }
+    """Of a unit of another stage: those of its parameters and buffers that are used here."""
+    users = [*division.uses.items(), *division.reads.items()]
+    used = {key for key, stages in users if key.startswith(f"{name}.") and index in stages}
     if not used:
         return None
     made = twin(unit)
     for path, module in made.named_modules(prefix=name):
         _keep_only(module, lambda key, path=path: f"{path}.{key}" in used, device)
-        module._buffers.clear()
+        for key in [key for key in module._buffers if f"{path}.{key}" not in used]:
+            del module._buffers[key]
     return made
 
 

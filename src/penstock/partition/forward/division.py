@@ -37,6 +37,7 @@ class Division:
     portions: tuple[Portion, ...]
     stages: Mapping[int, int]  # of the steps that run on one stage alone
     uses: Mapping[str, frozenset[int]]  # parameters that are used between units, by stages
+    reads: Mapping[str, frozenset[int]]  # the same of buffers
     writes: Mapping[str, int]  # buffers that are changed there, by stages
 
     @property
@@ -71,8 +72,9 @@ def divide(
             portions[source].departing[stage] = values
     _check_changes(trace, where.stages, portions)
     uses = _users(trace, portions, lambda v: v.parameter)
-    writes = _writers(trace, where.stages, _users(trace, portions, lambda v: v.buffer))
-    return Division(trace, tuple(portions), dict(where.stages), uses, writes)
+    reads = _users(trace, portions, lambda v: v.buffer)
+    writes = _writers(trace, where.stages, reads)
+    return Division(trace, tuple(portions), dict(where.stages), uses, reads, writes)
 
 
 class _Placing:
@@ -86,6 +88,7 @@ class _Placing:
             for value in step.takes:
                 self._users.setdefault(value, []).append(at)
         self._late = set(trace.output.made)
+        self._changers = {old: at for at, step in enumerate(trace.steps) for old in step.changes}
 
     def takes(self, at: int) -> Iterable[int]:
         """The values that a step needs."""
@@ -130,8 +133,11 @@ class _Placing:
         if made & self._late:
             users.append(self._count - 1)
         first = min(users, default=early or 0)
+        changed = [self.stages.get(self._changers.get(value, -1), 0) for value in made]
         if step.changes or not users:
             chosen = early if early is not None else first
+        elif (early or 0) < max(changed, default=0) <= first:
+            chosen = max(changed)  # what is changed in place is made there, from what it looks at
         elif early is None or (first > early and self._may_sink(at, made, first)):
             chosen = first
         else:
@@ -227,12 +233,26 @@ def _check_changes(trace: Trace, stages: Mapping[int, int], portions: list[Porti
             if new not in needed or old in step.takes:
                 continue
             home = None if maker is None else stages.get(maker, stage)
-            if home not in (None, stage):
+            if home not in (None, stage) and not _seen_here(trace, step, old, stages, stage):
                 raise CutError(
                     f"at {step.where}, {called(step.func)} changes a tensor in place of which "
                     f"stage {home} has a view that is used again: clone it before you change it, "
                     "or put both into one unit with units="
                 )
+
+
+def _seen_here(trace: Trace, step: Step, base: int, stages: Mapping[int, int], stage: int) -> bool:
+    """Was what the step changes made on this stage, as a view of the base that arrives?"""
+    waiting = [value for value in step.takes if value in step.changes]
+    while waiting:
+        maker = trace.values[waiting.pop()].maker
+        if maker is None or stages.get(maker) != stage:
+            continue
+        takes = trace.steps[maker].takes
+        if base in takes:
+            return True
+        waiting += [value for value in takes if value in step.changes]
+    return False
 
 
 def _users(

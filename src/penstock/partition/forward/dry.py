@@ -34,7 +34,12 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
     """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
     modules = list(model.modules())
     parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
-    buffers = [b for m in parents for b in m._buffers.values() if b is not None and not b.is_meta]
+    held_by = [*parents, *(m for m in modules if any(map(_is_one, m._buffers.values())))]
+    buffers = list(
+        dict.fromkeys(
+            b for m in held_by for b in m._buffers.values() if b is not None and not b.is_meta
+        )
+    )
     copies = [buffer.detach().clone() for buffer in buffers]
     with _random_kept(), _no_new_gradients(model):
         try:
@@ -45,13 +50,23 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(held)
-                if module.__dict__ != attributes:
+                if not _same_objects(module.__dict__, attributes):
                     module.__dict__.clear()
                     module.__dict__.update(attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
                         buffer.copy_(copy)
+
+
+def _is_one(buffer: Tensor | None) -> bool:
+    """One number: that is changed also without numbers, as the count of a BatchNorm is."""
+    return buffer is not None and buffer.numel() == 1
+
+
+def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Nothing was set; what may be tensors, alone or in lists, is not compared by value."""
+    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
 
 
 @contextmanager

@@ -26,9 +26,9 @@ class Leak(Exception):
 class Ledger:
     """Tensors are known by identity; a change in place makes them other values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fake: FakeTensorMode) -> None:
         self.values: list[Value] = []
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = fake
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
         self._fakes: dict[int, Tensor] = {}  # by value
@@ -50,11 +50,11 @@ class Ledger:
         found = self._known.get(id(tensor), self._of_fakes.get(id(tensor)))
         if found is not None:
             return found
-        if isinstance(tensor, FakeTensor):
-            raise Leak(getattr(tensor, "made_in", ""), where_now())
-        look = Look.of(tensor)
         parameter = self._parameters.get(id(tensor), "")
         buffer = self._buffers.get(id(tensor), "")
+        if isinstance(tensor, FakeTensor) and not (parameter or buffer):
+            raise Leak(getattr(tensor, "made_in", ""), where_now())
+        look = Look.of(tensor)
         name = parameter or buffer or self.new_name(f"constant {look}")
         return self.register(tensor, Value(look, not parameter, None, name, parameter, buffer))
 

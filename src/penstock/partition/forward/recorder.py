@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
@@ -77,9 +77,9 @@ class _Extremes:
 class Recorder(Watcher):
     """Writes steps and values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fake: FakeTensorMode) -> None:
         super().__init__()
-        self.ledger = Ledger(model)
+        self.ledger = Ledger(model, fake)
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
         self._turns: Counter[str] = Counter()
@@ -238,7 +238,9 @@ class Recorder(Watcher):
         for leaf in flatten(found)[0]:
             if not isinstance(leaf, Tensor) and any(True for _ in hidden_in(leaf)):
                 raise Leak(name, where)
-        step = Step(Kind.UNIT, call, takes, None, where)
+        numbers = iter(takes)
+        refs = [Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        step = Step(Kind.UNIT, call, takes, None, where, arguments=(refs, spec))
         return self._write(step, found, tensors, changed, inside)
 
     # ---- writing --------------------------------------------------------------------------

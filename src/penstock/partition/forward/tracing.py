@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
 from penstock.partition.forward.ledger import Leak
+from penstock.partition.forward.meta import standing_in
 from penstock.partition.forward.recorder import Recorder
 from penstock.partition.forward.skeleton import Skeleton, front
 from penstock.partition.forward.trace import Trace
@@ -26,12 +28,25 @@ def traced(
     A value that leaves a unit sideways is a Leak.
     """
     follow_all()
-    fronts = {id(module): front(name, module) for name, module in units.items()}
-    skeleton = Skeleton(model, fronts)
     leaves, spec = flatten((args, kwargs))
     leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with standing_in(model, units.values(), leaves, fake) as unset:
+        found = _followed(model, units, leaves, spec, Recorder(model, fake))
+    unset.check(found[0])
+    return found
+
+
+def _followed(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    leaves: list[Any],
+    spec: Any,
+    recorder: Recorder,
+) -> tuple[Trace, dict[int, Tensor]]:
+    fronts = {id(module): front(name, module) for name, module in units.items()}
+    skeleton = Skeleton(model, fronts)
     args, kwargs = unflatten(leaves, spec)
-    recorder = Recorder(model)
     inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
     with left_as_it_was(model, [original for original, _ in skeleton.parents.values()]):

@@ -54,7 +54,7 @@ def _visit(
         path = f"{name}.{key}" if name else key
         if child is None:
             continue
-        if elements and path not in above and path not in wanted:
+        if elements and path not in above and path not in wanted and not _is_bare(child):
             if _owns(child):
                 yield path, child
         else:
@@ -68,6 +68,12 @@ def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential):
         return sum(map(_owns, module.children())) > 1
     return False
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """A list that nobody can call, as it has no forward: a list in a list."""
+    lists = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return lists and type(module).forward is nn.Module.forward
 
 
 def _owns(module: nn.Module) -> bool:

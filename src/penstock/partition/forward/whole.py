@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +14,14 @@ from penstock.errors import CutError, RunError
 from penstock.partition.forward.counted import Counted, counted_in
 from penstock.partition.forward.division import Division, Homes, divide
 from penstock.partition.forward.ledger import Leak
-from penstock.partition.forward.performer import Score, score_of
 from penstock.partition.forward.replay import Questions, Replay
+from penstock.partition.forward.score import Score, score_of
 from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
 from penstock.partition.forward.trees import flatten
+from penstock.partition.hugging_face import defaults_of
 from penstock.stage.reduction import Counting
 
 KINDS = 64  # of micro-batches that are remembered
@@ -199,16 +199,6 @@ class Whole:
         leaves, spec = flatten((args, dict(kwargs)))
         signs = tuple([_sign(leaf) for leaf in leaves])
         return (str(spec), signs, state, surroundings()), leaves, spec
-
-
-def defaults_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a cache of keys and values, which a model of transformers fills from inside units."""
-    config = getattr(model, "config", None)
-    if "use_cache" in given or not getattr(config, "use_cache", False):
-        return {}
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return {"use_cache": False} if takes else {}
 
 
 @dataclass(frozen=True)
