@@ -239,4 +239,6 @@ def weigh(subject: Subject, scales: Scales, schedule: Asked, ranks: int, checkpo
     reading = measured(subject, pipe, places)
     found = tuple(max(now.get(rank, 0) for now in reading.after) for rank in range(ranks))
     paper = peak_on_paper(reading.program, scales)
-    return Memory(found, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()))
+    # A unit that stages share has gradients of its own on each, until the step ends.
+    shared = sum(one.size for one in pipe._split.partition.outline.shared)
+    return Memory(found, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()) + shared)
