@@ -139,6 +139,7 @@ class Pipe(nn.Module):
         self._modules.update(self._split.partition.children(self._split.stages_here))
         self._parameters.update(module._parameters)
         self._buffers.update(module._buffers)
+        self._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -240,8 +241,8 @@ class Pipe(nn.Module):
     def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
         """Read a checkpoint, however it was split; gives its `extra`.
 
-        `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
-        .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        `path` is a folder of `save`, `save_pretrained` or torch.distributed.checkpoint, or a file:
+        .safetensors or .safetensors.index.json. With optimizers, random numbers go on where they were, too.
         """
         with self._runs.calling("loading", path=Path(path).absolute()):
             return self._saver().load(path, optimizer)
@@ -251,12 +252,18 @@ class Pipe(nn.Module):
         with self._runs.calling("exporting", file=Path(file).absolute()):
             return self._saver().export(file)
 
+    def save_pretrained(self, folder: PathLike) -> Path:
+        """Write what `from_pretrained` reads: of a model of transformers, or adapters of peft."""
+        with self._runs.calling("saving", folder=Path(folder).absolute()):
+            return self._saver().save_pretrained(folder)
+
     def _saver(self) -> Saver:
         from penstock.saving.saver import Saver, held  # their import takes a second
 
         same = {**tied_names(self), **self._split.same}
         group, copy = self._runs.saves_with()
-        return Saver(held(self, same, group, copy, first=self._split.is_here(0)), self._saves)
+        first, model = self._split.is_here(0), self._split.partition.model
+        return Saver(held(self, same, group, copy, first, model), self._saves)
 
     # ---- how they are run -----------------------------------------------------------------
 

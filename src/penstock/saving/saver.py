@@ -1,4 +1,4 @@
-"""What `Pipe.save`, `Pipe.load` and `Pipe.export` do."""
+"""What `Pipe.save`, `load`, `export` and `save_pretrained` do."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, KindError
-from penstock.saving import reading, writing
+from penstock.saving import pretrained, reading, writing
 from penstock.saving.folder import clean, next_place
 from penstock.saving.holding import Holding
+from penstock.saving.naming import is_pretrained
 from penstock.saving.one_file import OneFileWriter
 from penstock.saving.optimizers import Optimizers, listed, state_of
 from penstock.saving.pending import Pending, Saving
@@ -28,10 +29,16 @@ PathLike = str | os.PathLike[str]
 
 
 def held(
-    module: nn.Module, same: Mapping[str, str], group: Group | None, copy: int, first: bool
+    module: nn.Module,
+    same: Mapping[str, str],
+    group: Group | None,
+    copy: int,
+    first: bool,
+    model: nn.Module | None = None,
 ) -> Holding:
     """What a process has of a copy of a model, which it saves with the processes of a group."""
-    return Holding(module, same, Alone() if group is None else Grouped(group), copy, first)
+    savers = Alone() if group is None else Grouped(group)
+    return Holding(module, same, savers, copy, first, model if is_pretrained(model) else None)
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Saver:
         names = [name for those in told for name in those]
 
         def work() -> Any:
-            source = reading.opened(place, names)
+            source = reading.opened(place, names, holding)
             reading.check_all(source, names, holding.same)
             reading.read_model(holding, source)
             optimizers = listed(optimizer)
@@ -100,6 +107,13 @@ class Saver:
         with _undone_by(writer.undo, savers):
             planned = writing.plan(savers, doing, writer, state)
             writing.write(savers, doing, writer, planned)
+        return path
+
+    def save_pretrained(self, folder: PathLike) -> Path:
+        """Write a folder as the model's own save_pretrained does."""
+        self.pending.wait()
+        path = Path(folder).absolute()
+        pretrained.write(self.holding.model, lambda: _model(self.holding), self.holding.savers, path)
         return path
 
 
