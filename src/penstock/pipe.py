@@ -25,7 +25,6 @@ from penstock.partition.forward.units import Asked as AskedUnits
 from penstock.partition.sequential import check_model
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Split, Wish, in_words, split
-from penstock.partition.tied import tied_names
 from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
@@ -137,9 +136,8 @@ class Pipe(nn.Module):
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
-        self._parameters.update(module._parameters)
-        self._buffers.update(module._buffers)
-        self._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        own = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+        self.__dict__.update((key, vars(module)[key]) for key in own)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -156,6 +154,9 @@ class Pipe(nn.Module):
         return Arrangement(
             self._split, Programs(self._choice, graph), self._replicas, self._modules
         )
+
+    def _settings(self) -> Settings:
+        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
 
     # ---- the two doors --------------------------------------------------------------------
 
@@ -192,8 +193,9 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        batch = Batch(inputs, side, () if target is None else (target,))
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        targets = () if target is None else (target,)
+        batch = Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
         return self._runs.step(self._settings(), batch, lesson)
 
     def clip_grad_norm_(
@@ -220,6 +222,10 @@ class Pipe(nn.Module):
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         return self._runs.forecast(self._settings(), cost)
 
+    def summary(self) -> str:
+        """What each stage has, takes and gives; the slowest, and a line of advice."""
+        return str(self._split.partition)
+
     # ---- checkpoints ----------------------------------------------------------------------
 
     def save(
@@ -241,8 +247,8 @@ class Pipe(nn.Module):
     def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
         """Read a checkpoint, however it was split; gives its `extra`.
 
-        `path` is a folder of `save`, `save_pretrained` or torch.distributed.checkpoint, or a file:
-        .safetensors or .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        `path` is a folder of `save`, `save_pretrained` or torch.distributed.checkpoint, or a
+        .safetensors file or its index. With optimizers, random numbers go on where they were, too.
         """
         with self._runs.calling("loading", path=Path(path).absolute()):
             return self._saver().load(path, optimizer)
@@ -258,17 +264,9 @@ class Pipe(nn.Module):
             return self._saver().save_pretrained(folder)
 
     def _saver(self) -> Saver:
-        from penstock.saving.saver import Saver, held  # their import takes a second
+        from penstock.saving.saver import saver_of  # its import takes a second
 
-        same = {**tied_names(self), **self._split.same}
-        group, copy = self._runs.saves_with()
-        first, model = self._split.is_here(0), self._split.partition.model
-        return Saver(held(self, same, group, copy, first, model), self._saves)
-
-    # ---- how they are run -----------------------------------------------------------------
-
-    def _settings(self) -> Settings:
-        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
+        return saver_of(self, self._split, self._runs.saves_with(), self._saves)
 
     # ---- a module like any other ----------------------------------------------------------
 

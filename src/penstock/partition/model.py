@@ -18,6 +18,7 @@ from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
 from penstock.partition.forward.units import Asked, has_list, parts_inside
 from penstock.partition.hugging_face import defaults_of, planned_units, prepare
+from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
 
 
@@ -29,8 +30,13 @@ class Example:
     kwargs: Mapping[str, Any]
 
     @staticmethod
-    def read(given: Any, chunks: int) -> Example:
-        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them."""
+    def read(given: Any, chunks: int) -> Example | Prospect:
+        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them.
+
+        What was traced with one already is as good.
+        """
+        if isinstance(given, Prospect):
+            return given
         if given is None:
             raise ArgumentError(
                 "a model that is no nn.Sequential is cut along its forward, which is run once for "
@@ -82,19 +88,22 @@ def _to_open(units: Mapping[str, nn.Module]) -> set[str]:
 def cut_model(
     model: nn.Module,
     stages: int | Sequence[int],
-    example: Example,
+    example: Example | Prospect,
     asked: Asked,
     balance: str | None,
     devices: Sequence[torch.device],
 ) -> Partition:
     """As many stages as devices."""
-    prospect = prospect_of(model, example, asked, len(devices))
+    if isinstance(example, Prospect):
+        prospect = example.onto(model)
+    else:
+        prospect = prospect_of(model, example, asked, len(devices))
     counts = _counts(prospect, stages)
     cut, division = cut_at(prospect, counts)
     survey = Survey(tuple(prospect.calls), tuple(counts), division)
     made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
     graph = StageGraph.chain(len(devices), division.edges)
-    return Partition(tuple(made), graph, whole)
+    return Partition(tuple(made), graph, whole, outline_of_parts(prospect, cut, survey))
 
 
 def _counts(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
@@ -117,4 +126,3 @@ def _check(model: nn.Module) -> None:
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
             "cannot be followed: give the model itself, and compile its blocks"
         )
-

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
-from penstock.partition.materialise import Blanks, materialise
-from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.forward.units import Asked
+from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.model import Example, cut_model
+from penstock.partition.outlining import sizes_on
 from penstock.partition.partition import Layers, Partition
-from penstock.partition.setting import is_on_meta
+from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import (
     PipeSequential,
     cut,
@@ -26,6 +26,7 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
+from penstock.partition.setting import is_on_meta
 from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
@@ -96,7 +97,7 @@ def split(
     module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site | None = None
 ) -> Split:
     """Cut and place as wished; without a wish, as the layers stand, or a share for each process."""
-    _check_wish(wish)
+    check_wish(wish)
     if site is not None:
         return _among_processes(module, wish, schedule, site)
     if wish.stages is None and wish.devices is None:
@@ -115,7 +116,8 @@ def split(
     return _as_wished(module, wish, schedule)
 
 
-def _check_wish(wish: Wish) -> None:
+def check_wish(wish: Wish) -> None:
+    """Each thing is of its kind."""
     stages, devices = wish.stages, wish.devices
     if isinstance(stages, bool | float | str):
         raise ArgumentError(
@@ -148,27 +150,37 @@ def _as_wished(module: nn.Module, wish: Wish, schedule: str | Schedule | None) -
     if stages is None:
         assert wish.devices is not None
         stages = len(wish.devices) * per_rank
-    number = _number(stages)
+    number = number_of(stages)
     ranks = -(-number // per_rank)
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     devices = [places[rank].device for rank in placement]
-    if is_layered(module):
-        partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    else:
-        example = Example.read(wish.example, wish.chunks)
-        partition = cut_model(module, stages, example, wish.units, wish.balance, devices)
+    partition = parted(module, wish, stages, [places[rank] for rank in placement])
     blanks = _give_memory(module, partition.stages, devices)
     _move(partition.stages, devices)
     return Split(partition, dict(enumerate(places)), placement, blanks=blanks)
 
 
+def parted(
+    module: nn.Module, wish: Wish, stages: int | Sequence[int], places: Sequence[Place]
+) -> Partition:
+    """The model cut as wished, a place for each stage; nothing is moved."""
+    if not is_layered(module):
+        example, devices = Example.read(wish.example, wish.chunks), [p.device for p in places]
+        return cut_model(module, stages, example, wish.units, wish.balance, devices)
+    partition = cut(module, _counts(module, stages, wish, places[0]))
+    if wish.example is None:
+        return partition
+    sizes = sizes_on(module, partition.stages, wish.example, wish.chunks)
+    return replace(partition, outline=partition.outline.with_sizes(sizes))
+
+
 def _among_processes(
-    module: nn.Sequential, wish: Wish, schedule: str | Schedule | None, site: Site
+    module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site
 ) -> Split:
     """This process's share: it keeps no layer of another's."""
     stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
-    placement = placement_of(schedule, site.ranks, _number(stages))
+    placement = placement_of(schedule, site.ranks, number_of(stages))
     counts = site.settled(lambda: _counts(module, stages, wish, site.place))
     whole = cut(module, counts)
     ties = ties_between(whole.stages, placement, site.rank)
@@ -181,7 +193,8 @@ def _among_processes(
     return Split(partition, {site.rank: site.place}, placement, ties, same, blanks)
 
 
-def _number(stages: int | Sequence[int]) -> int:
+def number_of(stages: int | Sequence[int]) -> int:
+    """How many stages are asked for."""
     number = stages if isinstance(stages, int) else len(stages)
     if number < 1:
         raise ArgumentError(f"stages={stages}: a pipe has at least one stage")

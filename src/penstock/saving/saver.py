@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, KindError
+from penstock.partition.split import Split
+from penstock.partition.tied import tied_names
+from penstock.run.asking import Fellows
 from penstock.saving import pretrained, reading, writing
 from penstock.saving.folder import clean, next_place
 from penstock.saving.holding import Holding
@@ -23,22 +26,17 @@ from penstock.saving.one_file import OneFileWriter
 from penstock.saving.optimizers import Optimizers, listed, state_of
 from penstock.saving.pending import Pending, Saving
 from penstock.saving.reading import MODEL, OPTIMIZER, RANDOM
-from penstock.saving.savers import Alone, Group, Grouped, Savers, decided, each, together
+from penstock.saving.savers import Alone, Grouped, Savers, decided, each, together
 
 PathLike = str | os.PathLike[str]
 
 
-def held(
-    module: nn.Module,
-    same: Mapping[str, str],
-    group: Group | None,
-    copy: int,
-    first: bool,
-    model: nn.Module | None = None,
-) -> Holding:
-    """What a process has of a copy of a model, which it saves with the processes of a group."""
-    savers = Alone() if group is None else Grouped(group)
-    return Holding(module, same, savers, copy, first, model if is_pretrained(model) else None)
+def saver_of(module: nn.Module, split: Split, fellows: Fellows, pending: Pending) -> Saver:
+    """Of a pipe, which saves its part of a model with the processes of a group."""
+    same = {**tied_names(module), **split.same}
+    savers = Alone() if fellows.group is None else Grouped(fellows.group)
+    model = split.partition.model if is_pretrained(split.partition.model) else None
+    return Saver(Holding(module, same, savers, fellows.copy, split.is_here(0), model), pending)
 
 
 @dataclass(frozen=True)

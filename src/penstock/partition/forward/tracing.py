@@ -10,12 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
+from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.meta import standing_in
-from penstock.partition.forward.recorder import Leak, Recorder
+from penstock.partition.forward.recorder import Recorder
 from penstock.partition.forward.skeleton import Skeleton, front
 from penstock.partition.forward.trace import Trace
 from penstock.partition.forward.trees import flatten, unflatten
 from penstock.partition.forward.units import Asked, parts_inside, units_of
+from penstock.partition.forward.watching import follow_all
 
 
 def traced(
@@ -25,6 +27,7 @@ def traced(
 
     A value that leaves a unit sideways is a Leak.
     """
+    follow_all()
     leaves, spec = flatten((args, kwargs))
     leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -44,7 +47,7 @@ def _followed(
     fronts = {id(module): front(name, module) for name, module in units.items()}
     skeleton = Skeleton(model, fronts)
     args, kwargs = unflatten(leaves, spec)
-    inputs = recorder.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
     with left_as_it_was(model, [original for original, _ in skeleton.parents.values()]):
         with recorder:
@@ -56,7 +59,7 @@ def _followed(
             if buffer is not None and buffer is not before[name].get(key)
         }
         trace = recorder.trace(inputs, output, lasting)
-    return trace, recorder.constants()
+    return trace, recorder.ledger.constants()
 
 
 def traced_open(

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, RunError
+from penstock.partition.forward.counted import Counted, counted_in
 from penstock.partition.forward.division import Division, Homes, divide
-from penstock.partition.forward.performer import Score, score_of
-from penstock.partition.forward.recorder import Leak
-from penstock.partition.forward.replay import Questions
+from penstock.partition.forward.ledger import Leak
+from penstock.partition.forward.replay import Questions, Replay
+from penstock.partition.forward.score import Score, score_of
 from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
 from penstock.partition.forward.trees import flatten
 from penstock.partition.hugging_face import defaults_of
+from penstock.stage.reduction import Counting
 
 KINDS = 64  # of micro-batches that are remembered
 
@@ -33,6 +35,7 @@ class Cut:
     calls: Mapping[CallOf, int]  # as the example has them
     units: Mapping[str, tuple[int, ...]]
     parameters: Homes
+    written: Mapping[str, int] = field(default_factory=dict)  # buffers that the forward changes
 
     def placed(self, call: CallOf, before: int) -> int:
         """The stage of a call, after others on the stage before."""
@@ -61,11 +64,16 @@ class Handed:
     neighbours: Mapping[int, tuple[int, ...]]  # by stage: to whom it sends in this call
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
     questions: Questions
     division: Division
-    scores: dict[int, Score]
+    scores: Mapping[int, Score]
+    counted: Counted | None
+    targets: Replay  # leads to those of the loss, if they are counted
+
+
+Plans = OrderedDict[Any, list[_Known]]  # by the kind of micro-batch
 
 
 @dataclass
@@ -78,7 +86,7 @@ class Whole:
     cut: Cut
     devices: Mapping[int, torch.device]  # of the stages that are here
     survey: Survey
-    _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
+    _known: Plans = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,7 +101,8 @@ class Whole:
     ) -> None:
         """What the example was divided into."""
         key, _, _ = self._key(*example, self.state())
-        self._add(key, trace, division, constants)
+        if key not in self._known:
+            self._add(key, trace, division, constants)
 
     @property
     def children(self) -> dict[str, nn.Module | None]:
@@ -121,14 +130,14 @@ class Whole:
                     "the Pipe after the change, or change what is inside the unit"
                 )
 
-    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> _Dealt:
+    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> Dealt:
         """How the forward of these inputs is divided: known, or found by a dry run."""
         key, leaves, spec = self._key(args, kwargs, state)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for known in self._known.get(key, ()):
             if known.questions.same_answers(tensors):
                 self._known.move_to_end(key)
-                return _Dealt(known.division, known.scores, leaves, spec, tensors)
+                return Dealt(known, leaves, spec, tensors)
         try:
             trace, constants = traced(self.model, self.units, args, dict(kwargs))
         except Leak as leak:
@@ -140,7 +149,7 @@ class Whole:
         division = divide(trace, self.cut.placed, self.cut.stages, self.cut.parameters)
         self._check_homes(division)
         known = self._add(key, trace, division, constants)
-        return _Dealt(division, known.scores, leaves, spec, tensors)
+        return Dealt(known, leaves, spec, tensors)
 
     def _check_homes(self, division: Division) -> None:
         for name, users in division.uses.items():
@@ -151,11 +160,28 @@ class Whole:
                     "these inputs"
                 )
 
+        for name, stage in division.writes.items():
+            if self.cut.written.get(name) != stage:
+                raise CutError(
+                    f"the forward changes the buffer '{name}' between units, and with the example "
+                    "it did not: make the Pipe with the model set as now (in training, say), and "
+                    "an example like these inputs"
+                )
+
     def _add(
         self, key: Any, trace: Trace, division: Division, constants: Mapping[int, Tensor]
     ) -> _Known:
         scores = {stage: score_of(division, stage, d) for stage, d in self.devices.items()}
-        known = _Known(Questions(trace, constants, self._buffer), division, scores)
+        counted = counted_in(trace)
+        goals = [] if counted is None else [counted.target, counted.classes]
+        makers = [trace.values[value].maker for value in goals if value is not None]
+        known = _Known(
+            Questions(trace, constants, self._buffer),
+            division,
+            scores,
+            counted,
+            Replay(trace, constants, self._buffer, [m for m in makers if m is not None]),
+        )
         self._known.setdefault(key, []).append(known)
         if len(self._known) > KINDS:
             self._known.popitem(last=False)
@@ -176,24 +202,37 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class _Dealt:
+class Dealt:
     """The division of one micro-batch, and its inputs."""
 
-    division: Division
-    scores: Mapping[int, Score]
+    known: _Known
     leaves: list[Any]
     spec: Any
     tensors: Sequence[Tensor]
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Who sends to whom."""
+        return self.known.division.edges
+
+    def counted(self) -> tuple[Tensor, Counting] | None:
+        """The targets of the model's own loss, and what of them counts; None: not known."""
+        counted = self.known.counted
+        if counted is None:
+            return None
+        wanted = [counted.target] + ([] if counted.classes is None else [counted.classes])
+        target, *classes = self.known.targets.values(self.tensors, wanted)
+        return target, Counting(counted.ignored, *classes)
 
     def handed(self, state: State, neighbours: Mapping[int, tuple[int, ...]]) -> Handed:
         """For every stage."""
         places = tuple(at for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
         plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return Handed(self.scores, plain, places, self.spec, state, neighbours)
+        return Handed(self.known.scores, plain, places, self.spec, state, neighbours)
 
     def taken(self, stage: int) -> list[Tensor]:
         """The tensors that a stage takes of the inputs."""
-        return [self.tensors[at] for at in self.scores[stage].given]
+        return [self.tensors[at] for at in self.known.scores[stage].given]
 
 
 def _sign(leaf: Any) -> Any:
@@ -204,5 +243,3 @@ def _sign(leaf: Any) -> Any:
     except TypeError:
         return type(leaf), id(leaf)
     return type(leaf), leaf
-
-

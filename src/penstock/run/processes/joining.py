@@ -71,7 +71,7 @@ def site_in(team: Team) -> Site:
     return Site(team.rank, team.size, team.place, settled)
 
 
-def described(module: nn.Sequential) -> dict[str, str]:
+def described(module: nn.Module) -> dict[str, str]:
     """Each layer: its class, and a digest of the names, shapes and dtypes of all it has."""
     layers = module.named_children()
     return {f"layer {name}": f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers}

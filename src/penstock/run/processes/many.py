@@ -185,9 +185,7 @@ class ManyProcesses:
         else:
             assert fed is not None
             announced = Announcement.of(fed, bool(batch.target))
-        fed = fed or Fed(
-            {}, announced.rows, announced.chunks, self._split.partition.graph
-        )
+        fed = fed or Fed({}, announced.rows, announced.chunks, self._split.partition.graph)
         return _Opened(fed, general, announced, learned, agreed.seed, agreed.key, first_call)
 
     def _feeding(self, stage: int) -> torch.device | None:
