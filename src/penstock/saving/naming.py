@@ -101,7 +101,9 @@ def _adapter_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 def adapters_of(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What peft saves of a state."""
     take = sys.modules["peft"].get_peft_model_state_dict
-    found: dict[str, torch.Tensor] = take(model, state_dict=dict(state), save_embedding_layers=False)
+    found: dict[str, torch.Tensor] = take(
+        model, state_dict=dict(state), save_embedding_layers=False
+    )
     return found
 
 
@@ -116,7 +118,9 @@ def _named(model: Any, stored: Iterable[str], names: Mapping[str, str]) -> Named
         for target in targets:
             if target not in names:
                 continue
-            recipe = recipes.setdefault(names[target], Recipe(target, targets[0], converts=converter))
+            recipe = recipes.setdefault(
+                names[target], Recipe(target, targets[0], converts=converter)
+            )
             recipe.sources.append(key)
             recipe.patterns.append(pattern)
     return Named(recipes, frozenset(names.values()), tuple(besides))

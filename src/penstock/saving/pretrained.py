@@ -83,7 +83,8 @@ def _write_adapters(model: Any, folder: Path, adapters: dict[str, torch.Tensor])
     ours: dict[str, torch.Tensor] = {}
     for name in model.state_dict():
         found = adapters_of(model, {name: torch.empty(0, device="meta")})
-        ours |= {name: adapters[key] for key in found if key in adapters}
+        for key in found.keys() & adapters.keys():
+            ours[name] = adapters[key]
     with _beside(folder) as place, _quiet():
         model.save_pretrained(place, state_dict=ours)
 

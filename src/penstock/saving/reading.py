@@ -99,7 +99,8 @@ def check_all(source: Source, names: Collection[str], same: Mapping[str, str]) -
     if source.path.is_dir() and not source.prefix:
         return  # by others: what is there beside the model cannot be told from it
     if isinstance(source.reader, PretrainedReader):
-        return _check_pretrained(source, source.reader, names, same)
+        _check_pretrained(source, source.reader, names, same)
+        return
     known = {*names, *same, *same.values()}
     stored = source.below(source.prefix)
     strange = [name for name in stored if name not in known and not _within(name, known)]

@@ -111,7 +111,9 @@ class Saver:
         """Write a folder as the model's own save_pretrained does."""
         self.pending.wait()
         path = Path(folder).absolute()
-        pretrained.write(self.holding.model, lambda: _model(self.holding), self.holding.savers, path)
+        pretrained.write(
+            self.holding.model, lambda: _model(self.holding), self.holding.savers, path
+        )
         return path
 
 
