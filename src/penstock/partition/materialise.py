@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,10 +62,10 @@ def materialise(model: nn.Module, layers: Iterable[Layer]) -> Blanks:
     setters = setters_of(model)
     for number, module in reversed(list(enumerate(model.modules()))):  # what is inside first
         tensors = (*module.parameters(), *module.buffers())
-        at = next((t.device for t in tensors if not t.is_meta), None)
-        if at is not None:
-            with torch.random.fork_rng([at] if at.type == "cuda" else []):
-                seed_generators(seed_of_cell(seed, number, 0), at)
+        home = next((t.device for t in tensors if not t.is_meta), None)
+        if home is not None:
+            with torch.random.fork_rng([home] if home.type == "cuda" else []):
+                seed_generators(seed_of_cell(seed, number, 0), home)
                 reset(module, setters, module in built & having, module in whole)
     blank = [entry for entry in fresh if entry[0].is_blank(*entry[1:])]
     lost = [slot.name for slot, _, _ in blank if not slot.kept]
@@ -105,11 +104,10 @@ def _give_model(model: nn.Module, name: str, layer: nn.Module, made: Made) -> No
     for inner, copy in layer.named_modules(prefix=name):
         module = model.get_submodule(inner)
         if module is not copy:
-            everything: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for held in everything:
+            for held in (module._parameters, module._buffers):
                 for key, old in held.items():
                     if old in made and (key in copy._parameters or key in copy._buffers):
-                        held[key] = made[old]
+                        held[key] = made[old]  # type: ignore[assignment]
             _replace_attributes(module, made)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
+from penstock.partition.costing import BALANCES, Room
 from penstock.partition.forward.units import Asked
 from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.model import Example, cut_model
@@ -31,8 +32,6 @@ from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
 from penstock.stage.stage import Stage
-
-BALANCES = ("time", "memory", "parameters")
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ class Wish:
     example: Any
     chunks: int
     units: Asked = None
+    memory: float | Sequence[float] | None = None
 
 
 def split(
@@ -166,8 +166,11 @@ def parted(
 ) -> Partition:
     """The model cut as wished, a place for each stage; nothing is moved."""
     if not is_layered(module):
-        example, devices = Example.read(wish.example, wish.chunks), [p.device for p in places]
-        return cut_model(module, stages, example, wish.units, wish.balance, devices)
+        devices = tuple(place.device for place in places)
+        flying = tuple(min(wish.chunks, len(devices) - stage) for stage in range(len(devices)))
+        room = Room(devices, flying, wish.memory)
+        example = Example.read(wish.example, wish.chunks)
+        return cut_model(module, stages, example, wish.units, wish.balance, room)
     partition = cut(module, _counts(module, stages, wish, places[0]))
     if wish.example is None:
         return partition
