@@ -177,4 +177,4 @@ def _count(parameter: Tensor) -> int:
 
 
 def _size(parameter: Tensor) -> int:
-    return _count(parameter) * parameter.element_size()
+    return _count(parameter) * parameter.dtype.itemsize
