@@ -61,8 +61,8 @@ class Pipe(nn.Module):
     stages, devices      how many stages, or the layers of each; a device for each rank. Without
                          both, neighbours on one device are a stage of a Sequential
     balance, example     cut by time, memory or parameters, as measured on the example, a batch
-    units, memory        of a model that is no Sequential: what a stage takes whole (a path, a class,
-                         a function of name and module); bytes that each device may have
+    units, memory        of any other module: what a stage takes whole (a path, a class, a function
+                         of name and module); the bytes that each device may have
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
