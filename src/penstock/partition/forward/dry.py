@@ -14,19 +14,19 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.tables import works_in_place
 from penstock.partition.forward.trees import flatten, unflatten
 
 # What comes next, or its shape, depends on numbers.
 DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)
 
-# A fake tensor cannot tell what an operation gives.
-_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError)
+# A fake tensor cannot tell what an operation gives, or is refused for what a real one may be.
+_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError, RuntimeError)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ class Marking(TorchDispatchMode):
 
 
 def computed_without_numbers(
-    fake: FakeTensorMode, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
+    fakes: Fakes, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """What a unit or a function gives, of fake arguments.
 
@@ -120,25 +120,25 @@ def computed_without_numbers(
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fake, Marking(unit), _faked(modules, fake):
+        with fakes.mode, Marking(unit), _swapped(modules, fakes.of):
             return target(*args, **kwargs)
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
     found = _computed_with_any(target, modules, args, kwargs)
     leaves, spec = flatten(found)
-    return unflatten([_as_fake(fake, one, unit) for one in leaves], spec)
+    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
 
 
 @contextmanager
-def _faked(modules: Sequence[nn.Module], fake: FakeTensorMode) -> Iterator[None]:
-    """Within, the modules' own parameters and buffers have no numbers, either."""
+def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, the modules' own parameters and buffers are what they are changed to."""
     homes: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._buffers) if h]
     before = [dict(home) for home in homes]
     for home in homes:
         for name, tensor in home.items():
             if tensor is not None:
-                home[name] = fake.from_tensor(tensor)
+                home[name] = change(tensor)
     try:
         yield
     finally:
@@ -147,10 +147,10 @@ def _faked(modules: Sequence[nn.Module], fake: FakeTensorMode) -> Iterator[None]
             home.update(held)
 
 
-def _as_fake(fake: FakeTensorMode, leaf: Any, name: str) -> Any:
+def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    made = fake.from_tensor(leaf.detach())
+    made = fakes.of(leaf.detach())
     made.requires_grad_(leaf.requires_grad)
     made.made_in = name  # type: ignore[attr-defined]
     return made
@@ -158,16 +158,17 @@ def _as_fake(fake: FakeTensorMode, leaf: Any, name: str) -> Any:
 
 def _computed_with_any(target: Any, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """On numbers that are there for their shapes alone; the unit's own are as before, after it."""
-    buffers = [b for m in modules for b in m._buffers.values() if b is not None and not b.is_meta]
-    copies = [buffer.detach().clone() for buffer in buffers]
     leaves, spec = flatten((args, kwargs))
     real_args, real_kwargs = unflatten([_any_numbers(leaf) for leaf in leaves], spec)
-    try:
-        return target(*real_args, **real_kwargs)
-    finally:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+    with _swapped(modules, lambda t: _any_numbers(t) if isinstance(t, FakeTensor) else t):
+        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        copies = [buffer.detach().clone() for buffer in buffers]
+        try:
+            return target(*real_args, **real_kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    buffer.copy_(copy)
 
 
 def _any_numbers(leaf: Any) -> Any:
@@ -202,6 +203,8 @@ def changed_among(func: Any, tensors: Sequence[Tensor], before: Sequence[int]) -
     return found
 
 
-def drawn_since(random: Tensor) -> bool:
-    """Were random numbers drawn since the generator was so?"""
-    return not torch.equal(random, torch.get_rng_state())
+def random_state(device: torch.device) -> Tensor:
+    """Of the generators that a forward there draws from."""
+    if device.type != "cuda":
+        return torch.get_rng_state()
+    return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.trace import Value
 from penstock.partition.forward.watching import where_now
 
@@ -26,17 +27,23 @@ class Leak(Exception):
 class Ledger:
     """Tensors are known by identity; a change in place makes them other values."""
 
-    def __init__(self, model: nn.Module, fake: FakeTensorMode) -> None:
+    def __init__(self, model: nn.Module, fakes: Fakes) -> None:
         self.values: list[Value] = []
-        self.fake = fake
+        self.fakes = fakes
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
+        self._copies: list[Tensor] = []  # of buffers
         self._fakes: dict[int, Tensor] = {}  # by value
         self._of_fakes: dict[int, int] = {}  # back, by identity
         self._homes: dict[int, list[Tensor]] = {}  # the tensors in one memory
         self._names: Counter[str] = Counter()
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         self._buffers = {id(b): name for name, b in model.named_buffers()}
+
+    def also(self, tensor: Tensor, buffer: str) -> None:
+        """A copy of a buffer, on the device of the dry run."""
+        self._copies.append(tensor)
+        self._buffers[id(tensor)] = buffer
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The inputs."""
@@ -92,7 +99,7 @@ class Ledger:
             return tensor
         value = self.value_of(tensor)
         if value not in self._fakes:
-            made = self.fake.from_tensor(tensor)
+            made = self.fakes.of(tensor)
             self._fakes[value] = made
             self._of_fakes.setdefault(id(made), value)
         return self._fakes[value]

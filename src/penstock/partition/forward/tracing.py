@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.meta import standing_in
 from penstock.partition.forward.recorder import Recorder
+from penstock.partition.forward.rehearsal import rehearse
 from penstock.partition.forward.skeleton import Skeleton, front
 from penstock.partition.forward.trace import Trace
 from penstock.partition.forward.trees import flatten, unflatten
@@ -21,18 +23,22 @@ from penstock.partition.forward.watching import follow_all
 
 
 def traced(
-    model: nn.Module, units: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Any
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device,
 ) -> tuple[Trace, dict[int, Tensor]]:
     """What the forward does of these inputs, and the tensors that were there before, by values.
 
-    A value that leaves a unit sideways is a Leak.
+    It is followed as if all were on one device. A value that leaves a unit sideways is a Leak.
     """
     follow_all()
     leaves, spec = flatten((args, kwargs))
-    leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with standing_in(model, units.values(), leaves, fake) as unset:
-        found = _followed(model, units, leaves, spec, Recorder(model, fake))
+    leaves = [_copied(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    fakes = Fakes(device)
+    with standing_in(model, units.values(), fakes) as unset:
+        found = _followed(model, units, leaves, spec, Recorder(model, fakes))
     unset.check(found[0])
     return found
 
@@ -46,6 +52,11 @@ def _followed(
 ) -> tuple[Trace, dict[int, Tensor]]:
     fronts = {id(module): front(name, module) for name, module in units.items()}
     skeleton = Skeleton(model, fronts)
+    skeleton.refresh(recorder.ledger.fakes.device)
+    for name, (_, copy) in skeleton.parents.items():
+        for key, buffer in copy._buffers.items():
+            if buffer is not None:
+                recorder.ledger.also(buffer, f"{name}.{key}" if name else key)
     args, kwargs = unflatten(leaves, spec)
     inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
@@ -59,18 +70,24 @@ def _followed(
             if buffer is not None and buffer is not before[name].get(key)
         }
         trace = recorder.trace(inputs, output, lasting)
+        rehearse(trace, Skeleton(model, fronts), leaves, spec)
     return trace, recorder.ledger.constants()
 
 
 def traced_open(
-    model: nn.Module, asked: Asked, args: tuple[Any, ...], kwargs: Any, opened: Collection[str] = ()
+    model: nn.Module,
+    asked: Asked,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device,
+    opened: Collection[str] = (),
 ) -> tuple[Trace, dict[int, Tensor], dict[str, nn.Module]]:
     """The same; units that leak are opened, with all others of their class, until none does."""
     now = set(opened)
     while True:
         units = units_of(model, asked, now)
         try:
-            return *traced(model, units, args, kwargs), units
+            return *traced(model, units, args, kwargs, device), units
         except Leak as leak:
             now |= _to_open(leak, units)
 
@@ -88,6 +105,6 @@ def _to_open(leak: Leak, units: Mapping[str, nn.Module]) -> set[str]:
             and parts_inside(other)}  # fmt: skip
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """The forward may change its inputs in place."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
