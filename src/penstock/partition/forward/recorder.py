@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import with_hooks
+from penstock.partition.forward.boxes import hooks_on
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
     changed_among,
+    computed_with_any,
     computed_without_numbers,
     numberless,
     random_state,
@@ -32,6 +33,7 @@ from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
+    COUNTING,
     SHAPED,
     TYING,
     UNIFORM,
@@ -161,10 +163,15 @@ class Recorder(Watcher):
         inside = [fakes[id(t)] for t in asked.tensors]
         before = versions(inside)
         args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
+        known = {id(fakes[id(t)]): t for t in asked.tensors if self._is_known(t)}
+        how = (self.ledger.fakes, "", asked.call, args, kwargs, known)
         try:
-            found = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
+            found = computed_without_numbers(*how)
         except DATA_DECIDES as error:
-            raise self._looked(step) from error
+            if not self._known_decides(step, asked):
+                raise self._looked(step) from error
+            found = computed_with_any(*how)
+            step = self._asking(step, asked, found)
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
@@ -175,6 +182,22 @@ class Recorder(Watcher):
         if step.func in LOSSES:
             step = replace(step, arguments=self._refs(asked))
         return self._write(step, found, asked.tensors, changed, inside)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return self.ledger.is_free(self.ledger.value_of(tensor))
+
+    def _known_decides(self, step: Step, asked: _Called) -> bool:
+        """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
+        if step.func in COUNTING:
+            return bool(asked.kwargs.get("minlength"))
+        unknown = [t for t in asked.tensors if not self._is_known(t)]
+        return len(unknown) < len(asked.tensors) and all(t.is_floating_point() for t in unknown)
+
+    def _asking(self, step: Step, asked: _Called, found: Any) -> Step:
+        shapes = [tuple(t.shape) for t in tensors_in(found)]
+        if step.func in COUNTING or not any(shapes):
+            return step
+        return replace(step, asks=True, outcome=shapes, arguments=self._refs(asked))
 
     def _refs(self, asked: _Called) -> Any:
         return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
@@ -233,8 +256,11 @@ class Recorder(Watcher):
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
-        run = with_hooks(target, self.hooks.get(name))
-        found = computed_without_numbers(self.ledger.fakes, name, run, *unflatten(fakes, spec))
+        known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
+        args, kwargs = unflatten(fakes, spec)
+        with hooks_on(target, self.hooks.get(name)):
+            how = (self.ledger.fakes, name, target, args, kwargs, known)
+            found = computed_without_numbers(*how)
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
