@@ -67,9 +67,14 @@ class Partition:
         }
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model whose forward is divided; None of a Sequential."""
+        return self.how.model if isinstance(self.how, Whole) else None
+
+    @property
     def around(self) -> list[nn.Module]:
         """The modules that compute, and are not among a pipe's children."""
-        root = [self.how.model] if isinstance(self.how, Whole) else []
+        root = [] if self.model is None else [self.model]
         return root + [module for stage in self.stages for module in stage.around]
 
     def refresh(self) -> None:

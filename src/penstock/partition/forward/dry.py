@@ -25,8 +25,8 @@ from penstock.partition.forward.trees import flatten, unflatten
 # What comes next, or its shape, depends on numbers.
 DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)
 
-# A fake tensor cannot tell what an operation gives.
-_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError)
+# A fake tensor cannot tell what an operation gives, or is refused for what a real one may be.
+_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError, RuntimeError)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def computed_without_numbers(
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fakes.mode, Marking(unit), _faked(modules, fakes):
+        with fakes.mode, Marking(unit), _swapped(modules, fakes.of):
             return target(*args, **kwargs)
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
@@ -131,14 +131,14 @@ def computed_without_numbers(
 
 
 @contextmanager
-def _faked(modules: Sequence[nn.Module], fakes: Fakes) -> Iterator[None]:
-    """Within, the modules' own parameters and buffers have no numbers, either."""
+def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, the modules' own parameters and buffers are what they are changed to."""
     homes: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._buffers) if h]
     before = [dict(home) for home in homes]
     for home in homes:
         for name, tensor in home.items():
             if tensor is not None:
-                home[name] = fakes.of(tensor)
+                home[name] = change(tensor)
     try:
         yield
     finally:
@@ -158,16 +158,17 @@ def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
 
 def _computed_with_any(target: Any, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """On numbers that are there for their shapes alone; the unit's own are as before, after it."""
-    buffers = [b for m in modules for b in m._buffers.values() if b is not None and not b.is_meta]
-    copies = [buffer.detach().clone() for buffer in buffers]
     leaves, spec = flatten((args, kwargs))
     real_args, real_kwargs = unflatten([_any_numbers(leaf) for leaf in leaves], spec)
-    try:
-        return target(*real_args, **real_kwargs)
-    finally:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+    with _swapped(modules, lambda t: _any_numbers(t) if isinstance(t, FakeTensor) else t):
+        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        copies = [buffer.detach().clone() for buffer in buffers]
+        try:
+            return target(*real_args, **real_kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    buffer.copy_(copy)
 
 
 def _any_numbers(leaf: Any) -> Any:
