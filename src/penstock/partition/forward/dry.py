@@ -99,11 +99,13 @@ class Marking(TorchDispatchMode):
     def __init__(self, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
+        self.drew = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """As ever."""
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, FakeTensor):
@@ -118,20 +120,20 @@ def computed_without_numbers(
     args: Any,
     kwargs: Any,
     known: Mapping[int, Tensor],
-) -> Any:
-    """What a unit or a function gives, of fake arguments.
+) -> tuple[Any, bool]:
+    """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
 
     Where a unit needs numbers, it gets some: those that are `known`, by fake arguments, and any
     others. A function between units does not, if what it gives depends on them.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fakes.mode, Marking(unit), _swapped(modules, fakes.of):
-            return target(*args, **kwargs)
+        with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
+            return target(*args, **kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
-    return computed_with_any(fakes, unit, target, args, kwargs, known)
+    return computed_with_any(fakes, unit, target, args, kwargs, known), True
 
 
 @contextmanager

@@ -29,10 +29,12 @@ from penstock.partition.forward.dry import (
     versions,
 )
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.history import goes_on, is_check, looked
 from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
+    COMPARING,
     COUNTING,
     SHAPED,
     TYING,
@@ -119,7 +121,10 @@ class Recorder(Watcher):
             return Handle() if func in TYING else None
         if all(map(self.ledger.is_free, takes)):
             return self._with_numbers(step, asked)
-        if any(at in self._drawn for at in takes):
+        if func is Tensor.__bool__ and is_check(self.ledger.values[takes[0]], self.steps):
+            self.steps.append(replace(step, kind=Kind.READ, lasting=True, outcome=True))
+            return True
+        if func in COMPARING and any(at in self._drawn for at in takes):
             settled = self._follow_draws(step, asked)
             if settled is not None:
                 return settled[0]
@@ -166,19 +171,19 @@ class Recorder(Watcher):
         known = {id(fakes[id(t)]): t for t in asked.tensors if self._is_known(t)}
         how = (self.ledger.fakes, "", asked.call, args, kwargs, known)
         try:
-            found = computed_without_numbers(*how)
+            found, drew = computed_without_numbers(*how)
         except DATA_DECIDES as error:
             if not self._known_decides(step, asked):
-                raise self._looked(step) from error
-            found = computed_with_any(*how)
+                raise looked(step, self.steps, self.ledger.values) from error
+            found, drew = computed_with_any(*how), False
             step = self._asking(step, asked, found)
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
-                raise self._looked(step)
+                raise looked(step, self.steps, self.ledger.values)
             self.steps.append(replace(step, lasting=True))
             return None
-        step = replace(step, lasting=any(map(self.ledger.stays, changed)))
+        step = replace(step, lasting=any(map(self.ledger.stays, changed)), draws=drew)
         if step.func in LOSSES:
             step = replace(step, arguments=self._refs(asked))
         return self._write(step, found, asked.tensors, changed, inside)
@@ -206,7 +211,7 @@ class Recorder(Watcher):
 
     def _draw(self, step: Step, asked: _Called, found: Any) -> Any:
         """Drawn on one stage. Of uniform ones it is known how far they reach."""
-        found = self._write(replace(step, lasting=True), found, asked.tensors)
+        found = self._write(replace(step, lasting=True, draws=True), found, asked.tensors)
         if step.func in UNIFORM and isinstance(found, Tensor):
             largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
             value = self.ledger.value_of(found)
@@ -260,7 +265,7 @@ class Recorder(Watcher):
         args, kwargs = unflatten(fakes, spec)
         with hooks_on(target, self.hooks.get(name)):
             how = (self.ledger.fakes, name, target, args, kwargs, known)
-            found = computed_without_numbers(*how)
+            found, _ = computed_without_numbers(*how)
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
@@ -311,42 +316,6 @@ class Recorder(Watcher):
         taken = ", ".join(self.ledger.values[at].name for at in step.takes)
         return self.ledger.new_name(f"{called(step.func)}({taken})")
 
-    def _looked(self, step: Step) -> CutError:
-        """The host wanted to look at numbers that only one stage has."""
-        unit = self._unit_before([self.ledger.values[at].maker for at in step.takes])
-        whose = f"unit '{unit}'" if unit else "a parameter"
-        return CutError(
-            f"at {step.where}, {called(step.func)} looks at the numbers of a value that follows "
-            f"from {whose}, which only one stage has, and what the forward does next, or the "
-            "shape of it, depends on them: compute it inside a unit, on tensors (torch.where), or "
-            "put all that depends on it into one unit with units="
-        )
-
-    def _unit_before(self, makers: Sequence[int | None]) -> str:
-        waiting, seen = list(makers), set[int | None]({None})
-        while waiting:
-            at = waiting.pop()
-            if at is None or at in seen:
-                continue
-            seen.add(at)
-            if self.steps[at].kind is Kind.UNIT:
-                return str(self.steps[at].func)
-            waiting += [self.ledger.values[value].maker for value in self.steps[at].takes]
-        return ""
-
-    def _goes_on(self, buffer: str, value: int) -> bool:
-        """Is it more than what was kept for the next time, and can as well be made again?"""
-        waiting, seen = [value], set[int]()
-        while waiting and self.ledger.is_free(value):
-            at = waiting.pop()
-            if self.ledger.values[at].buffer == buffer:
-                return True
-            maker = self.ledger.values[at].maker
-            if maker is not None and maker not in seen:
-                seen.add(maker)
-                waiting += self.steps[maker].takes
-        return not self.ledger.is_free(value)
-
     def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
@@ -355,7 +324,8 @@ class Recorder(Watcher):
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
-        anew = {name: value for name, value in anew.items() if self._goes_on(name, value)}
+        values = self.ledger.values
+        anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
         return Trace(
             tuple(self.steps),
             tuple(self.ledger.values),

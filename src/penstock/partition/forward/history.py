@@ -1,0 +1,64 @@
+"""What a value came of: the steps before it, and what that means for the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributions
+from torch import Tensor
+
+from penstock.errors import CutError
+from penstock.partition.forward.tables import called
+from penstock.partition.forward.trace import Kind, Step, Value
+
+_DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+_ALL_TRUE = (getattr(torch, "_is_all_true", None), torch.all, Tensor.all)
+
+
+def looked(step: Step, steps: Sequence[Step], values: Sequence[Value]) -> CutError:
+    """The host wanted to look at numbers that only one stage has."""
+    makers = (s for v in step.takes for s in _steps_before(v, steps, values))
+    unit = next((str(s.func) for s in makers if s.kind is Kind.UNIT), "")
+    whose = f"unit '{unit}'" if unit else "a parameter"
+    return CutError(
+        f"at {step.where}, {called(step.func)} looks at the numbers of a value that follows "
+        f"from {whose}, which only one stage has, and what the forward does next, or the "
+        "shape of it, depends on them: compute it inside a unit, on tensors (torch.where), or "
+        "put all that depends on it into one unit with units="
+    )
+
+
+def goes_on(buffer: str, value: int, steps: Sequence[Step], values: Sequence[Value]) -> bool:
+    """Is a buffer's new value more than what was kept for the next time, and can be made again?"""
+    if not values[value].free or values[value].buffer == buffer:
+        return True
+    before = _steps_before(value, steps, values)
+    return any(values[taken].buffer == buffer for step in before for taken in step.takes)
+
+
+def is_check(value: Value, steps: Sequence[Step]) -> bool:
+    """Does the host look whether all is well, as distributions do with what they are given?"""
+    if value.maker is None or steps[value.maker].func not in _ALL_TRUE:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _steps_before(value: int, steps: Sequence[Step], values: Sequence[Value]) -> Iterator[Step]:
+    """All that it follows from, the last ones first."""
+    waiting, seen = [values[value].maker], set[int | None]({None})
+    while waiting:
+        at = waiting.pop()
+        if at is None or at in seen:
+            continue
+        seen.add(at)
+        yield steps[at]
+        waiting += [values[taken].maker for taken in steps[at].takes]
