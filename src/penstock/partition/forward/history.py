@@ -6,14 +6,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributions
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.tables import called
 from penstock.partition.forward.trace import Kind, Step, Value
+from penstock.partition.forward.trees import hidden_in
 
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 _ALL_TRUE = (getattr(torch, "_is_all_true", None), torch.all, Tensor.all)
@@ -62,3 +65,16 @@ def _steps_before(value: int, steps: Sequence[Step], values: Sequence[Value]) ->
         seen.add(at)
         yield steps[at]
         waiting += [values[taken].maker for taken in steps[at].takes]
+
+
+def check_open(leaf: Any, what: str, where: str) -> None:
+    """Tensors of units are not in objects that cannot be taken apart."""
+    if isinstance(leaf, Tensor | nn.Module):
+        return
+    for tensor in hidden_in(leaf):
+        if isinstance(tensor, FakeTensor):
+            raise CutError(
+                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
+                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
+                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
+            )

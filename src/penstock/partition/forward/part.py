@@ -14,6 +14,7 @@ from penstock.partition.forward.skeleton import Skeleton
 from penstock.partition.forward.state import State
 from penstock.partition.forward.trees import unflatten
 from penstock.partition.forward.whole import Handed
+from penstock.stage.checkpointing import is_recomputing
 from penstock.stage.stage import OUTSIDE
 
 
@@ -54,9 +55,10 @@ class Part:
         }
         performer = Performer(score, self._targets, received, given)
         performer.hooks = self._skeleton.hooks
+        anew = () if is_recomputing() else score.anew
         output: Any = None
         try:
-            with self._skeleton.running(score.anew), performer:
+            with self._skeleton.running(anew), performer:
                 output = self._skeleton.model(*args, **kwargs)
         except Ended:
             pass

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
@@ -29,7 +28,7 @@ from penstock.partition.forward.dry import (
     versions,
 )
 from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.history import goes_on, is_check, looked
+from penstock.partition.forward.history import check_open, goes_on, is_check, looked
 from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
@@ -256,7 +255,7 @@ class Recorder(Watcher):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
-            _check_open(leaf, f"unit '{name}' is given", where)
+            check_open(leaf, f"unit '{name}' is given", where)
         takes = tuple(map(self.ledger.value_of, tensors))
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
@@ -320,7 +319,7 @@ class Recorder(Watcher):
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
         for leaf in leaves:
-            _check_open(leaf, "the model gives", "its end")
+            check_open(leaf, "the model gives", "its end")
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
@@ -333,18 +332,6 @@ class Recorder(Watcher):
             Result(tuple(written), spec),
             anew,
         )
-
-
-def _check_open(leaf: Any, what: str, where: str) -> None:
-    if isinstance(leaf, Tensor | nn.Module):
-        return
-    for tensor in hidden_in(leaf):
-        if isinstance(tensor, FakeTensor):
-            raise CutError(
-                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
-                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
-                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
-            )
 
 
 def _outside(
