@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
 }
 TEXT: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
-LIMIT = 1e-10
+LIMIT, LIMIT_OF_SINGLE = 1e-10, 1e-6
 
 
 def llama(**more: Any) -> nn.Module:
@@ -57,7 +57,8 @@ def bert(**more: Any) -> nn.Module:
 
 def mixtral(**more: Any) -> nn.Module:
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **TEXT, **experts, **more))
+    plain = {"experts_implementation": "eager"}  # the others have no float64
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **TEXT, **experts, **{**plain, **more}))
 
 
 def vit(**more: Any) -> nn.Module:
@@ -101,7 +102,10 @@ def agree(model: nn.Module, *batches: dict[str, Any], **options: Any) -> Pipe:
             loss += one.detach()
             outputs.append(found)
         result = pipe.step(**batch, outputs=True)
-        assert abs(result.loss - loss) < LIMIT
+        single = (
+            outputs[0][0].dtype is torch.float32
+        )  # many take the loss in it, whatever they are in
+        assert abs(result.loss - loss) < (LIMIT_OF_SINGLE if single else LIMIT)
         _check_gradients(pipe, alone)
         assert type(result.outputs) is type(outputs[0])
         for name in outputs[0].keys() - {"loss"} if hasattr(outputs[0], "keys") else ():
