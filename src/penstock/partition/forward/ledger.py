@@ -32,6 +32,7 @@ class Ledger:
         self.fakes = fakes
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
+        self._copies: list[Tensor] = []  # of buffers
         self._fakes: dict[int, Tensor] = {}  # by value
         self._of_fakes: dict[int, int] = {}  # back, by identity
         self._homes: dict[int, list[Tensor]] = {}  # the tensors in one memory
@@ -41,7 +42,7 @@ class Ledger:
 
     def also(self, tensor: Tensor, buffer: str) -> None:
         """A copy of a buffer, on the device of the dry run."""
-        self._alive.append(tensor)
+        self._copies.append(tensor)
         self._buffers[id(tensor)] = buffer
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
