@@ -62,7 +62,9 @@ def mixtral(**more: Any) -> nn.Module:
 
 
 def vit(**more: Any) -> nn.Module:
-    return ViTForImageClassification(ViTConfig(**SIZES, image_size=8, patch_size=4, **more))
+    config = ViTConfig(**SIZES, image_size=8, patch_size=4, **more)
+    config.problem_type = "single_label_classification"  # or the first forward sets it
+    return ViTForImageClassification(config)
 
 
 TEXTS = {"llama": llama, "gpt2": gpt2, "t5": t5, "bert": bert}

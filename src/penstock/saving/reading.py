@@ -115,10 +115,11 @@ def _check_pretrained(
     source: Source, reader: PretrainedReader, names: Collection[str], same: Mapping[str, str]
 ) -> None:
     """The base model has to be there as it is; what is around it may be another: that is told."""
-    there = {same.get(name, name) for name in reader.named.recipes}
-    gone = [n for n in names if n in reader.named.covers and same.get(n, n) not in there]
-    missing = Differences.of(reader.model, gone, "missing")
-    strange = Differences.of(reader.model, reader.named.besides, "unexpected")
+    named = reader.named
+    there = {same.get(name, name) for name in named.recipes}
+    gone = [n for n in names if n in named.covers and same.get(n, n) not in there]
+    missing = Differences.of(reader.model, gone, names, "missing")
+    strange = Differences.of(reader.model, named.besides, named.stored, "unexpected")
     told = []
     for inside, outside, what in (
         (missing.inside, missing.outside, "has nothing for"),
