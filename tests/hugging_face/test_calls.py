@@ -75,13 +75,13 @@ def test_tuples_are_given_for_return_dict_false(name: str) -> None:
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model = TEXTS[name]().train()
     how = {"use_reentrant": reentrant}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)  # type: ignore[operator]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     agree(model, batch_for(name), checkpoint="never")  # or it is all recomputed twice
 
 
 def test_gradient_checkpointing_around_dropout_is_refused() -> None:
     model = gpt2(resid_pdrop=0.1).train()
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.gradient_checkpointing_enable()
     batch = batch_for("gpt2")
     with pytest.raises(RuntimeError, match=r"draws random numbers inside torch.utils.checkpoint"):
         piped(model, batch).step(**batch)

@@ -83,7 +83,12 @@ def test_shards_are_read_by_those_who_need_them(
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     opened: list[Path] = []
     plain = files.open_file
-    monkeypatch.setattr(files, "open_file", lambda path: opened.append(path) or plain(path))
+
+    def noted(path: Path) -> Any:
+        opened.append(path)
+        return plain(path)
+
+    monkeypatch.setattr(files, "open_file", noted)
     pipe = piped(on_meta(model), batch_for("llama"))
     pipe.load(tmp_path)
     assert differing(pipe, model) == []
@@ -115,7 +120,7 @@ def test_the_base_model_may_be_stored_with_or_without_its_prefix(tmp_path: Path)
 
 
 def test_another_head_is_told_and_another_base_is_refused(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)  # type: ignore[operator]
+    llama().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, num_labels=2, pad_token_id=0)
     batch = {"input_ids": batch_for("llama")["input_ids"], "labels": torch.tensor([0, 1, 1, 0])}
     with torch.device("meta"):
@@ -155,6 +160,21 @@ def test_what_older_versions_have_saved_is_passed_over(tmp_path: Path) -> None:
         ArgumentError, match=r"has what the model has not, model.extra: it was saved"
     ):
         pipe.load(tmp_path)
+
+
+def test_what_is_tied_must_not_be_stored_as_two(tmp_path: Path) -> None:
+    model: Any = llama()
+    model.save_pretrained(tmp_path)
+    tied = piped(on_meta(llama(tie_word_embeddings=True)), batch_for("llama"))
+    with pytest.raises(
+        ArgumentError, match=r"has other numbers for 'lm_head.weight' than for 'mod"
+    ):
+        tied.load(tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    model.save_pretrained(tmp_path)
+    tied.load(tmp_path)
+    assert differing(tied, model) == []
 
 
 def test_a_pipe_of_layers_has_no_such_folder(tmp_path: Path) -> None:

@@ -35,33 +35,33 @@ TEXT: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 
 LIMIT, LIMIT_OF_SINGLE = 1e-10, 1e-6
 
 
-def llama(**more: Any) -> nn.Module:
+def llama(**more: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **TEXT, num_key_value_heads=1, **more))
 
 
-def gpt2(**more: Any) -> nn.Module:
+def gpt2(**more: Any) -> Any:
     still = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, **TEXT, **{**still, **more}))
 
 
-def t5(**more: Any) -> nn.Module:
+def t5(**more: Any) -> Any:
     sizes: dict[str, Any] = {"num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
     begins = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
     return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, **sizes, **begins, **more))
 
 
-def bert(**more: Any) -> nn.Module:
+def bert(**more: Any) -> Any:
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     return BertForMaskedLM(BertConfig(vocab_size=WORDS, **SIZES, **still, **more))
 
 
-def mixtral(**more: Any) -> nn.Module:
+def mixtral(**more: Any) -> Any:
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
     plain = {"experts_implementation": "eager"}  # the others have no float64
     return MixtralForCausalLM(MixtralConfig(**SIZES, **TEXT, **experts, **{**plain, **more}))
 
 
-def vit(**more: Any) -> nn.Module:
+def vit(**more: Any) -> Any:
     config = ViTConfig(**SIZES, image_size=8, patch_size=4, **more)
     config.problem_type = "single_label_classification"  # or the first forward sets it
     return ViTForImageClassification(config)

@@ -17,7 +17,8 @@ from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.partition.forward.cutting import Prospect
 from penstock.partition.forward.units import Asked
-from penstock.partition.forward.whole import Whole, defaults_of
+from penstock.partition.forward.whole import Whole
+from penstock.partition.hugging_face import defaults_of
 from penstock.partition.model import Example, prospect_of
 from penstock.partition.partition import Partition
 from penstock.partition.sequential import check_model, is_layered
