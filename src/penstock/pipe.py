@@ -30,7 +30,14 @@ from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import begin_alike, check_same, described, join, site_in
+from penstock.run.processes.joining import (
+    begin_alike,
+    check_same,
+    described,
+    division_of,
+    join,
+    site_in,
+)
 from penstock.run.processes.many import ManyProcesses
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import standing_in
@@ -127,6 +134,7 @@ class Pipe(nn.Module):
             if team is None:
                 self._runs: Answers = OneProcess(arranged)
             else:
+                facts |= division_of(self._split)
                 facts |= {"schedule": dumps(self._choice(chunks)), "reduction": f"{reduction}"}
                 check_same(team, name, self._settings(), sharing, facts)
                 begin_alike(team, self._split.ties, self._replicas)
@@ -137,8 +145,9 @@ class Pipe(nn.Module):
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
-        self._parameters.update(module._parameters)
-        self._buffers.update(module._buffers)
+        root = self._split.partition.root(module)
+        self._parameters.update(root._parameters)
+        self._buffers.update(root._buffers)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -324,7 +333,7 @@ class Pipe(nn.Module):
             if moved:
                 raise _denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._split.partition.refresh()
+        self._split.partition.refresh(fn)
         return self
 
 

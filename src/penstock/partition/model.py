@@ -86,7 +86,7 @@ def cut_model(
 ) -> Partition:
     """As many stages as devices."""
     prospect = prospect_of(model, example, asked, len(devices))
-    counts = _counts(prospect, stages)
+    counts = counts_of(prospect, stages)
     cut, division = cut_at(prospect, counts)
     survey = Survey(tuple(prospect.calls), tuple(counts), division)
     made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
@@ -94,7 +94,7 @@ def cut_model(
     return Partition(tuple(made), graph, whole)
 
 
-def _counts(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
+def counts_of(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
     calls = prospect.calls
     if not isinstance(stages, int):
         balancing.check_cut(stages, len(calls))

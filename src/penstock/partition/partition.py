@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from penstock.ir import StageGraph
+from penstock.partition.forward.excerpt import Cast
 from penstock.partition.forward.part import Part
 from penstock.partition.forward.whole import Whole
 from penstock.stage.skip import SkipKey
@@ -49,14 +50,24 @@ class Partition:
             for name, layer in zip(stage.names, stage.layers, strict=True)
         }
 
+    def root(self, model: nn.Module) -> nn.Module:
+        """Whose own parameters and buffers a pipe of the model has."""
+        return self.how.model if isinstance(self.how, Whole) else model
+
     @property
     def around(self) -> list[nn.Module]:
         """The modules that compute, and are not among a pipe's children."""
-        root = [self.how.model] if isinstance(self.how, Whole) else []
+        root: list[nn.Module] = []
+        if isinstance(self.how, Whole):
+            root.append(self.how.model)
+            away = () if self.how.excerpt is None else self.how.excerpt.away
+            root += [module for unit in away for module in unit.modules()]
         return root + [module for stage in self.stages for module in stage.around]
 
-    def refresh(self) -> None:
+    def refresh(self, cast: Cast) -> None:
         """The model was cast."""
+        if isinstance(self.how, Whole):
+            self.how.cast(cast)
         for stage in self.stages:
             if isinstance(stage.compute, Part) and isinstance(self.how, Whole):
                 stage.compute.refresh(self.how.devices[stage.index])

@@ -41,6 +41,7 @@ class Fed:
     chunks: int
     graph: StageGraph  # who feeds whom in this call
     target: bool = False  # is the last value of the last stage's
+    divided: str = ""  # how: the same on every rank that divides the forward in the same way
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
@@ -135,4 +136,5 @@ def _to_parts(
             ]
     if target and last in given:
         given[last] = [(*v, piece[-1]) for v, piece in zip(given[last], pieces, strict=True)]
-    return Fed(given, rows, len(pieces), graph, bool(target) and last in given)
+    ways = " ".join(one.digest for one in dealt)
+    return Fed(given, rows, len(pieces), graph, bool(target) and last in given, ways)

@@ -69,6 +69,9 @@ class Absent(Tensor):
         made.value = value
         return made
 
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -7,8 +7,10 @@ follows from the inputs alone is computed by every stage that needs it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.errors import CutError
 from penstock.partition.forward.tables import called
@@ -73,6 +75,19 @@ def divide(
     uses = _users(trace, where.stages, portions, lambda v: v.parameter)
     reads = _users(trace, where.stages, portions, lambda v: v.buffer)
     return Division(trace, tuple(portions), dict(where.stages), uses, reads)
+
+
+def digest_of(division: Division) -> str:
+    """A few letters: the same where the same values go the same ways, and units are on the same
+    stages."""
+    trace = division.trace
+    told: list[Any] = sorted((str(trace.steps[at].func), division.stages[at]) for at in trace.calls)
+    for portion in division.portions:
+        for source, values in sorted(portion.arriving.items()):
+            those = [trace.values[value] for value in values]
+            told.append((source, [f"{value.name} {value.look}" for value in those]))
+        told.append(portion.given)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
 class _Placing:

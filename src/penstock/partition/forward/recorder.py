@@ -95,11 +95,11 @@ class _Extremes:
 class Recorder(Watcher):
     """Writes steps and values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fake: FakeTensorMode) -> None:
         super().__init__()
         self.steps: list[Step] = []
         self.values: list[Value] = []
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = fake
         self.region: int | None = None
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
@@ -129,11 +129,11 @@ class Recorder(Watcher):
         found = self._known.get(id(tensor), self._of_fakes.get(id(tensor)))
         if found is not None:
             return found
-        if isinstance(tensor, FakeTensor):
-            raise Leak(getattr(tensor, "made_in", ""), where_now())
-        look = Look.of(tensor)
         parameter = self._parameters.get(id(tensor), "")
         buffer = self._buffers.get(id(tensor), "")
+        if isinstance(tensor, FakeTensor) and not (parameter or buffer):
+            raise Leak(getattr(tensor, "made_in", ""), where_now())
+        look = Look.of(tensor)
         name = parameter or buffer or self._new_name("constant " + str(look))
         made = Value(look, not parameter, None, name, parameter, buffer)
         return self._register(tensor, made)

@@ -8,6 +8,7 @@ sets on itself while it computes is the stage's own, whatever other threads do m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -99,11 +100,12 @@ class Skeleton:
         self.parents[name] = module, made
         made.__dict__.update(module.__dict__)
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
-        made.__dict__["_parameters"] = dict(module._parameters)
-        made.__dict__["_buffers"] = dict(module._buffers)
+        rest = elsewhere(module)
+        made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
+        made.__dict__["_buffers"] = {**module._buffers, **rest.buffers}
         made.__dict__["_modules"] = {
             key: None if child is None else self._of(child, f"{name}.{key}" if name else key)
-            for key, child in module._modules.items()
+            for key, child in (rest.children or module._modules).items()
         }
         return made
 
@@ -112,13 +114,13 @@ class Skeleton:
         for original, copy in self.parents.values():
             mine, theirs = copy.__dict__, original.__dict__
             for key, value in theirs.items():
-                if key not in _KEPT and not _holds_module(value):
+                if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
                     mine[key] = value
 
     def refresh(self, device: torch.device) -> None:
         """Take the originals' buffers anew: they were cast."""
         for original, copy in self.parents.values():
-            for key in copy._buffers:
+            for key in copy._buffers.keys() & original._buffers.keys():
                 buffer = original._buffers[key]
                 copy._buffers[key] = None if buffer is None else buffer.to(device)
 
@@ -161,9 +163,28 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
     return value
 
 
-def hollow(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy that has no numbers: what a process keeps of another's unit."""
-    return _remade(module, lambda tensor: absent_of(tensor, device))
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a parent has in other processes, to look at, and all of its children in order."""
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    children: Mapping[str, nn.Module | None] = field(default_factory=dict)
+
+
+def elsewhere(parent: nn.Module) -> Elsewhere:
+    """Nothing, if the whole model is here."""
+    found: Elsewhere = parent.__dict__.get(ELSEWHERE, _NOTHING)
+    return found
+
+
+ELSEWHERE = "_elsewhere"  # the attribute
+_NOTHING = Elsewhere()
+
+
+def hollow(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy with other tensors: what a process keeps of another's unit."""
+    return _remade(module, change)
 
 
 def twin(module: nn.Module) -> nn.Module:

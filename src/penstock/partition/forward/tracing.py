@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
+from penstock.partition.forward.excerpt import faked
 from penstock.partition.forward.recorder import Leak, Recorder
 from penstock.partition.forward.skeleton import Skeleton, front
 from penstock.partition.forward.trace import Trace
@@ -28,10 +31,17 @@ def traced(
     leaves, spec = flatten((args, kwargs))
     leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = unflatten(leaves, spec)
-    recorder = Recorder(model)
-    inputs = recorder.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
-    with left_as_it_was(model, [original for original, _ in skeleton.parents.values()]):
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    copies = [copy for _, copy in skeleton.parents.values()]
+    modules = [*copies, *(m for unit in units.values() for m in unit.modules())]
+    everything = nn.ModuleList([model, *units.values()])
+    parents = [original for original, _ in skeleton.parents.values()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with faked(modules, fake, device), left_as_it_was(everything, parents):
+        recorder = Recorder(skeleton.model, fake)
+        inputs = recorder.given(tensors)
+        before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
             output = skeleton.model(*args, **kwargs)
         lasting = {

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, RunError
-from penstock.partition.forward.division import Division, Homes, divide
+from penstock.partition.forward.division import Division, Homes, digest_of, divide
+from penstock.partition.forward.excerpt import Cast, Excerpt
 from penstock.partition.forward.performer import Score, score_of
 from penstock.partition.forward.recorder import Leak
 from penstock.partition.forward.replay import Questions
@@ -37,7 +38,7 @@ class Cut:
     def placed(self, call: CallOf, before: int) -> int:
         """The stage of a call, after others on the stage before."""
         found = self.calls.get(call)
-        if found is not None and found >= before:
+        if found is not None and (found >= before or len(self.units[call.unit]) == 1):
             return found
         homes = [home for home in self.units[call.unit] if home >= before]
         if not homes:
@@ -66,6 +67,7 @@ class _Known:
     questions: Questions
     division: Division
     scores: dict[int, Score]
+    digest: str
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Whole:
     cut: Cut
     devices: Mapping[int, torch.device]  # of the stages that are here
     survey: Survey
+    excerpt: Excerpt | None = None  # in one of several processes
     _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
@@ -113,9 +116,10 @@ class Whole:
 
     def check_unchanged(self) -> None:
         """The units are those that were cut."""
+        away = () if self.excerpt is None else self.excerpt.away
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
-            if self.parents[path]._modules.get(key) is not unit:
+            if self.parents[path]._modules.get(key) is not unit and unit not in away:
                 raise RunError(
                     f"unit '{name}' was replaced after the pipe was made, and would not run: make "
                     "the Pipe after the change, or change what is inside the unit"
@@ -128,7 +132,7 @@ class Whole:
         for known in self._known.get(key, ()):
             if known.questions.same_answers(tensors):
                 self._known.move_to_end(key)
-                return _Dealt(known.division, known.scores, leaves, spec, tensors)
+                return _Dealt(known, leaves, spec, tensors)
         try:
             trace, constants = traced(self.model, self.units, args, dict(kwargs))
         except Leak as leak:
@@ -140,7 +144,7 @@ class Whole:
         division = divide(trace, self.cut.placed, self.cut.stages, self.cut.parameters)
         self._check_homes(division)
         known = self._add(key, trace, division, constants)
-        return _Dealt(division, known.scores, leaves, spec, tensors)
+        return _Dealt(known, leaves, spec, tensors)
 
     def _check_homes(self, division: Division) -> None:
         for name, users in division.uses.items():
@@ -155,7 +159,7 @@ class Whole:
         self, key: Any, trace: Trace, division: Division, constants: Mapping[int, Tensor]
     ) -> _Known:
         scores = {stage: score_of(division, stage, d) for stage, d in self.devices.items()}
-        known = _Known(Questions(trace, constants, self._buffer), division, scores)
+        known = _Known(Questions(trace, constants, self._buffer), division, scores, digest_of(division))
         self._known.setdefault(key, []).append(known)
         if len(self._known) > KINDS:
             self._known.popitem(last=False)
@@ -163,9 +167,21 @@ class Whole:
 
     def _buffer(self, name: str) -> Tensor:
         path, _, key = name.rpartition(".")
-        found = self.model.get_submodule(path)._buffers[key]
+        for unit, module in self.units.items():
+            if path == unit or path.startswith(f"{unit}."):
+                holder = module.get_submodule(path[len(unit) + 1 :])
+                break
+        else:
+            holder = self.parents[path]
+        found = holder._buffers[key]
         assert found is not None
         return found
+
+    def cast(self, cast: Cast) -> None:
+        """The model was cast: what was seen of it holds no longer."""
+        if self.excerpt is not None:
+            self.excerpt.cast(cast)
+        self._known.clear()
 
     def _key(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State
@@ -189,21 +205,30 @@ def defaults_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 class _Dealt:
     """The division of one micro-batch, and its inputs."""
 
-    division: Division
-    scores: Mapping[int, Score]
+    known: _Known
     leaves: list[Any]
     spec: Any
     tensors: Sequence[Tensor]
+
+    @property
+    def division(self) -> Division:
+        """Who does what."""
+        return self.known.division
+
+    @property
+    def digest(self) -> str:
+        """The same in every process that divides in the same way."""
+        return self.known.digest
 
     def handed(self, state: State, neighbours: Mapping[int, tuple[int, ...]]) -> Handed:
         """For every stage."""
         places = tuple(at for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
         plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return Handed(self.scores, plain, places, self.spec, state, neighbours)
+        return Handed(self.known.scores, plain, places, self.spec, state, neighbours)
 
     def taken(self, stage: int) -> list[Tensor]:
         """The tensors that a stage takes of the inputs."""
-        return [self.tensors[at] for at in self.scores[stage].given]
+        return [self.tensors[at] for at in self.known.scores[stage].given]
 
 
 def _sign(leaf: Any) -> Any:

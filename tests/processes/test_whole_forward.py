@@ -1,0 +1,202 @@
+"""Any model over processes: each rank follows the forward, runs its part, and keeps its own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.functional import cross_entropy, dropout
+
+from penstock import Pipe
+from tests.processes.ranks import Raised, ranks
+from tests.properties.gathering import first_names, same
+
+WIDE, WORDS = 8, 13
+
+Numbers = dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.inner = nn.Linear(WIDE, 2 * WIDE)
+        self.outer = nn.Linear(2 * WIDE, WIDE)
+        self.register_buffer("scale", torch.full((WIDE,), 0.5))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.outer(torch.tanh(self.inner(self.norm(x)))) * self.scale
+        return x + (y if mask is None else y * mask)
+
+
+class Speaker(nn.Module):
+    """As GPT-2: learned positions, blocks in a list, an embedding that is used twice."""
+
+    def __init__(self, blocks: int = 4, tied: str = "layer", drop: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDE)
+        self.places = nn.Parameter(torch.randn(16, WIDE) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDE)
+        self.tied, self.drop = tied, drop
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, 16))
+        if tied != "glue":
+            self.head = nn.Linear(WIDE, WORDS, bias=False)
+        if tied == "layer":
+            self.head.weight = self.words.weight
+
+    def forward(
+        self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
+        length = ids.shape[1]
+        weights = self.weights[:length, None]
+        if mask is not None and not bool(mask.all()):
+            weights = weights * mask[..., None]
+        x = self.words(ids) + self.places[:length]
+        x = dropout(x, self.drop, self.training)
+        first = x
+        for block in self.blocks:
+            x = block(x, weights)
+        x = self.norm(x + first)
+        scores = x @ self.words.weight.T if self.tied == "glue" else self.head(x)
+        if labels is None:
+            return {"scores": scores}
+        return {"scores": scores, "loss": cross_entropy(scores.flatten(0, 1), labels.flatten())}
+
+
+class Translator(nn.Module):
+    """Encoder and decoder; the decoder's blocks all take what the encoder gave; one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDE)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Joining() for _ in range(3))
+        self.head = nn.Linear(WIDE, WORDS)
+
+    def forward(self, ids: Tensor, said: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.words(ids)
+        for block in (*self.encoder, self.encoder[0]):
+            x = block(x)
+        y = self.words(said)
+        for joining in self.decoder:
+            y = joining(y, x)
+        scores = self.head(y)
+        if labels is None:
+            return scores
+        return cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+class Joining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks, self.block = nn.Linear(WIDE, WIDE), Block()
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = self.block(y + torch.softmax(self.asks(y) @ x.mT, -1) @ x)
+        return found
+
+
+def built(kind: str) -> nn.Module:
+    torch.manual_seed(7)
+    model = Translator() if kind == "translator" else Speaker(tied=kind)
+    return model.double()
+
+
+def spoken(rows: int, length: int, seed: int = 1) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(0, WORDS, (rows, length), generator=made)
+
+
+def inputs(kind: str) -> Iterator[dict[str, Tensor]]:
+    """Two lengths, a smaller batch, a mask with and without holes."""
+    for rows, length, seed in ((4, 5, 1), (6, 7, 2), (4, 5, 3), (3, 5, 4)):
+        ids = spoken(rows, length, seed)
+        if kind == "translator":
+            yield {"ids": ids, "said": spoken(rows, length + 1, seed), "labels": spoken(rows, length + 1)}
+            continue
+        mask = torch.ones(rows, length)
+        yield {"ids": ids, "mask": mask, "labels": ids}
+        mask = mask.clone()
+        mask[:, -2:] = 0
+        yield {"ids": ids, "mask": mask, "labels": ids}
+
+
+def numbers(model: nn.Module, loss: Tensor) -> Numbers:
+    found: Numbers = {"loss": loss.detach().clone()}
+    for name, parameter in model.named_parameters():
+        found[f"grad {name}"] = None if parameter.grad is None else parameter.grad.clone()
+    return found
+
+
+def unsplit(model: nn.Module, chunks: int, given: dict[str, Tensor]) -> Tensor:
+    """The mean over micro-batches, by their rows, as a pipe takes it."""
+    total = torch.zeros((), dtype=torch.float64)
+    rows = len(given["ids"])
+    pieces = {name: tensor.chunk(chunks) for name, tensor in given.items()}
+    for at in range(len(pieces["ids"])):
+        found = model(**{name: those[at] for name, those in pieces.items()})
+        loss = found if isinstance(found, Tensor) else found["loss"]
+        share = loss * len(pieces["ids"][at]) / rows
+        share.backward()
+        total += share.detach()
+    return total
+
+
+def expected(kind: str, chunks: int) -> list[Numbers]:
+    model = built(kind)
+    return [numbers(model, unsplit(model, chunks, given)) for given in inputs(kind)]
+
+
+def group() -> distributed.ProcessGroup:
+    assert distributed.group.WORLD is not None
+    return distributed.group.WORLD
+
+
+def check(of_ranks: list[list[Numbers]], kind: str, chunks: int) -> None:
+    names = first_names(built(kind))
+    wanted = expected(kind, chunks)
+    for step, each in enumerate(zip(*of_ranks, strict=True)):
+        found: Numbers = {}
+        for mine in each:
+            for told, value in mine.items():
+                what, space, name = told.rpartition(" ")
+                told = what + space + names.get(name, name)
+                assert same(found.setdefault(told, value), value), told
+        torch.testing.assert_close(found, wanted[step], rtol=1e-10, atol=1e-10)
+
+
+def trained(kind: str, schedule: str, data: str, stages: int) -> list[Numbers]:
+    example = next(iter(inputs(kind)))
+    pipe = Pipe(
+        built(kind), 2, stages=stages, example=example, schedule=schedule, data=data, group=group()
+    )
+    found = []
+    for given in inputs(kind):
+        here = data == "all" or distributed.get_rank() == 0
+        result = pipe.step(**given) if here else pipe.step()
+        found.append(numbers(pipe, result.loss))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", ["layer", "glue", "translator"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_gives_the_models_own_numbers(size: int, kind: str, schedule: str) -> None:
+    check(ranks(size).run(trained, kind, schedule, "all", size), kind, 2)
+
+
+@pytest.mark.parametrize("kind", ["layer", "translator"])
+def test_data_on_the_first_rank_goes_to_all(kind: str) -> None:
+    check(ranks(2).run(trained, kind, "1f1b", "first", 2), kind, 2)
+
+
+def test_a_rank_may_have_several_stages() -> None:
+    check(ranks(2).run(trained, "layer", "interleaved", "all", 4), "layer", 2)
