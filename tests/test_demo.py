@@ -198,10 +198,13 @@ def test_interrupted_it_ends_at_once_and_quietly(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("step") for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("step") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()  # one that does not end would be waited for
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from penstock import Compute, Pipe, Program
 from penstock.ir import consumes, produces
-from tests.support import Traced, Watch, crews, each_runtime, numbered
+from tests.pairs import each_pair
+from tests.support import (
+    RUNTIMES,
+    Traced,
+    Watch,
+    crews,
+    each_runtime,
+    numbered,
+)
 
 STAGES = CHUNKS = 3
 ACTIONS = [f"{s}{op}{i}" for op in "FRB" for s in range(STAGES) for i in range(CHUNKS)]
@@ -100,9 +108,7 @@ def frames(error: BaseException) -> list[str]:
 # ---- an exception in any cell -------------------------------------------------------------
 
 
-@each_runtime
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("action", ACTIONS)
+@each_pair(runtime=RUNTIMES, schedule=["gpipe", "1f1b"], action=ACTIONS)
 def test_an_exception_comes_out_as_it_was_raised(action: str, schedule: str, runtime: str) -> None:
     fuse, pipe = fused(schedule=schedule, runtime=runtime)
     fuse.at = action

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from penstock import KindError, Pipe, RunError
 from penstock.stage.reduction import Reduction, reduction_of
+from tests.pairs import each_pair
 from tests.support import (
     SCHEDULES,
     Do,
@@ -402,9 +403,7 @@ STOCK: dict[str, Loss] = {
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
-@pytest.mark.parametrize("rows", [1, 4, 7])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", STOCK)
+@each_pair(rows=[1, 4, 7], size=SIZES, name=STOCK)
 def test_only_targets_that_count(name: str, size: tuple[int, ...], rows: int) -> None:
     loss_fn = STOCK[name]
     model, pipe = both(pointwise(), stages=3, schedule="1f1b", loss_fn=loss_fn)

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock import Pipe
+from tests.pairs import each_pair
 from tests.support import (
+    CHECKPOINTS,
+    DOORS,
+    RUNTIMES,
     SCHEDULES,
     Pop,
     Stash,
@@ -86,10 +90,12 @@ class Metered(nn.Module):
         return y
 
 
-@each_runtime
-@each_checkpoint
-@each_door
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"])
+@each_pair(
+    runtime=RUNTIMES,
+    checkpoint=CHECKPOINTS,
+    door=DOORS,
+    schedule=["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"],
+)
 def test_as_much_is_alive_as_the_timeline_says(
     schedule: str, door: str, checkpoint: str, runtime: str
 ) -> None:

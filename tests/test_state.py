@@ -16,8 +16,10 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from penstock import Pipe
+from tests.pairs import each_pair, pairs
 from tests.support import (
     CHECKPOINTS,
+    DOORS,
     RUNTIMES,
     SCHEDULES,
     Outcome,
@@ -25,10 +27,7 @@ from tests.support import (
     bitwise,
     closely,
     differences,
-    each_checkpoint,
     each_door,
-    each_runtime,
-    each_schedule,
     network,
     order_of_backwards,
     plain,
@@ -76,10 +75,7 @@ FREEZES: dict[str, Callable[[str], bool]] = {
 }
 
 
-@each_door
-@each_checkpoint
-@each_runtime
-@pytest.mark.parametrize("frozen", FREEZES)
+@each_pair(door=DOORS, checkpoint=CHECKPOINTS, runtime=RUNTIMES, frozen=FREEZES)
 def test_frozen_layers(frozen: str, runtime: str, checkpoint: str, door: str) -> None:
     model = plain()
     for name, parameter in model.named_parameters():
@@ -103,10 +99,7 @@ class Adapted(nn.Module):
         return y
 
 
-@each_door
-@each_checkpoint
-@each_schedule
-@pytest.mark.parametrize("shared", [False, True])
+@each_pair(door=DOORS, checkpoint=CHECKPOINTS, schedule=SCHEDULES, shared=[False, True])
 def test_adapters(shared: bool, schedule: str, checkpoint: str, door: str) -> None:
     model = tied() if shared else plain()
     for at, layer in enumerate(model):
@@ -139,11 +132,13 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@each_door
-@each_checkpoint
-@each_runtime
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", PARAMETRIZATIONS)
+@each_pair(
+    door=DOORS,
+    checkpoint=CHECKPOINTS,
+    runtime=RUNTIMES,
+    when=["before", "after"],
+    how=PARAMETRIZATIONS,
+)
 def test_parametrized_weights(
     how: str, when: str, runtime: str, checkpoint: str, door: str
 ) -> None:
@@ -163,9 +158,7 @@ def test_parametrized_weights(
             optimizer.zero_grad()
 
 
-@each_door
-@each_checkpoint
-@each_schedule
+@each_pair(door=DOORS, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
 def test_spectral_norm_moves_on_with_each_micro_batch(
     schedule: str, checkpoint: str, door: str
 ) -> None:
@@ -343,7 +336,8 @@ def test_dropout_is_the_same_however_it_is_run(chunks: int, door: str) -> None:
     model = network()
     x, target = batch(8)
     outcomes: list[Outcome] = []
-    for (schedule, ranks), runtime, checkpoint in itertools.product(PLACED, RUNTIMES, CHECKPOINTS):
+    ways = {"placed": PLACED, "runtime": RUNTIMES, "checkpoint": CHECKPOINTS}
+    for (schedule, ranks), runtime, checkpoint in pairs(ways):
         pipe = piped(
             model,
             chunks=chunks,

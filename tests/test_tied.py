@@ -19,7 +19,11 @@ from torch.nn.utils import parametrizations, parametrize
 from penstock import Pipe, RunError
 from penstock.run.ties import Ties
 from penstock.stage import stand_ins
+from tests.pairs import each_pair
 from tests.support import (
+    CHECKPOINTS,
+    DOORS,
+    RUNTIMES,
     SCHEDULES,
     Do,
     Pop,
@@ -30,7 +34,6 @@ from tests.support import (
     each_checkpoint,
     each_door,
     each_runtime,
-    each_schedule,
     ends,
     trained,
     whole,
@@ -133,11 +136,13 @@ both_places = pytest.mark.usefixtures("_where")
 # ---- training -----------------------------------------------------------------------------
 
 
-@each_door
-@each_checkpoint
-@each_runtime
-@each_schedule
-@pytest.mark.parametrize("kind", ["weight", "module"])
+@each_pair(
+    door=DOORS,
+    checkpoint=CHECKPOINTS,
+    runtime=RUNTIMES,
+    schedule=SCHEDULES,
+    kind=["weight", "module"],
+)
 def test_training_with_a_tie_goes_as_with_the_unsplit_model(
     schedule: str, runtime: str, checkpoint: str, door: str, kind: str
 ) -> None:
@@ -160,10 +165,7 @@ def test_training_with_a_tie_goes_as_with_the_unsplit_model(
 
 
 @both_places
-@each_kind
-@each_door
-@each_checkpoint
-@pytest.mark.parametrize("ranks", CUTS)
+@each_pair(kind=KINDS, door=DOORS, checkpoint=CHECKPOINTS, ranks=CUTS)
 def test_any_number_of_ranks(ranks: int, checkpoint: str, door: str, kind: str) -> None:
     model = language(kind)
     pipe = piped(model, ranks, schedule="1f1b", checkpoint=checkpoint)
@@ -649,10 +651,7 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @both_places
-@each_door
-@each_checkpoint
-@pytest.mark.parametrize("how", PARAMETRIZATIONS)
-@pytest.mark.parametrize("kind", ["module", "inner"])
+@each_pair(door=DOORS, checkpoint=CHECKPOINTS, how=PARAMETRIZATIONS, kind=["module", "inner"])
 def test_a_tied_weight_that_is_parametrized(
     kind: str, how: str, checkpoint: str, door: str
 ) -> None:

@@ -17,6 +17,7 @@ from penstock import draw, schedules
 from penstock.cost import Cost
 from penstock.errors import (
     ArgumentError,
+    CutError,
     FormatError,
     KindError,
     Misfit,
@@ -48,6 +49,8 @@ if _typing.TYPE_CHECKING:
     from penstock.checking.check import check
     from penstock.checking.report import Mismatch, Report
     from penstock.launch.init import init
+    from penstock.partition.partition import Partition
+    from penstock.partition.preview import split
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
     from penstock.run.training import StepResult
@@ -65,6 +68,7 @@ __all__ = [
     "Chunk",
     "Compute",
     "Cost",
+    "CutError",
     "Deadlock",
     "FormatError",
     "KindError",
@@ -75,6 +79,7 @@ __all__ = [
     "Namespace",
     "NoChunk",
     "Op",
+    "Partition",
     "PenstockError",
     "Pipe",
     "PipeSequential",
@@ -112,6 +117,7 @@ __all__ = [
     "schedules",
     "simulate",
     "skippable",
+    "split",
     "stash",
     "verify",
     "verify_skippables",
@@ -124,6 +130,7 @@ _ON_DEMAND = {
     "Mismatch": "checking.report",
     "Namespace": "stage.skip",
     "NoChunk": "batch",
+    "Partition": "partition.partition",
     "Pipe": "pipe",
     "PipeSequential": "partition.sequential",
     "Report": "checking.report",
@@ -138,6 +145,7 @@ _ON_DEMAND = {
     "pop": "stage.skip",
     "saved": "saving.folder",
     "skippable": "stage.skip",
+    "split": "partition.preview",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",
     "virtual_devices": "stage.virtual",

@@ -146,8 +146,7 @@ class Pipe(nn.Module):
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
         root = self._split.partition.root(module)
-        self._parameters.update(root._parameters)
-        self._buffers.update(root._buffers)
+        self.__dict__.update(_parameters=root._parameters, _buffers=root._buffers)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -200,8 +199,9 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        batch = Batch(inputs, side, () if target is None else (target,))
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        targets = () if target is None else (target,)
+        batch = Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
         return self._runs.step(self._settings(), batch, lesson)
 
     def clip_grad_norm_(
@@ -227,6 +227,10 @@ class Pipe(nn.Module):
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         return self._runs.forecast(self._settings(), cost)
+
+    def summary(self) -> str:
+        """What each stage has, takes and gives; the slowest, and a line of advice."""
+        return str(self._split.partition)
 
     # ---- checkpoints ----------------------------------------------------------------------
 

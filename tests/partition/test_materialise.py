@@ -93,10 +93,9 @@ def test_a_rank_has_memory_for_its_own_layers_alone() -> None:
     torch.manual_seed(3)
     whole = piped(on_meta()).state_dict()
     model = on_meta()
-    mine = {"1": CPU, "4": CPU}
     torch.manual_seed(3)
     with Allocated() as allocated:
-        materialise(model, mine)
+        materialise(model, [(name, model.get_submodule(name), CPU) for name in ("1", "4")])
     held = {*model[1].parameters(), *model[4].parameters()}
     assert allocated.bytes == sum(p.nbytes for p in held)
     assert all(t.is_meta for n in (0, 2, 3) for t in model[n].state_dict().values())

@@ -234,7 +234,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("penstock.partition.profile.perf_counter", lambda: clock.now)
+    for module in ("profile", "measure"):
+        monkeypatch.setattr(f"penstock.partition.{module}.perf_counter", lambda: clock.now)
     return clock
 
 

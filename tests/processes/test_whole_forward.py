@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy, dropout
 
 from penstock import Pipe
-from tests.processes.ranks import Raised, ranks
+from tests.processes.ranks import ranks
 from tests.properties.gathering import first_names, same
 
 WIDE, WORDS = 8, 13
@@ -52,9 +48,7 @@ class Speaker(nn.Module):
         if tied == "layer":
             self.head.weight = self.words.weight
 
-    def forward(
-        self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> Any:
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
         length = ids.shape[1]
         weights = self.weights[:length, None]
         if mask is not None and not bool(mask.all()):
@@ -72,7 +66,7 @@ class Speaker(nn.Module):
 
 
 class Translator(nn.Module):
-    """Encoder and decoder; the decoder's blocks all take what the encoder gave; one is used twice."""
+    """Encoder and decoder, whose blocks all take what the encoder gave. One block is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +114,11 @@ def inputs(kind: str) -> Iterator[dict[str, Tensor]]:
     for rows, length, seed in ((4, 5, 1), (6, 7, 2), (4, 5, 3), (3, 5, 4)):
         ids = spoken(rows, length, seed)
         if kind == "translator":
-            yield {"ids": ids, "said": spoken(rows, length + 1, seed), "labels": spoken(rows, length + 1)}
+            yield {
+                "ids": ids,
+                "said": spoken(rows, length + 1, seed),
+                "labels": spoken(rows, length + 1),
+            }
             continue
         mask = torch.ones(rows, length)
         yield {"ids": ids, "mask": mask, "labels": ids}

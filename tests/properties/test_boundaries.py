@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Chunk, Pipe, PipeSequential
-from tests.support import Do, closely, each_checkpoint, each_door, each_runtime
+from tests.pairs import each_pair
+from tests.support import (
+    CHECKPOINTS,
+    DOORS,
+    RUNTIMES,
+    Do,
+    closely,
+    each_checkpoint,
+    each_door,
+    each_runtime,
+)
 
 
 class Pair(NamedTuple):
@@ -149,10 +159,7 @@ def options(door: str) -> dict[str, Any]:
     return {"schedule": "1f1b", "reduction": "sum"} if door == "step" else {}
 
 
-@each_door
-@each_runtime
-@each_checkpoint
-@pytest.mark.parametrize("name", CASES)
+@each_pair(door=DOORS, runtime=RUNTIMES, checkpoint=CHECKPOINTS, name=CASES)
 def test_any_value_crosses(name: str, checkpoint: str, runtime: str, door: str) -> None:
     model = nn.Sequential(*layers(name)).double()
     pipe = Pipe(

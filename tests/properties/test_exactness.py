@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,9 +14,12 @@ from torch.nn import functional
 import penstock
 from penstock import Pipe
 from penstock.stage.batchnorm import DeferredBatchNorm
+from tests.pairs import each_pair
 from tests.properties.models import Layer, Model, Skip
 from tests.support import (
+    CHECKPOINTS,
     CUTS,
+    DOORS,
     SCHEDULES,
     Outcome,
     batch,
@@ -143,11 +145,10 @@ def test_a_schedule_written_by_hand(
         assert differences(found, expected) == []
 
 
-@each_schedule
-@each_door
-@pytest.mark.parametrize(("rows", "chunks"), [(2, 1), (4, 3), (8, 3), (11, 4), (12, 5)])
-def test_deferred_batch_norm(schedule: str, door: str, rows: int, chunks: int) -> None:
+@each_pair(schedule=SCHEDULES, door=DOORS, size=[(2, 1), (4, 3), (8, 3), (11, 4), (12, 5)])
+def test_deferred_batch_norm(schedule: str, door: str, size: tuple[int, int]) -> None:
     """Also where there are fewer micro-batches than chunks."""
+    rows, chunks = size
     x, target = batch(rows)
     counts = CUTS[2 * SCHEDULES[schedule]]
     pairs = both(network(), x, target, door, counts, 2, True, chunks=chunks, schedule=schedule)
@@ -156,10 +157,7 @@ def test_deferred_batch_norm(schedule: str, door: str, rows: int, chunks: int) -
         assert found.buffers["4.num_batches_tracked"] == step
 
 
-@each_schedule
-@each_checkpoint
-@each_door
-@pytest.mark.parametrize("rows", [1, 5, 17])
+@each_pair(schedule=SCHEDULES, checkpoint=CHECKPOINTS, door=DOORS, rows=[1, 5, 17])
 def test_the_whole_batch_at_once_gives_the_same_numbers(
     schedule: str, checkpoint: str, door: str, rows: int
 ) -> None:

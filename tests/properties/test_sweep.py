@@ -1,7 +1,7 @@
 """Every family at every size: whole, free of deadlocks under rendezvous, memory as claimed.
 
-Ranks 1-8, chunks 1-17, stages a rank 1-4 where that has a meaning; plain, and once more with
-random skips and random recomputation.
+Ranks 1-8, chunks 1-17, stages a rank 1-4 where that has a meaning; and once more with random skips
+and random recomputation, where every two of these three numbers meet.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ VARIANTS = [
 ]
 
 
+def in_turn(name: str, v: int, ranks: int, chunks: int) -> bool:
+    """For any two of the three numbers, some third; always, where `v` is not free."""
+    return not schedules.FAMILIES[name].free or v == 1 + (ranks + chunks) % 4
+
+
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize(("name", "v"), VARIANTS)
 def test_every_size(name: str, v: int, ranks: int) -> None:
     for chunks in range(1, 18):
-        draw = random.Random(f"{name} {v} {ranks} {chunks}")
         schedule = schedules.make(name, ranks, chunks, v)
         claim = schedules.FAMILIES[name].peak(ranks, chunks, v)
         assert verify(schedule, memory=claim) == (), chunks
+        if not in_turn(name, v, ranks, chunks):
+            continue
 
+        draw = random.Random(f"{name} {v} {ranks} {chunks}")
         stages = ranks * v
         pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
         graph = StageGraph.chain(stages, draw.sample(pairs, min(len(pairs), draw.randrange(4))))

@@ -13,7 +13,10 @@ from torch.nn import functional
 
 from penstock import Compute, Cost, NoChunk, Op, Pipe, Recv, StepResult, Timeline, draw
 from penstock.ir import consumes, produces
+from tests.pairs import each_pair
 from tests.support import (
+    CHECKPOINTS,
+    RUNTIMES,
     SCHEDULES,
     Do,
     Traced,
@@ -313,9 +316,7 @@ def check_sound(timeline: Timeline) -> None:
             assert made[message] <= span.start
 
 
-@each_runtime
-@each_checkpoint
-@each_schedule
+@each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
 def test_the_timeline_is_that_of_the_program(schedule: str, checkpoint: str, runtime: str) -> None:
     per_rank = SCHEDULES[schedule]
     _, pipe = both(

@@ -13,7 +13,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from penstock import Pipe, add_loss, added_losses, is_recomputing
+from tests.pairs import each_pair
 from tests.support import (
+    CHECKPOINTS,
+    RUNTIMES,
     SCHEDULES,
     Do,
     Pop,
@@ -81,9 +84,7 @@ def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequent
     return model, Pipe(copy.deepcopy(model), **given)
 
 
-@each_runtime
-@each_checkpoint
-@each_schedule
+@each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
 def test_added_losses_are_part_of_the_loss(schedule: str, checkpoint: str, runtime: str) -> None:
     """Once each, also where the layer is recomputed, and in several steps that add up."""
     model, pipe = both(

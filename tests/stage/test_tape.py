@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import NoChunk, Pipe, pop, skippable, stash
+from tests.pairs import each_pair
 from tests.support import (
+    CHECKPOINTS,
+    DOORS,
+    RUNTIMES,
     Do,
     Outcome,
     batch,
@@ -127,10 +131,7 @@ def found(pipe: Pipe, door: str) -> Outcome:
     return trained(pipe, x, target.repeat(1, 2), door)
 
 
-@each_runtime
-@each_checkpoint
-@each_door
-@pytest.mark.parametrize("case", ALLOWED)
+@each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, door=DOORS, case=ALLOWED)
 def test_layers_may_work_in_place(case: str, door: str, checkpoint: str, runtime: str) -> None:
     """Each layer a stage, so that each in turn is the first; three times, as habits are learned."""
     model, other = reference(ALLOWED[case])
@@ -159,11 +160,7 @@ def test_in_place_and_then_backward_again(case: str, checkpoint: str, runtime: s
         assert all(map(closely, given, wanted))
 
 
-@each_runtime
-@each_checkpoint
-@each_door
-@pytest.mark.parametrize("cut", [1, 2, None])
-@pytest.mark.parametrize("case", REFUSED)
+@each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, door=DOORS, cut=[1, 2, None], case=REFUSED)
 def test_what_is_not_right_is_refused(
     case: str, cut: int | None, door: str, checkpoint: str, runtime: str
 ) -> None:

@@ -161,7 +161,7 @@ class Subject:
     ) -> Pipe:
         """A pipe over a fresh copy."""
         return Pipe(
-            self.fresh(),  # type: ignore[arg-type]
+            self.fresh(),
             chunks or self.chunks,
             checkpoint,
             stages=self.stages,

@@ -4,11 +4,22 @@ text        lines of characters, for terminals and tests
 picture     SVG or PNG, as in the papers
 trace       Chrome trace events, for Perfetto
 gallery     every schedule's picture on one page
+chain       no timeline, but a cut model: its units, the cuts, and what crosses them
 """
 
+from penstock.draw.chain import chain
 from penstock.draw.gallery import Exhibit, exhibits, write_gallery
 from penstock.draw.picture import picture
 from penstock.draw.text import text
 from penstock.draw.trace import trace, write_trace
 
-__all__ = ["Exhibit", "exhibits", "picture", "text", "trace", "write_gallery", "write_trace"]
+__all__ = [
+    "Exhibit",
+    "chain",
+    "exhibits",
+    "picture",
+    "text",
+    "trace",
+    "write_gallery",
+    "write_trace",
+]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import palette
-from penstock.draw.palette import DARK, FAINT, FILL, GRID, IDLE, Delivery
-from penstock.errors import ArgumentError, MissingExtra
+from penstock.draw.palette import DARK, FAINT, FILL, IDLE, Delivery
+from penstock.draw.paper import STYLE, save, suffix_of
+from penstock.errors import MissingExtra
 from penstock.ir import Compute, Op
 from penstock.play import Span
 from penstock.timeline import Timeline
@@ -24,33 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.path import Path as Outline
 
-SUFFIXES = (".svg", ".png")
 HALF = 0.43  # of a row's height, from its middle to the edge of its boxes
 DIGIT = 0.64 / 72  # inches that a digit is wide, for each point of the font's size
 
 Point = tuple[float, float]  # time, height in ranks
 Rect = tuple[float, float, int]  # from, until, rank
-
-# Laid over matplotlib's defaults, so that the user's own settings do not change the bytes.
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "svg.fonttype": "none",
-    "svg.hashsalt": "penstock",
-    "text.parse_math": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": FAINT,
-    "axes.labelsize": 9,
-    "xtick.color": GRID,
-    "xtick.labelcolor": FAINT,
-    "xtick.labelsize": 8,
-    "ytick.labelcolor": DARK,
-    "ytick.labelsize": 8,
-    "ytick.left": False,
-}
 
 
 def picture(
@@ -67,11 +46,7 @@ def picture(
     live activations: a strip a rank, all to one scale, with the rank's peak at the right.
     """
     path = Path(path)
-    kind = path.suffix.lower()
-    if kind not in SUFFIXES:
-        raise ArgumentError(
-            f"'{path.name}' has no suffix that can be drawn: end it in {' or '.join(SUFFIXES)}"
-        )
+    kind = suffix_of(path)
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -79,7 +54,7 @@ def picture(
         raise MissingExtra("matplotlib", "draw", "a picture") from None
     timeline = palette.from_zero(timeline)
     sheet = _sheet(timeline, memory, title)
-    with style.context(_STYLE, after_reset=True):
+    with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=(sheet.width, sheet.height))
         _header(figure, sheet, timeline, title)
         _legend(figure, sheet, timeline, skips)
@@ -90,8 +65,7 @@ def picture(
             _memory(lowest, sheet, timeline)
         unit = palette.unit(timeline.makespan)
         lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
-        unstamped = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
-        figure.savefig(path, format=kind[1:], dpi=160, metadata=unstamped)
+        save(figure, path, kind)
 
 
 # ---- the sheet ----------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
 from penstock.partition.forward.units import Asked, has_list, parts_inside
-from penstock.partition.forward.whole import defaults_of
+from penstock.partition.hugging_face import defaults_of, planned_units, prepare
+from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
 
 
@@ -29,8 +30,13 @@ class Example:
     kwargs: Mapping[str, Any]
 
     @staticmethod
-    def read(given: Any, chunks: int) -> Example:
-        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them."""
+    def read(given: Any, chunks: int) -> Example | Prospect:
+        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them.
+
+        What was traced with one already is as good.
+        """
+        if isinstance(given, Prospect):
+            return given
         if given is None:
             raise ArgumentError(
                 "a model that is no nn.Sequential is cut along its forward, which is run once for "
@@ -42,7 +48,8 @@ class Example:
             args, named = (), dict(given)
         else:
             named = {}
-        pieces, _ = scatter((*args, *named.values()), chunks)
+        names = [*(f"input {at}" for at in range(len(args))), *named]
+        pieces, _ = scatter((*args, *named.values()), chunks, names)
         first = pieces[0]
         return Example(first[: len(args)], dict(zip(named, first[len(args) :], strict=True)))
 
@@ -50,7 +57,9 @@ class Example:
 def prospect_of(model: nn.Module, example: Example, asked: Asked, stages: int) -> Prospect:
     """The model traced; units are opened until there are enough of them."""
     _check(model)
+    prepare(model)
     kwargs = {**defaults_of(model, example.kwargs), **example.kwargs}
+    asked = planned_units(model) if asked is None else asked
     opened: set[str] = set()
     while True:
         trace, constants, units = traced_open(model, asked, example.args, kwargs, opened)
@@ -79,22 +88,26 @@ def _to_open(units: Mapping[str, nn.Module]) -> set[str]:
 def cut_model(
     model: nn.Module,
     stages: int | Sequence[int],
-    example: Example,
+    example: Example | Prospect,
     asked: Asked,
     balance: str | None,
     devices: Sequence[torch.device],
 ) -> Partition:
     """As many stages as devices."""
-    prospect = prospect_of(model, example, asked, len(devices))
+    if isinstance(example, Prospect):
+        prospect = example.onto(model)
+    else:
+        prospect = prospect_of(model, example, asked, len(devices))
     counts = counts_of(prospect, stages)
     cut, division = cut_at(prospect, counts)
     survey = Survey(tuple(prospect.calls), tuple(counts), division)
     made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
     graph = StageGraph.chain(len(devices), division.edges)
-    return Partition(tuple(made), graph, whole)
+    return Partition(tuple(made), graph, whole, outline_of_parts(prospect, cut, survey))
 
 
 def counts_of(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
+    """How many calls each stage takes."""
     calls = prospect.calls
     if not isinstance(stages, int):
         balancing.check_cut(stages, len(calls))
@@ -114,4 +127,3 @@ def _check(model: nn.Module) -> None:
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
             "cannot be followed: give the model itself, and compile its blocks"
         )
-

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 from torch import nn
 
+from penstock.draw.chain import chain
 from penstock.ir import StageGraph
+from penstock.outline import Outline
 from penstock.partition.forward.excerpt import Cast
 from penstock.partition.forward.part import Part
 from penstock.partition.forward.whole import Whole
+from penstock.partition.summary import summary
 from penstock.stage.skip import SkipKey
 from penstock.stage.stage import Stage
 
@@ -30,6 +34,19 @@ class Partition:
     stages: tuple[Stage, ...]
     graph: StageGraph
     how: Layers | Whole
+    outline: Outline
+
+    def __str__(self) -> str:
+        return summary(self.outline)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The units of each stage: what `stages=` takes."""
+        return self.outline.counts
+
+    def draw(self, path: str | PathLike[str], *, title: str | None = None) -> None:
+        """The model as a chain of units with the cuts, into an SVG or PNG file."""
+        chain(self.outline, path, title=title)
 
     def computing(self) -> list[nn.Module]:
         """The layers, and what the user has put around them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from statistics import median
@@ -24,10 +23,10 @@ from torch.utils import _pytree as pytree
 
 from penstock.batch import scatter
 from penstock.errors import ArgumentError
+from penstock.partition.aside import Device, leaving_no_trace
+from penstock.partition.measure import timed
 from penstock.stage.added import added_losses
 from penstock.stage.skip import SkipKey, Skips, use_skips
-
-Device = torch.device | str | None  # None: where the layers and the example are
 
 
 def layer_times(
@@ -50,7 +49,7 @@ def layer_times(
     passes: list[list[float]] = []
     whole = scatter(example, 1)[0][0]
     end = perf_counter() + timeout
-    with _leaving_no_trace(layers, whole, device) as synchronize:
+    with leaving_no_trace(_tensors(layers, whole), device) as synchronize:
         while len(passes) < 2 or perf_counter() < end:
             turns = _turns(layers, whole, unpack, device)
             passes.append([_seconds(turn, synchronize) for turn in turns])
@@ -79,7 +78,7 @@ def layer_bytes(
         raise ArgumentError(f"chunks={chunks}: a batch is cut into at least one micro-batch")
     first = scatter(example, chunks)[0][0]
     counted: WeakSet[torch.UntypedStorage] = WeakSet()
-    with _leaving_no_trace(layers, first, device):
+    with leaving_no_trace(_tensors(layers, first), device):
         return [
             _kept(turn, counted) + param_scale * sum(p.nbytes for p in turn.layer.parameters())
             for turn in _turns(layers, first, unpack, device)
@@ -87,14 +86,8 @@ def layer_bytes(
 
 
 def _seconds(turn: _Turn, synchronize: Callable[[], None]) -> float:
-    def timed(work: Callable[[], object]) -> float:
-        synchronize()
-        start = perf_counter()
-        work()
-        synchronize()
-        return perf_counter() - start
-
-    return timed(turn.forward) + timed(turn.prepared_backward())
+    forward = timed(turn.forward, synchronize)
+    return forward + timed(turn.prepared_backward(), synchronize)
 
 
 def _kept(turn: _Turn, counted: WeakSet[torch.UntypedStorage]) -> int:
@@ -202,30 +195,8 @@ def _turns(
         values = turn.output if unpack and isinstance(turn.output, tuple) else (turn.output,)
 
 
-@contextmanager
-def _leaving_no_trace(
-    layers: Sequence[nn.Module], example: tuple[Any, ...], device: Device
-) -> Iterator[Callable[[], None]]:
-    """Random states kept, gradients on (which `inference_mode(False)` does under no_grad, too).
-
-    Gives a function that waits for the devices.
-    """
-    tensors = chain(*map(_own_tensors, layers), pytree.tree_iter(example))
-    devices = {leaf.device for leaf in tensors if isinstance(leaf, Tensor)}
-    if device is not None:
-        devices.add(torch.device(device))
-    gpus = [found for found in devices if found.type == "cuda"]
-
-    def synchronize() -> None:
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
-
-    with (
-        torch.random.fork_rng(gpus),
-        torch.inference_mode(False),
-        torch.autograd.set_multithreading_enabled(False),  # as a pipe's workers do
-    ):
-        yield synchronize
+def _tensors(layers: Sequence[nn.Module], example: tuple[Any, ...]) -> Iterator[Any]:
+    return chain(*map(_own_tensors, layers), pytree.tree_iter(example))
 
 
 def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.errors import ArgumentError, KindError, RunError
 from penstock.ir import StageGraph
 from penstock.partition.chain import chain
+from penstock.partition.outlining import outline_of_layers
 from penstock.partition.partition import Layers, Partition
 from penstock.partition.side import check_named, names_in_chain, picked, side_names
 from penstock.stage.skip import SkipKey, popped_keys, stashed_keys, verify_skippables
@@ -203,7 +204,8 @@ def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
         )
         for index, part in enumerate(slices)
     )
-    return Partition(stages, graph, Layers(routes, takes))
+    outline = outline_of_layers(module, counts, routes)
+    return Partition(stages, graph, Layers(routes, takes), outline)
 
 
 def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:

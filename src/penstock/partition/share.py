@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.errors import CutError
 from penstock.ir import StageGraph
@@ -17,6 +16,7 @@ from penstock.partition.forward.excerpt import Own, excerpt_of
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.whole import Cut
 from penstock.partition.model import counts_of
+from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
 from penstock.partition.tied import Tie, tied_names, ties_between
 from penstock.stage.stage import Stage
@@ -65,7 +65,8 @@ def share_of(
         ties = _moved(ties, drafts[stage.index], stage)
         stages[stage.index] = stage
     graph = StageGraph.chain(len(counts), division.edges)
-    return Share(Partition(tuple(stages), graph, whole), ties, same)
+    partition = Partition(tuple(stages), graph, whole, outline_of_parts(prospect, cut, survey))
+    return Share(partition, ties, same)
 
 
 def _cut(prospect: Prospect, counts: Sequence[int], names: Sequence[str]) -> tuple[Cut, Division]:
@@ -99,7 +100,8 @@ def _own(
         if mine & cut.parameters.get(name := f"{path}.{key}" if path else key, frozenset())
     }
     used = {name for name, users in division.uses.items() if mine & users}
-    return Own(units, between | used, (), division.reads, same)
+    written = [name for name, stage in cut.written.items() if stage not in mine]
+    return Own(units, between | used, written, division.reads, same)
 
 
 def _moved(ties: tuple[Tie, ...], draft: Stage, made: Stage) -> tuple[Tie, ...]:

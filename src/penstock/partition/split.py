@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule, StageGraph
-from penstock.partition.materialise import Blanks, is_on_meta, materialise
-from penstock.partition.profile import layer_bytes, layer_times
+from penstock.partition.forward.cutting import Prospect
 from penstock.partition.forward.units import Asked
+from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.model import Example, cut_model, prospect_of
+from penstock.partition.outlining import sizes_on
 from penstock.partition.partition import Layers, Partition
+from penstock.partition.profile import layer_bytes, layer_times
 from penstock.partition.sequential import (
     PipeSequential,
     cut,
@@ -25,6 +27,7 @@ from penstock.partition.sequential import (
     placed_by_user,
     tensors_of,
 )
+from penstock.partition.setting import is_on_meta
 from penstock.partition.share import settled, share_of
 from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
@@ -98,7 +101,7 @@ def split(
     module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site | None = None
 ) -> Split:
     """Cut and place as wished; without a wish, as the layers stand, or a share for each process."""
-    _check_wish(wish)
+    check_wish(wish)
     if site is not None:
         return _among_processes(module, wish, schedule, site)
     if wish.stages is None and wish.devices is None:
@@ -117,7 +120,8 @@ def split(
     return _as_wished(module, wish, schedule)
 
 
-def _check_wish(wish: Wish) -> None:
+def check_wish(wish: Wish) -> None:
+    """Each thing is of its kind."""
     stages, devices = wish.stages, wish.devices
     if isinstance(stages, bool | float | str):
         raise ArgumentError(
@@ -150,19 +154,29 @@ def _as_wished(module: nn.Module, wish: Wish, schedule: str | Schedule | None) -
     if stages is None:
         assert wish.devices is not None
         stages = len(wish.devices) * per_rank
-    number = _number(stages)
+    number = number_of(stages)
     ranks = -(-number // per_rank)
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     devices = [places[rank].device for rank in placement]
-    if is_layered(module):
-        partition = cut(module, _counts(module, stages, wish, places[placement[0]]))
-    else:
-        example = Example.read(wish.example, wish.chunks)
-        partition = cut_model(module, stages, example, wish.units, wish.balance, devices)
+    partition = parted(module, wish, stages, [places[rank] for rank in placement])
     blanks = _give_memory(module, partition.stages, devices)
     _move(partition.stages, devices)
     return Split(partition, dict(enumerate(places)), placement, blanks=blanks)
+
+
+def parted(
+    module: nn.Module, wish: Wish, stages: int | Sequence[int], places: Sequence[Place]
+) -> Partition:
+    """The model cut as wished, a place for each stage; nothing is moved."""
+    if not is_layered(module):
+        example, devices = Example.read(wish.example, wish.chunks), [p.device for p in places]
+        return cut_model(module, stages, example, wish.units, wish.balance, devices)
+    partition = cut(module, _counts(module, stages, wish, places[0]))
+    if wish.example is None:
+        return partition
+    sizes = sizes_on(module, partition.stages, wish.example, wish.chunks)
+    return replace(partition, outline=partition.outline.with_sizes(sizes))
 
 
 def _among_processes(
@@ -170,7 +184,7 @@ def _among_processes(
 ) -> Split:
     """This process's share: it keeps no layer of another's."""
     stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
-    placement = placement_of(schedule, site.ranks, _number(stages))
+    placement = placement_of(schedule, site.ranks, number_of(stages))
     if not is_layered(module):
         return _part_among_processes(module, wish, stages, placement, site)
     counts = site.settled(lambda: _counts(module, stages, wish, site.place))
@@ -194,7 +208,9 @@ def _part_among_processes(
 ) -> Split:
     """The same of a whole forward: every process follows it, and keeps its own units."""
     example, device = Example.read(wish.example, wish.chunks), site.place.device
-    prospect = prospect_of(module, example, wish.units, len(placement))
+    if not isinstance(example, Prospect):
+        example = prospect_of(module, example, wish.units, len(placement))
+    prospect = example.onto(module)
     found = site.settled(lambda: settled(prospect, stages))
     blanks = []
 
@@ -209,7 +225,8 @@ def _part_among_processes(
     return Split(share.partition, places, placement, share.ties, share.same, *blanks)
 
 
-def _number(stages: int | Sequence[int]) -> int:
+def number_of(stages: int | Sequence[int]) -> int:
+    """How many stages are asked for."""
     number = stages if isinstance(stages, int) else len(stages)
     if number < 1:
         raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
@@ -217,11 +234,16 @@ def _number(stages: int | Sequence[int]) -> int:
 
 
 def _give_memory(
-    module: nn.Sequential, stages: Sequence[Stage], devices: Sequence[torch.device]
+    module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> Blanks:
-    """To layers of these stages that were built on meta."""
+    """To what was built on meta of these stages."""
     named = zip(stages, devices, strict=True)
-    return materialise(module, {name: device for stage, device in named for name in stage.names})
+    layers = [
+        (name, layer, device)
+        for stage, device in named
+        for name, layer in zip(stage.names, stage.layers, strict=True)
+    ]
+    return materialise(module, layers)
 
 
 def _move(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:

@@ -7,17 +7,19 @@ All is moved there at once, not from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.batch import Rows, check_inputs, moved, scatter
 from penstock.ir import StageGraph
-from penstock.partition.forward.whole import Whole
+from penstock.partition.forward.whole import Dealt, Whole
 from penstock.partition.partition import Layers, Partition
 from penstock.partition.side import Side, check_named
+from penstock.stage.reduction import Counting, Reduction
 
 Given = Mapping[int, list[tuple[Any, ...]]]  # by stage, the values of each micro-batch
 Where = Callable[[int], torch.device | None]  # a stage's device; None: it is not fed here
@@ -30,6 +32,7 @@ class Batch:
     inputs: tuple[Any, ...]
     side: Mapping[str, Any] = field(default_factory=dict)
     target: tuple[Any, ...] = ()  # of one, or of none
+    scores_itself: bool = False  # the loss is the model's own
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,13 @@ class Fed:
     graph: StageGraph  # who feeds whom in this call
     target: bool = False  # is the last value of the last stage's
     divided: str = ""  # how: the same on every rank that divides the forward in the same way
+    counting: Counting | None = None  # what counts of targets that the model's own loss has
+
+    def rule(self, known: Reduction) -> Reduction:
+        """How losses make one, if the model's own says what counts in it."""
+        if self.counting is None or known.sums:
+            return known
+        return replace(known, counting=self.counting)
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
@@ -59,9 +69,7 @@ def feed(partition: Partition, chunks: int, batch: Batch, where: Where) -> Fed:
     return _to_layers(partition, partition.how, chunks, batch, where)
 
 
-def _to_layers(
-    partition: Partition, how: Layers, chunks: int, batch: Batch, where: Where
-) -> Fed:
+def _to_layers(partition: Partition, how: Layers, chunks: int, batch: Batch, where: Where) -> Fed:
     inputs, side, target = batch.inputs, batch.side, batch.target
     if not side and not target:
         pieces, rows = scatter(inputs, chunks)
@@ -105,10 +113,8 @@ def _takers(partition: Partition, how: Layers, side: Mapping[str, Any]) -> dict[
     }
 
 
-def _to_parts(
-    partition: Partition, whole: Whole, chunks: int, batch: Batch, where: Where
-) -> Fed:
-    """Each micro-batch may be divided in its own way; who feeds whom in any of them, does in all."""
+def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, where: Where) -> Fed:
+    """Each micro-batch is divided in its own way; who feeds whom in one of them, does in all."""
     inputs, side = batch.inputs, {**whole.defaults(batch.side), **batch.side}
     last = len(partition.stages) - 1
     target = tuple(moved(value, where(last)) for value in batch.target)
@@ -117,12 +123,10 @@ def _to_parts(
     state, split_at = whole.state(), len(inputs)
     ends = split_at + len(side)
     dealt = [
-        whole.divided(
-            piece[:split_at], dict(zip(side, piece[split_at:ends], strict=True)), state
-        )
+        whole.divided(piece[:split_at], dict(zip(side, piece[split_at:ends], strict=True)), state)
         for piece in pieces
     ]
-    edges = sorted({edge for one in dealt for edge in one.division.edges})
+    edges = sorted({edge for one in dealt for edge in one.edges})
     graph = StageGraph.chain(len(partition.stages), edges)
     sends = {s: tuple(d for a, d in graph.edges if a == s) for s in range(last + 1)}
     handed = [one.handed(state, sends) for one in dealt]
@@ -134,7 +138,19 @@ def _to_parts(
                 (told, *(moved(tensor, device) for tensor in one.taken(stage)))
                 for told, one in zip(handed, dealt, strict=True)
             ]
-    if target and last in given:
-        given[last] = [(*v, piece[-1]) for v, piece in zip(given[last], pieces, strict=True)]
-    ways = " ".join(one.digest for one in dealt)
-    return Fed(given, rows, len(pieces), graph, bool(target) and last in given, ways)
+    targets, counting = [piece[-1] for piece in pieces] if target else [], None
+    own = _own_targets(dealt) if batch.scores_itself and not target else None
+    if own is not None:
+        targets, counting = [moved(one, where(last)) for one in own[0]], own[1]
+    if targets and last in given:
+        given[last] = [(*v, one) for v, one in zip(given[last], targets, strict=True)]
+    has_target, ways = bool(targets) and last in given, " ".join(one.digest for one in dealt)
+    return Fed(given, rows, len(pieces), graph, has_target, ways, counting)
+
+
+def _own_targets(dealt: Sequence[Dealt]) -> tuple[list[Tensor], Counting] | None:
+    """Those of the model's own loss, if every micro-batch has them, and counts them alike."""
+    found = [pair for one in dealt if (pair := one.counted()) is not None]
+    if len(found) < len(dealt) or len({counting.ignored for _, counting in found}) > 1:
+        return None
+    return [target for target, _ in found], found[0][1]

@@ -63,12 +63,12 @@ class OneProcess:
         self._arranged.check()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
         program, phase = self._arranged.run_of_step(settings, fed)
-        rule = reduction_of(lesson.loss_fn, settings.reduction)
+        rule = fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
         stages = ending_in_loss(
             self._split.partition.stages,
             lesson.loss_fn,
             rule.counting,
-            bool(batch.target),
+            fed.target,
             lesson.outputs,
         )
         scale = loss_scale(lesson.scaler, self._device_of(len(stages) - 1))

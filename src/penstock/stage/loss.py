@@ -96,8 +96,21 @@ class Scored:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model gives itself: its output, or the `loss` in that."""
-    return output.loss if isinstance(getattr(output, "loss", None), Tensor) else output
+    """The loss that a model gives itself: its output, the `loss` in that, or the first of it."""
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return output.loss
+    if type(output) is tuple and len(output) > 1 and _is_number(output[0]):
+        with_weight = len(output) == 2 and (_is_number(output[1]) or not _holds(output[1]))
+        return output if with_weight else output[0]
+    return output
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _holds(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def read_loss(found: Any, source: str) -> tuple[Tensor, Beside]:

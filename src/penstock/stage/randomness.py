@@ -102,7 +102,7 @@ class OwnRandom(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, args, kwargs):
             return func(*args, **(kwargs or {}))
         return self._draw(func, args, kwargs or {})
 
@@ -118,6 +118,8 @@ class OwnRandom(TorchDispatchMode):
                     "or set checkpoint='never'"
                 )
             return func(*args, **kwargs)  # its own affair
+        if _draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
         _refuse_inside_checkpoint()
         mine = self._generator(_device_of(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -137,6 +139,15 @@ class OwnRandom(TorchDispatchMode):
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             self._fresh[device] = self._generators[device].get_state()
         return self._generators[device]
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Attention may drop some of its weights; with dropout_p=0 it draws nothing."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[at] if at < len(args) else (kwargs or {}).get("dropout_p", 0.0)
+            return bool(given == 0.0)
+    return False
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -159,6 +170,15 @@ def _shared_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Attention could draw, and does not without dropout."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[at] if at < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not given
+    return False
 
 
 def _refuse_inside_checkpoint() -> None:

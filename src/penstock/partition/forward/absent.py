@@ -53,7 +53,7 @@ class Absent(Tensor):
     """Looks like the tensor that it stands for; whoever computes with it is told."""
 
     value: int  # which one of the plan's
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(look: Look, device: torch.device, value: int) -> Absent:
@@ -69,14 +69,17 @@ class Absent(Tensor):
         made.value = value
         return made
 
-    def __deepcopy__(self, memo: Any) -> Absent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Absent.of, (Look.of(self), self.device, self.value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Only what no plan foresaw comes here."""

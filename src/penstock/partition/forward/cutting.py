@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from penstock.partition.forward.part import Part
 from penstock.partition.forward.skeleton import Skeleton, absent_of, front, twin
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
-from penstock.partition.forward.whole import Cut, Whole
+from penstock.partition.forward.whole import Cut, Plans, Whole
 from penstock.stage.stage import Stage
 
 
@@ -28,6 +29,12 @@ class Prospect:
     trace: Trace
     constants: Mapping[int, Tensor]
     example: tuple[tuple[Any, ...], dict[str, Any]]
+    plans: Plans = field(default_factory=OrderedDict, repr=False)
+
+    def onto(self, model: nn.Module) -> Prospect:
+        """The same for a copy of the model, to be cut alike: no plan has to be made twice."""
+        units = {name: model.get_submodule(name) for name in self.units}
+        return replace(self, model=model, units=units)
 
     @property
     def calls(self) -> list[CallOf]:
@@ -54,8 +61,8 @@ def cut_at(
             calls[next(order)] = stage
     division = divide(prospect.trace, lambda call, _: calls[call], len(counts))
     units = _homes_of_units(prospect.units, calls)
-    cut = Cut(len(counts), calls, units, _homes_of_parameters(prospect, units, division))
-    return cut, division
+    homes = _homes_of_parameters(prospect, units, division)
+    return Cut(len(counts), calls, units, homes, division.writes), division
 
 
 def _homes_of_units(
@@ -63,7 +70,7 @@ def _homes_of_units(
 ) -> dict[str, tuple[int, ...]]:
     """One that was not called stays with the one that was registered before it."""
     found: dict[str, tuple[int, ...]] = {}
-    before = (0,)
+    before: tuple[int, ...] = (0,)
     for name in units:
         stages = sorted({stage for call, stage in calls.items() if call.unit == name})
         before = found[name] = tuple(stages) or before[-1:]
@@ -105,7 +112,8 @@ def stages_of(
     """The stages on `devices`; the excerpt is of the model, if not all of it is in this process."""
     parents = prospect.parents() if excerpt is None else excerpt.parents
     stages = drafts_of(prospect, cut, survey.division, devices, parents)
-    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, excerpt)
+    known = prospect.plans if excerpt is None else OrderedDict()
+    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, excerpt, known)
     whole.learn(prospect.example, prospect.trace, survey.division, prospect.constants)
     return stages, whole
 
@@ -120,8 +128,7 @@ def drafts_of(
     """The stages alone."""
     shared_fronts = {id(m): front(name, m) for name, m in prospect.units.items()}
     return [
-        _stage(index, prospect, cut, division, parents, shared_fronts, devices)
-        for index in devices
+        _stage(index, prospect, cut, division, parents, shared_fronts, devices) for index in devices
     ]
 
 
@@ -164,16 +171,16 @@ def _stage(
 def _shell(
     name: str, unit: nn.Module, index: int, division: Division, device: torch.device
 ) -> nn.Module | None:
-    """Of a unit of another stage, some of whose parameters are used here, between units."""
-    used = {
-        key for key, users in division.uses.items() if key.startswith(f"{name}.") and index in users
-    }
+    """Of a unit of another stage: those of its parameters and buffers that are used here."""
+    users = [*division.uses.items(), *division.reads.items()]
+    used = {key for key, stages in users if key.startswith(f"{name}.") and index in stages}
     if not used:
         return None
     made = twin(unit)
     for path, module in made.named_modules(prefix=name):
         _keep_only(module, lambda key, path=path: f"{path}.{key}" in used, device)
-        module._buffers.clear()
+        for key in [key for key in module._buffers if f"{path}.{key}" not in used]:
+            del module._buffers[key]
     return made
 
 
@@ -192,6 +199,9 @@ def _keepers(
     for name, (_, copy) in skeleton.parents.items():
         prefix = f"{name}." if name else ""
         _keep_only(copy, lambda key, p=prefix: index in cut.parameters[p + key], device)
+        for key in [k for k in copy._buffers if cut.written.get(prefix + k, index) != index]:
+            buffer = copy._buffers.pop(key)
+            copy.__dict__[key] = None if buffer is None else absent_of(buffer, device)
         if any(t is not None for t in (*copy._parameters.values(), *copy._buffers.values())):
             keeper = nn.Module()
             keeper.__dict__["_parameters"] = copy._parameters

@@ -8,13 +8,13 @@ follows from the inputs alone is computed by every stage that needs it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import CutError
 from penstock.partition.forward.tables import called
-from penstock.partition.forward.trace import CallOf, Kind, New, Same, Step, Trace
+from penstock.partition.forward.trace import CallOf, Kind, New, Same, Step, Trace, Value
 
 Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter
 
@@ -40,6 +40,7 @@ class Division:
     stages: Mapping[int, int]  # of the steps that run on one stage alone
     uses: Mapping[str, frozenset[int]]  # parameters that are used between units, by stages
     reads: Mapping[str, frozenset[int]]  # the same of buffers
+    writes: Mapping[str, int]  # buffers that are changed there, by stages
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -72,14 +73,14 @@ def divide(
         for source, values in portion.arriving.items():
             portions[source].departing[stage] = values
     _check_changes(trace, where.stages, portions)
-    uses = _users(trace, where.stages, portions, lambda v: v.parameter)
-    reads = _users(trace, where.stages, portions, lambda v: v.buffer)
-    return Division(trace, tuple(portions), dict(where.stages), uses, reads)
+    uses = _users(trace, portions, lambda v: v.parameter)
+    reads = _users(trace, portions, lambda v: v.buffer)
+    writes = _writers(trace, where.stages, reads)
+    return Division(trace, tuple(portions), dict(where.stages), uses, reads, writes)
 
 
 def digest_of(division: Division) -> str:
-    """A few letters: the same where the same values go the same ways, and units are on the same
-    stages."""
+    """A few letters: the same where units are on the same stages, and the same values go there."""
     trace = division.trace
     told: list[Any] = sorted((str(trace.steps[at].func), division.stages[at]) for at in trace.calls)
     for portion in division.portions:
@@ -101,6 +102,7 @@ class _Placing:
             for value in step.takes:
                 self._users.setdefault(value, []).append(at)
         self._late = set(trace.output.made)
+        self._changers = {old: at for at, step in enumerate(trace.steps) for old in step.changes}
 
     def takes(self, at: int) -> Iterable[int]:
         """The values that a step needs."""
@@ -112,14 +114,6 @@ class _Placing:
         for at in self.trace.calls:
             step = self.trace.steps[at]
             before = self.stages[at] = placed(step.func, before)
-        regions: dict[int, set[int]] = {}
-        for at in self.trace.calls:
-            region = self.trace.steps[at].region
-            if region is not None:
-                regions.setdefault(region, set()).add(self.stages[at])
-        if any(len(found) > 1 for found in regions.values()):
-            raise CutError("a checkpointed part of the forward would be cut: it is one piece")
-        self._regions = {region: min(found) for region, found in regions.items()}
 
     def place_glue(self) -> None:
         """First as early as what they take allows; then, from the end, where it is used."""
@@ -139,8 +133,6 @@ class _Placing:
         return step.free or step.kind in (Kind.READ, Kind.CALL)
 
     def _earliest(self, step: Step, early: Mapping[int, int | None]) -> int | None:
-        if step.region in self._regions:
-            return self._regions[step.region]  # type: ignore[index]
         makers = [self.trace.values[value].maker for value in step.takes]
         found = [early[m] for m in makers if m is not None and m in early]
         known = [stage for stage in found if stage is not None]
@@ -155,8 +147,11 @@ class _Placing:
         if made & self._late:
             users.append(self._count - 1)
         first = min(users, default=early or 0)
-        if step.region is not None or step.changes or not users:
+        changed = [self.stages.get(self._changers.get(value, -1), 0) for value in made]
+        if step.changes or not users:
             chosen = early if early is not None else first
+        elif (early or 0) < max(changed, default=0) <= first:
+            chosen = max(changed)  # what is changed in place is made there, from what it looks at
         elif early is None or (first > early and self._may_sink(at, made, first)):
             chosen = first
         else:
@@ -252,7 +247,7 @@ def _check_changes(trace: Trace, stages: Mapping[int, int], portions: list[Porti
             if new not in needed or old in step.takes:
                 continue
             home = None if maker is None else stages.get(maker, stage)
-            if home not in (None, stage):
+            if home not in (None, stage) and not _seen_here(trace, step, old, stages, stage):
                 raise CutError(
                     f"at {step.where}, {called(step.func)} changes a tensor in place of which "
                     f"stage {home} has a view that is used again: clone it before you change it, "
@@ -260,19 +255,53 @@ def _check_changes(trace: Trace, stages: Mapping[int, int], portions: list[Porti
                 )
 
 
+def _seen_here(trace: Trace, step: Step, base: int, stages: Mapping[int, int], stage: int) -> bool:
+    """Was what the step changes made on this stage, as a view of the base that arrives?"""
+    waiting = [value for value in step.takes if value in step.changes]
+    while waiting:
+        maker = trace.values[waiting.pop()].maker
+        if maker is None or stages.get(maker) != stage:
+            continue
+        takes = trace.steps[maker].takes
+        if base in takes:
+            return True
+        waiting += [value for value in takes if value in step.changes]
+    return False
+
+
 def _users(
-    trace: Trace,
-    stages: Mapping[int, int],
-    portions: list[Portion],
-    name_of: Callable[..., str],
+    trace: Trace, portions: Sequence[Portion], name_of: Callable[[Value], str]
 ) -> dict[str, frozenset[int]]:
     found: dict[str, set[int]] = {}
     for stage, portion in enumerate(portions):
-        for value in portion.needs:
-            name = name_of(trace.values[value])
-            if name:
-                found.setdefault(name, set()).add(stage)
+        for at in portion.needs:
+            value = trace.values[at]
+            if value.maker is None and name_of(value):
+                found.setdefault(name_of(value), set()).add(stage)
     return {name: frozenset(where) for name, where in found.items()}
+
+
+def _writers(
+    trace: Trace, stages: Mapping[int, int], readers: Mapping[str, frozenset[int]]
+) -> dict[str, int]:
+    """Who changes a buffer must be the only one that has it."""
+    found: dict[str, set[int]] = {}
+    for at, stage in stages.items():
+        for old in trace.steps[at].changes:
+            if trace.values[old].buffer:
+                found.setdefault(trace.values[old].buffer, set()).add(stage)
+    for name, value in trace.lasting.items():
+        maker = trace.values[value].maker
+        found.setdefault(name, set()).add(stages.get(-1 if maker is None else maker, 0))
+    for name, writers in found.items():
+        having = sorted(writers | readers.get(name, frozenset()))
+        if len(having) > 1:
+            raise CutError(
+                f"the forward changes the buffer '{name}' between units, and stages "
+                f"{', '.join(map(str, having))} would have it, each at its own time: change and "
+                "read it in one unit, or cut elsewhere with stages="
+            )
+    return {name: min(writers) for name, writers in found.items()}
 
 
 def sources_of(step: Step, value: int) -> New | Same | int:

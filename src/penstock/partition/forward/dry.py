@@ -19,15 +19,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.partition.forward.tables import works_in_place
 from penstock.partition.forward.trees import flatten, unflatten
 
-# What a fake tensor cannot tell without numbers.
-NEEDS_NUMBERS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-    NotImplementedError,
-)
+# What comes next, or its shape, depends on numbers.
+DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)
+
+# A fake tensor cannot tell what an operation gives.
+_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError)
 
 
 @contextmanager
@@ -35,7 +34,12 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
     """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
     modules = list(model.modules())
     parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
-    buffers = [b for m in parents for b in m._buffers.values() if b is not None and not b.is_meta]
+    held_by = [*parents, *(m for m in modules if any(map(_is_one, m._buffers.values())))]
+    buffers = list(
+        dict.fromkeys(
+            b for m in held_by for b in m._buffers.values() if b is not None and not b.is_meta
+        )
+    )
     copies = [buffer.detach().clone() for buffer in buffers]
     with _random_kept(), _no_new_gradients(model):
         try:
@@ -46,13 +50,23 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(held)
-                if module.__dict__ != attributes:
+                if not _same_objects(module.__dict__, attributes):
                     module.__dict__.clear()
                     module.__dict__.update(attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
                         buffer.copy_(copy)
+
+
+def _is_one(buffer: Tensor | None) -> bool:
+    """One number: that is changed also without numbers, as the count of a BatchNorm is."""
+    return buffer is not None and buffer.numel() == 1
+
+
+def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Nothing was set; what may be tensors, alone or in lists, is not compared by value."""
+    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
 
 
 @contextmanager
@@ -83,7 +97,7 @@ class Marking(TorchDispatchMode):
     """Marks every tensor that is made while a unit computes, so that one that gets out is known."""
 
     def __init__(self, unit: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
 
     def __torch_dispatch__(
@@ -98,17 +112,39 @@ class Marking(TorchDispatchMode):
 
 
 def computed_without_numbers(
-    fake: FakeTensorMode, name: str, target: Callable[..., Any], args: Any, kwargs: Any
+    fake: FakeTensorMode, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """What a unit gives, of fake arguments. Where that needs numbers, it gets some."""
+    """What a unit or a function gives, of fake arguments.
+
+    Where a unit needs numbers, it gets some; a function between units does not.
+    """
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fake, Marking(name):
+        with fake, Marking(unit), _changed_to(modules, fake.from_tensor):
             return target(*args, **kwargs)
-    except NEEDS_NUMBERS:
-        pass
-    found = _computed_with_any(target, args, kwargs)
+    except _UNKNOWN as error:
+        if not unit and isinstance(error, DATA_DECIDES):
+            raise
+    found = _computed_with_any(target, modules, args, kwargs)
     leaves, spec = flatten(found)
-    return unflatten([_as_fake(fake, one, name) for one in leaves], spec)
+    return unflatten([_as_fake(fake, one, unit) for one in leaves], spec)
+
+
+@contextmanager
+def _changed_to(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, the modules have other parameters and buffers."""
+    homes: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._buffers) if h]
+    before = [dict(home) for home in homes]
+    for home in homes:
+        for name, tensor in home.items():
+            if tensor is not None:
+                home[name] = change(tensor)
+    try:
+        yield
+    finally:
+        for home, held in zip(homes, before, strict=True):
+            home.clear()
+            home.update(held)
 
 
 def _as_fake(fake: FakeTensorMode, leaf: Any, name: str) -> Any:
@@ -120,14 +156,16 @@ def _as_fake(fake: FakeTensorMode, leaf: Any, name: str) -> Any:
     return made
 
 
-def _computed_with_any(target: Any, args: Any, kwargs: Any) -> Any:
+def _computed_with_any(target: Any, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """On numbers that are there for their shapes alone; the unit's own are as before, after it."""
-    buffers = [b for b in target.buffers() if not b.is_meta]
+    held = [b for m in modules for b in m._buffers.values() if b is not None]
+    buffers = [b for b in held if not (b.is_meta or isinstance(b, FakeTensor))]
     copies = [buffer.detach().clone() for buffer in buffers]
     leaves, spec = flatten((args, kwargs))
     real_args, real_kwargs = unflatten([_any_numbers(leaf) for leaf in leaves], spec)
     try:
-        return target(*real_args, **real_kwargs)
+        with _changed_to(modules, lambda t: _any_numbers(t) if isinstance(t, FakeTensor) else t):
+            return target(*real_args, **real_kwargs)
     finally:
         with torch.no_grad():
             for buffer, copy in zip(buffers, copies, strict=True):
@@ -143,3 +181,29 @@ def _any_numbers(leaf: Any) -> Any:
     if leaf.dtype is torch.bool:
         return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def numberless(tensor: Tensor) -> Tensor:
+    """The same to look at, in next to no memory."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place; -1 where nobody counts."""
+    return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def changed_among(func: Any, tensors: Sequence[Tensor], before: Sequence[int]) -> list[Tensor]:
+    """Those that were changed in place since."""
+    now = versions(tensors)
+    found = [t for t, a, b in zip(tensors, now, before, strict=True) if a != b]
+    if not found and -1 in before and func is not None and works_in_place(func):
+        return list(tensors[:1])  # in inference mode
+    return found
+
+
+def drawn_since(random: Tensor) -> bool:
+    """Were random numbers drawn since the generator was so?"""
+    return not torch.equal(random, torch.get_rng_state())

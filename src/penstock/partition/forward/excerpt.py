@@ -8,15 +8,14 @@ and the model itself need not be kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.partition.forward.absent import Absent, Look
+from penstock.partition.forward.hollow import hollow
 from penstock.partition.forward.skeleton import (
     ELSEWHERE,
     NOWHERE,
@@ -24,7 +23,6 @@ from penstock.partition.forward.skeleton import (
     Skeleton,
     absent_of,
     elsewhere,
-    hollow,
     twin,
 )
 
@@ -62,17 +60,21 @@ class Excerpt:
             parent.__dict__[ELSEWHERE] = replace(rest, parameters=parameters, buffers=buffers)
         for unit in self.away:
             for module in unit.modules():
-                for held in (module._parameters, module._buffers):
+                homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for held in homes:
                     for key, tensor in held.items():
-                        if tensor is not None and not isinstance(tensor, nn.Parameter):
-                            held[key] = _cast(tensor, cast)  # type: ignore[assignment]
+                        own = isinstance(tensor, nn.Parameter) and not isinstance(tensor, Absent)
+                        if tensor is not None and not own:
+                            held[key] = _cast(tensor, cast)
 
 
 def _cast(tensor: Tensor, cast: Cast) -> Tensor:
     if not isinstance(tensor, Absent):
         return cast(tensor)
     dtype = cast(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
-    return Absent.of(replace(Look.of(tensor), dtype=dtype), tensor.device, NOWHERE)
+    made = Absent.of(replace(Look.of(tensor), dtype=dtype), tensor.device, NOWHERE)
+    made._is_param = isinstance(tensor, nn.Parameter)
+    return made
 
 
 def excerpt_of(
@@ -88,7 +90,7 @@ def excerpt_of(
 
     here = dict(_own_tensors(model, units, own))
     kept: dict[str, nn.Module] = {}
-    shells: dict[int, nn.Module] = {}
+    shells: dict[int, nn.Module | None] = {}
     for name, unit in units.items():
         kept[name] = unit
         if name not in own.units:
@@ -119,13 +121,11 @@ def _fill(
     name: str, empty: nn.Module, unit: nn.Module, own: Own, here: Mapping[str, Tensor]
 ) -> None:
     """What is tied to something of the process is that, and buffers have numbers, if few."""
-    for (path, made), module in zip(
-        empty.named_modules(prefix=name), unit.modules(), strict=True
-    ):
+    for (path, made), module in zip(empty.named_modules(prefix=name), unit.modules(), strict=True):
         for key in made._parameters:
             first = own.same.get(f"{path}.{key}", f"{path}.{key}")
             if first in here:
-                made._parameters[key] = here[first]  # type: ignore[assignment]
+                made._parameters[key] = here[first]
         for key, buffer in module._buffers.items():
             few = buffer is not None and buffer.numel() <= SMALL and not buffer.is_meta
             if few or f"{path}.{key}" in own.read:
@@ -178,36 +178,3 @@ def _prune(
     parent.__dict__["_modules"] = {
         key: child for key, child in seen.items() if child is not None or children[key] is None
     }
-
-
-@contextmanager
-def faked(
-    modules: Collection[nn.Module], fake: FakeTensorMode, device: torch.device
-) -> Iterator[None]:
-    """Within, parameters and buffers that are elsewhere or on meta can be computed with."""
-    made: dict[int, Tensor] = {}
-    changed: list[tuple[dict[str, Any], str, Tensor]] = []
-    for module in modules:
-        for held in (module._parameters, module._buffers):
-            for key, tensor in held.items():
-                if tensor is None or not (isinstance(tensor, Absent) or tensor.is_meta):
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _fake(tensor, fake, device)
-                changed.append((held, key, tensor))
-    for held, key, tensor in changed:
-        held[key] = made[id(tensor)]
-    try:
-        yield
-    finally:
-        for held, key, tensor in changed:
-            held[key] = tensor
-
-
-def _fake(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:
-    look, is_parameter = Look.of(tensor), isinstance(tensor, nn.Parameter)
-    meta = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device="meta")
-    made = FakeTensor(fake, meta, tensor.device if isinstance(tensor, Absent) else device)
-    made.requires_grad_(look.learns)
-    made._is_param = is_parameter  # type: ignore[attr-defined]
-    return made

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.partition.forward.performer import Ended, Performer
 from penstock.partition.forward.skeleton import Skeleton
@@ -50,15 +50,16 @@ class Part:
         leaves = list(handed.leaves)
         for place, stand_in in zip(handed.places, score.inputs, strict=True):
             leaves[place] = stand_in
+        given: dict[int, Tensor] = {}
         for at, tensor in zip(score.given, tensors, strict=True):
-            leaves[handed.places[at]] = tensor
+            leaves[handed.places[at]] = given[score.inputs[at].value] = tensor
         args, kwargs = unflatten(leaves, handed.spec)
         received = {
             value: tensor
             for source, values in score.arriving.items()
             for value, tensor in zip(values, arrived[source], strict=True)
         }
-        performer = Performer(score, self._targets, received)
+        performer = Performer(score, self._targets, received, given)
         output: Any = None
         try:
             with performer:
@@ -67,6 +68,8 @@ class Part:
             pass
         else:
             output = performer.finished(output)
+        if score.anew:
+            self._skeleton.hand_back(score.anew)
         departing = {
             dst: tuple(performer.kept[value] for value in score.departing.get(dst, ()))
             for dst in handed.neighbours[self._index]

@@ -1,15 +1,82 @@
-"""Which way a forward will go with other numbers: what it looks at is computed, and nothing else."""
+"""What follows from the inputs alone, computed again for other inputs, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.partition.forward.trace import New, Ref, Trace
+from penstock.partition.forward.trace import New, Ref, Step, Trace
 from penstock.partition.forward.trees import flatten, tensors_in
+
+
+class Replay:
+    """The steps of a trace that lead to some of its steps and values."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        constants: Mapping[int, Tensor],
+        buffer: Callable[[str], Tensor],
+        goals: Iterable[int],
+    ) -> None:
+        self._trace, self._constants, self._buffer = trace, constants, buffer
+        self._steps = _needed(trace, goals)
+        self._copies = any(trace.steps[at].changes for at in self._steps)
+
+    def run(self, inputs: Sequence[Tensor]) -> Iterator[tuple[Step, Any]]:
+        """Each step, and what it gives."""
+        return self._run(self._real(inputs, {}))
+
+    def values(self, inputs: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+        """Some of the values that they make, or that were there."""
+        real = self._real(inputs, {})
+        for _ in self._run(real):
+            pass
+        return [real(value) for value in wanted]
+
+    def _real(self, inputs: Sequence[Tensor], made: dict[int, Tensor]) -> _Real:
+        values = self._trace.values
+
+        def found(value: int) -> Tensor:
+            given, buffer = values[value].given, values[value].buffer
+            if given is not None:
+                tensor = inputs[given]
+            else:
+                tensor = self._buffer(buffer) if buffer else self._constants[value]
+            return tensor.detach().clone() if self._copies else tensor
+
+        return _Real(found, made)
+
+    def _run(self, real: _Real) -> Iterator[tuple[Step, Any]]:
+        with torch.no_grad():
+            for at in self._steps:
+                step = self._trace.steps[at]
+                args, kwargs = _with_values(step.arguments, real)
+                found = step.func(*args, **kwargs)
+                for old, new in step.changes.items():
+                    real.made[new] = real(old)
+                if step.result is not None:
+                    for leaf, tensor in zip(step.result.leaves, flatten(found)[0], strict=True):
+                        if isinstance(leaf, New):
+                            real.made[leaf.value] = tensor
+                yield step, found
+
+
+@dataclass
+class _Real:
+    """Values with their numbers: made, or found where they were before."""
+
+    find: Callable[[int], Tensor]
+    made: dict[int, Tensor]
+
+    def __call__(self, value: int) -> Tensor:
+        if value not in self.made:
+            self.made[value] = self.find(value)
+        return self.made[value]
 
 
 class Questions:
@@ -18,48 +85,21 @@ class Questions:
     def __init__(
         self, trace: Trace, constants: Mapping[int, Tensor], buffer: Callable[[str], Tensor]
     ) -> None:
-        self._trace, self._constants, self._buffer = trace, constants, buffer
-        self._steps = _needed(trace)
-        changed = {old for at in self._steps for old in trace.steps[at].changes}
-        self._copies = bool(changed)
-
-    def __bool__(self) -> bool:
-        return bool(self._steps)
+        asking = [at for at, step in enumerate(trace.steps) if step.asks]
+        self._replay = Replay(trace, constants, buffer, asking)
 
     def same_answers(self, inputs: Sequence[Tensor]) -> bool:
         """Would the forward go the same way with these?"""
-        steps, values = self._trace.steps, self._trace.values
-        made: dict[int, Any] = {}
-
-        def real(value: int) -> Tensor:
-            if value not in made:
-                given, buffer = values[value].given, values[value].buffer
-                if given is not None:
-                    found = inputs[given]
-                else:
-                    found = self._buffer(buffer) if buffer else self._constants[value]
-                made[value] = found.detach().clone() if self._copies else found
-            return made[value]
-
-        with torch.no_grad():
-            for at in self._steps:
-                step = steps[at]
-                args, kwargs = _with_values(step.arguments, real)
-                found = step.func(*args, **kwargs)
-                if step.asks and not _same(step.result is None, found, step.outcome):
-                    return False
-                for old, new in step.changes.items():
-                    made[new] = real(old)
-                if step.result is not None:
-                    for leaf, tensor in zip(step.result.leaves, flatten(found)[0], strict=True):
-                        if isinstance(leaf, New):
-                            made[leaf.value] = tensor
-        return True
+        return all(
+            _same(step.result is None, found, step.outcome)
+            for step, found in self._replay.run(inputs)
+            if step.asks
+        )
 
 
-def _needed(trace: Trace) -> list[int]:
-    """The steps that lead to a question, in order."""
-    waiting = [at for at, step in enumerate(trace.steps) if step.asks]
+def _needed(trace: Trace, goals: Iterable[int]) -> list[int]:
+    """The steps that lead to others, and those, in order."""
+    waiting = list(goals)
     found: set[int] = set()
     while waiting:
         at = waiting.pop()
@@ -85,7 +125,7 @@ def _with_values(arguments: Any, real: Callable[[int], Tensor]) -> Any:
 
 def _same(read: bool, found: Any, outcome: Any) -> bool:
     if not read:
-        return [tuple(t.shape) for t in tensors_in(found)] == outcome
+        return bool([tuple(t.shape) for t in tensors_in(found)] == outcome)
     if hasattr(found, "tobytes"):  # an array
         return bool(found.shape == outcome.shape and found.tobytes() == outcome.tobytes())
     return bool(found == outcome)

@@ -7,7 +7,8 @@ sets on itself while it computes is the stage's own, whatever other threads do m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -15,32 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.partition.forward.absent import Absent, Look
-
-
-class Watcher(TorchFunctionMode):
-    """Sees each operation of a forward, and is asked where a unit is called."""
-
-    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A parent calls a unit."""
-        raise NotImplementedError
-
-    def operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-    ) -> Any:
-        """A function is called; `call` is how, if another name is to be known for it."""
-        raise NotImplementedError
-
-
-def watcher_here() -> Watcher | None:
-    """The one under which this thread computes; None inside units, and where nobody watches."""
-    for at in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(at)
-        if isinstance(mode, Watcher):
-            return mode
-    return None
+from penstock.partition.forward.watching import watcher_here
 
 
 class Front:
@@ -60,6 +38,12 @@ class Front:
         """Called by itself, it is a call as well."""
         return self(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return front, (self._unit, self._target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return front(self._unit, copy.deepcopy(self._target, memo))
+
 
 class _Plain(Front, nn.Module):
     """In the place of a unit whose class cannot be derived from."""
@@ -73,7 +57,8 @@ def front(name: str, module: nn.Module) -> nn.Module:
     own = {"_unit": name, "_target": module}
     kind = type(module)
     try:
-        made_of = type(kind)(kind.__name__, (Front, kind), {"__module__": kind.__module__, **own})
+        metaclass: Any = type(kind)
+        made_of = metaclass(kind.__name__, (Front, kind), {"__module__": kind.__module__, **own})
         made = object.__new__(made_of)
         made.__dict__ = module.__dict__
     except (TypeError, RuntimeError, AttributeError):
@@ -86,17 +71,17 @@ class Skeleton:
     """The copied parents: the model's forward can be run on them."""
 
     def __init__(self, model: nn.Module, fronts: Mapping[int, nn.Module]) -> None:
-        self._made: dict[int, nn.Module] = dict(fronts)
         self.parents: dict[str, tuple[nn.Module, nn.Module]] = {}  # by name: original and copy
-        self.model = self._of(model, "")
-        for original, copy in self.parents.values():
-            _hold_copies(original, copy, self._made)
+        known = dict(fronts)
+        self.model = self._of(model, "", known)
+        for original, own in self.parents.values():
+            _hold_copies(original, own, known)
 
-    def _of(self, module: nn.Module, name: str) -> nn.Module:
-        if id(module) in self._made:
-            return self._made[id(module)]
+    def _of(self, module: nn.Module, name: str, known: dict[int, nn.Module]) -> nn.Module:
+        if id(module) in known:
+            return known[id(module)]
         made: nn.Module = object.__new__(type(module))
-        self._made[id(module)] = made
+        known[id(module)] = made
         self.parents[name] = module, made
         made.__dict__.update(module.__dict__)
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
@@ -104,36 +89,43 @@ class Skeleton:
         made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
         made.__dict__["_buffers"] = {**module._buffers, **rest.buffers}
         made.__dict__["_modules"] = {
-            key: None if child is None else self._of(child, f"{name}.{key}" if name else key)
+            key: None if child is None else self._of(child, f"{name}.{key}".strip("."), known)
             for key, child in (rest.children or module._modules).items()
         }
         return made
 
     def follow(self) -> None:
         """Set what can be set on the originals: whether they train, and their plain attributes."""
-        for original, copy in self.parents.values():
-            mine, theirs = copy.__dict__, original.__dict__
+        for original, own in self.parents.values():
+            mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
                 if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
                     mine[key] = value
 
     def refresh(self, device: torch.device) -> None:
         """Take the originals' buffers anew: they were cast."""
-        for original, copy in self.parents.values():
-            for key in copy._buffers.keys() & original._buffers.keys():
+        for original, own in self.parents.values():
+            for key in own._buffers.keys() & original._buffers.keys():
                 buffer = original._buffers[key]
-                copy._buffers[key] = None if buffer is None else buffer.to(device)
+                own._buffers[key] = None if buffer is None else buffer.to(device)
+
+    def hand_back(self, buffers: Iterable[str]) -> None:
+        """Buffers that the forward has assigned anew are the originals', too."""
+        for name in buffers:
+            path, _, key = name.rpartition(".")
+            original, own = self.parents[path]
+            original._buffers[key] = own._buffers[key]
 
 
 # What a copy has of its own.
 _KEPT = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 
 
-def _hold_copies(original: nn.Module, copy: nn.Module, made: Mapping[int, nn.Module]) -> None:
+def _hold_copies(original: nn.Module, own: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Also in plain lists and bound methods, where nothing is registered."""
     for key, value in original.__dict__.items():
         if key not in _KEPT and _holds_module(value):
-            copy.__dict__[key] = _mapped(value, made)
+            own.__dict__[key] = _mapped(value, made)
 
 
 def _holds_module(value: Any) -> bool:
@@ -182,27 +174,22 @@ ELSEWHERE = "_elsewhere"  # the attribute
 _NOTHING = Elsewhere()
 
 
-def hollow(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with other tensors: what a process keeps of another's unit."""
-    return _remade(module, change)
-
-
 def twin(module: nn.Module) -> nn.Module:
     """A copy with the same parameters and buffers: for a second stage that calls the module."""
-    return _remade(module, lambda tensor: tensor)
+    return remade(module, lambda tensor: tensor)
 
 
 def absent_of(tensor: Tensor, device: torch.device) -> Absent:
     """What stands for a parameter or buffer that is not here."""
     made = Absent.of(Look.of(tensor), device, NOWHERE)
-    made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+    made._is_param = isinstance(tensor, nn.Parameter)
     return made
 
 
 NOWHERE = -1
 
 
-def _remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+def remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """The tree copied, each tensor changed, and each once."""
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}

@@ -27,9 +27,7 @@ def state_of(parents: Iterable[nn.Module]) -> State:
 
 
 def _plain(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(
-        [(key, value) for key, value in attributes.items() if isinstance(value, _PLAIN)]
-    )
+    return tuple([(key, value) for key, value in attributes.items() if isinstance(value, _PLAIN)])
 
 
 def surroundings() -> tuple[Any, ...]:

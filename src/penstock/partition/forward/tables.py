@@ -1,4 +1,4 @@
-"""What is known of PyTorch's functions: which only look, which need no numbers, which are checks."""
+"""What is known of PyTorch's functions: which only look, need no numbers, or are checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 _LOOKS = (
     *("shape", "device", "dtype", "layout", "ndim", "itemsize", "nbytes", "names", "output_nr"),
-    *("requires_grad", "is_leaf", "grad_fn", "_version", "_base", "retains_grad", "volatile"),
+    *("grad_fn", "_version", "_base", "retains_grad", "volatile"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
     *("is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_sparse_csr"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "name", "grad"),
@@ -17,9 +17,9 @@ _LOOKS = (
 _ASKS = (
     *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "element_size"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "is_conj"),
-    *("is_neg", "is_inference", "is_pinned", "is_shared", "is_coalesced", "get_device", "has_names"),
+    *("is_neg", "is_inference", "is_pinned", "is_shared", "is_coalesced", "get_device", "type"),
     *("__len__", "__hash__", "dim_order", "_is_view", "is_set_to", "__repr__", "__format__"),
-    *("is_distributed", "_is_zerotensor", "__dir__", "type"),
+    *("is_distributed", "_is_zerotensor", "__dir__", "has_names"),
 )
 _FUNCTIONS = (
     *("is_tensor", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_signed", "numel"),
@@ -43,6 +43,9 @@ LOOKING = frozenset(
         *(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)),
     ]
 )
+
+# They look at what differs between a forward and its recomputation: answered as in the dry run.
+ANSWERED = frozenset(_of_tensor(("requires_grad", "is_leaf"), get=True))
 
 # Of their first argument they need no numbers: what they make is known wherever that is known.
 SHAPED = frozenset([*(getattr(torch, name) for name in _LIKE), *_of_tensor(_NEW)])
@@ -70,7 +73,21 @@ def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
 
 def called(func: Any) -> str:
     """A function's name, for people."""
+    if isinstance(func, str):
+        return func
     own = getattr(func, "__name__", None) or type(func).__name__
     if own in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '?')} ({own})"
     return str(own)
+
+
+def works_in_place(func: Any) -> bool:
+    """By its name."""
+    name = called(func)
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
+)

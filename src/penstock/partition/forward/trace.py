@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.tables import called
 
 
 class Kind(Enum):
@@ -45,6 +46,9 @@ class Result:
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (self.leaves, None)  # a copy is to be looked at
 
     @property
     def made(self) -> tuple[int, ...]:
@@ -84,7 +88,12 @@ class Step:
     asks: bool = False  # the outcome is a fact about numbers, on which the rest depends
     outcome: Any = None
     arguments: Any = None  # of one that is free: with a Ref where a value was
-    region: int | None = None  # inside a checkpointed part: which
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is to be looked at: functions cannot all be copied."""
+        func = self.func if self.kind is Kind.UNIT else called(self.func)
+        plain = replace(self, func=func, arguments=None)
+        return Step, tuple(getattr(plain, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,6 @@ class Trace:
     inputs: tuple[int, ...]  # the values of the tensors it was called with
     output: Result
     lasting: Mapping[str, int]  # buffers that were assigned anew: values, by the buffers' names
-    shared: tuple[frozenset[int], ...]  # values that share their memory, where one was changed
 
     @property
     def calls(self) -> list[int]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
-from penstock.partition.forward.excerpt import faked
-from penstock.partition.forward.recorder import Leak, Recorder
+from penstock.partition.forward.hollow import faked, is_hollow
+from penstock.partition.forward.ledger import Leak
+from penstock.partition.forward.meta import standing_in
+from penstock.partition.forward.recorder import Recorder
 from penstock.partition.forward.skeleton import Skeleton, front
 from penstock.partition.forward.trace import Trace
 from penstock.partition.forward.trees import flatten, unflatten
 from penstock.partition.forward.units import Asked, parts_inside, units_of
+from penstock.partition.forward.watching import follow_all
 
 
 def traced(
@@ -26,21 +28,31 @@ def traced(
 
     A value that leaves a unit sideways is a Leak.
     """
-    fronts = {id(module): front(name, module) for name, module in units.items()}
-    skeleton = Skeleton(model, fronts)
+    follow_all()
     leaves, spec = flatten((args, kwargs))
     leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    args, kwargs = unflatten(leaves, spec)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    copies = [copy for _, copy in skeleton.parents.values()]
-    modules = [*copies, *(m for unit in units.values() for m in unit.modules())]
-    everything = nn.ModuleList([model, *units.values()])
+    with standing_in(model, units.values(), leaves, fake) as unset:
+        found = _followed(model, units, leaves, spec, fake)
+    unset.check(found[0])
+    return found
+
+
+def _followed(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    leaves: list[Any],
+    spec: Any,
+    fake: FakeTensorMode,
+) -> tuple[Trace, dict[int, Tensor]]:
+    fronts = {id(module): front(name, module) for name, module in units.items()}
+    skeleton = Skeleton(model, fronts)
+    args, kwargs = unflatten(leaves, spec)
     parents = [original for original, _ in skeleton.parents.values()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    with faked(modules, fake, device), left_as_it_was(everything, parents):
-        recorder = Recorder(skeleton.model, fake)
-        inputs = recorder.given(tensors)
+    copies = [copy for _, copy in skeleton.parents.values()]
+    with left_as_it_was(model, parents), faked([*copies, *_away(units)], fake):
+        recorder = Recorder([model, skeleton.model], fake)
+        inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
             output = skeleton.model(*args, **kwargs)
@@ -51,7 +63,12 @@ def traced(
             if buffer is not None and buffer is not before[name].get(key)
         }
         trace = recorder.trace(inputs, output, lasting)
-    return trace, recorder.constants()
+    return trace, recorder.ledger.constants()
+
+
+def _away(units: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The modules of units that another process has."""
+    return [m for unit in units.values() if is_hollow(unit) for m in unit.modules()]
 
 
 def traced_open(

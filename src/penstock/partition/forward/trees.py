@@ -47,7 +47,7 @@ def _fields(record: Any) -> tuple[list[Any], list[str]]:
 
 def _record(kind: type) -> Callable[[Any, Any], Any]:
     def together(values: Any, names: list[str]) -> Any:
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)
         return made

@@ -54,7 +54,7 @@ def _visit(
         path = f"{name}.{key}" if name else key
         if child is None:
             continue
-        if elements and path not in above and path not in wanted:
+        if elements and path not in above and path not in wanted and not _is_bare(child):
             if _owns(child):
                 yield path, child
         else:
@@ -68,6 +68,12 @@ def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential):
         return sum(map(_owns, module.children())) > 1
     return False
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """A list that nobody can call, as it has no forward: a list in a list."""
+    lists = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return lists and type(module).forward is nn.Module.forward
 
 
 def _owns(module: nn.Module) -> bool:
@@ -88,8 +94,9 @@ def _wanted(model: nn.Module, asked: Asked) -> list[str]:
     if isinstance(asked, type) and issubclass(asked, nn.Module):
         found = [name for name, m in model.named_modules() if name and isinstance(m, asked)]
         return _some(found, f"of the class {asked.__name__}")
-    if callable(asked):
-        found = [name for name, module in model.named_modules() if name and asked(name, module)]
+    if callable(asked) and not isinstance(asked, type):
+        says: Any = asked
+        found = [name for name, module in model.named_modules() if name and says(name, module)]
         return _some(found, "for which the function says so")
     if isinstance(asked, list | tuple | set | frozenset):
         return [name for one in asked for name in _wanted(model, one)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError, RunError
+from penstock.partition.forward.counted import Counted, counted_in
 from penstock.partition.forward.division import Division, Homes, digest_of, divide
 from penstock.partition.forward.excerpt import Cast, Excerpt
-from penstock.partition.forward.performer import Score, score_of
-from penstock.partition.forward.recorder import Leak
-from penstock.partition.forward.replay import Questions
+from penstock.partition.forward.ledger import Leak
+from penstock.partition.forward.replay import Questions, Replay
+from penstock.partition.forward.score import Score, score_of
 from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
 from penstock.partition.forward.trees import flatten
+from penstock.partition.hugging_face import defaults_of
+from penstock.stage.reduction import Counting
 
 KINDS = 64  # of micro-batches that are remembered
 
@@ -34,6 +36,7 @@ class Cut:
     calls: Mapping[CallOf, int]  # as the example has them
     units: Mapping[str, tuple[int, ...]]
     parameters: Homes
+    written: Mapping[str, int] = field(default_factory=dict)  # buffers that the forward changes
 
     def placed(self, call: CallOf, before: int) -> int:
         """The stage of a call, after others on the stage before."""
@@ -62,12 +65,17 @@ class Handed:
     neighbours: Mapping[int, tuple[int, ...]]  # by stage: to whom it sends in this call
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Known:
     questions: Questions
     division: Division
-    scores: dict[int, Score]
-    digest: str
+    scores: Mapping[int, Score]
+    counted: Counted | None
+    targets: Replay  # leads to those of the loss, if they are counted
+    digest: str  # of the division
+
+
+Plans = OrderedDict[Any, list[_Known]]  # by the kind of micro-batch
 
 
 @dataclass
@@ -81,7 +89,7 @@ class Whole:
     devices: Mapping[int, torch.device]  # of the stages that are here
     survey: Survey
     excerpt: Excerpt | None = None  # in one of several processes
-    _known: OrderedDict[Any, list[_Known]] = field(default_factory=OrderedDict, repr=False)
+    _known: Plans = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +104,8 @@ class Whole:
     ) -> None:
         """What the example was divided into."""
         key, _, _ = self._key(*example, self.state())
-        self._add(key, trace, division, constants)
+        if key not in self._known:
+            self._add(key, trace, division, constants)
 
     @property
     def children(self) -> dict[str, nn.Module | None]:
@@ -125,14 +134,14 @@ class Whole:
                     "the Pipe after the change, or change what is inside the unit"
                 )
 
-    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> _Dealt:
+    def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> Dealt:
         """How the forward of these inputs is divided: known, or found by a dry run."""
         key, leaves, spec = self._key(args, kwargs, state)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for known in self._known.get(key, ()):
             if known.questions.same_answers(tensors):
                 self._known.move_to_end(key)
-                return _Dealt(known, leaves, spec, tensors)
+                return Dealt(known, leaves, spec, tensors)
         try:
             trace, constants = traced(self.model, self.units, args, dict(kwargs))
         except Leak as leak:
@@ -144,7 +153,7 @@ class Whole:
         division = divide(trace, self.cut.placed, self.cut.stages, self.cut.parameters)
         self._check_homes(division)
         known = self._add(key, trace, division, constants)
-        return _Dealt(known, leaves, spec, tensors)
+        return Dealt(known, leaves, spec, tensors)
 
     def _check_homes(self, division: Division) -> None:
         for name, users in division.uses.items():
@@ -155,11 +164,29 @@ class Whole:
                     "these inputs"
                 )
 
+        for name, stage in division.writes.items():
+            if self.cut.written.get(name) != stage:
+                raise CutError(
+                    f"the forward changes the buffer '{name}' between units, and with the example "
+                    "it did not: make the Pipe with the model set as now (in training, say), and "
+                    "an example like these inputs"
+                )
+
     def _add(
         self, key: Any, trace: Trace, division: Division, constants: Mapping[int, Tensor]
     ) -> _Known:
         scores = {stage: score_of(division, stage, d) for stage, d in self.devices.items()}
-        known = _Known(Questions(trace, constants, self._buffer), division, scores, digest_of(division))
+        counted = counted_in(trace)
+        goals = [] if counted is None else [counted.target, counted.classes]
+        makers = [trace.values[value].maker for value in goals if value is not None]
+        known = _Known(
+            Questions(trace, constants, self._buffer),
+            division,
+            scores,
+            counted,
+            Replay(trace, constants, self._buffer, [m for m in makers if m is not None]),
+            digest_of(division),
+        )
         self._known.setdefault(key, []).append(known)
         if len(self._known) > KINDS:
             self._known.popitem(last=False)
@@ -181,7 +208,7 @@ class Whole:
         """The model was cast: what was seen of it holds no longer."""
         if self.excerpt is not None:
             self.excerpt.cast(cast)
-        self._known.clear()
+        self._known = OrderedDict()
 
     def _key(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State
@@ -191,18 +218,8 @@ class Whole:
         return (str(spec), signs, state, surroundings()), leaves, spec
 
 
-def defaults_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a cache of keys and values, which a model of transformers fills from inside units."""
-    config = getattr(model, "config", None)
-    if "use_cache" in given or not getattr(config, "use_cache", False):
-        return {}
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return {"use_cache": False} if takes else {}
-
-
 @dataclass(frozen=True)
-class _Dealt:
+class Dealt:
     """The division of one micro-batch, and its inputs."""
 
     known: _Known
@@ -211,14 +228,23 @@ class _Dealt:
     tensors: Sequence[Tensor]
 
     @property
-    def division(self) -> Division:
-        """Who does what."""
-        return self.known.division
+    def edges(self) -> list[tuple[int, int]]:
+        """Who sends to whom."""
+        return self.known.division.edges
 
     @property
     def digest(self) -> str:
         """The same in every process that divides in the same way."""
         return self.known.digest
+
+    def counted(self) -> tuple[Tensor, Counting] | None:
+        """The targets of the model's own loss, and what of them counts; None: not known."""
+        counted = self.known.counted
+        if counted is None:
+            return None
+        wanted = [counted.target] + ([] if counted.classes is None else [counted.classes])
+        target, *classes = self.known.targets.values(self.tensors, wanted)
+        return target, Counting(counted.ignored, *classes)
 
     def handed(self, state: State, neighbours: Mapping[int, tuple[int, ...]]) -> Handed:
         """For every stage."""
@@ -239,5 +265,3 @@ def _sign(leaf: Any) -> Any:
     except TypeError:
         return type(leaf), id(leaf)
     return type(leaf), leaf
-
-

@@ -62,9 +62,7 @@ class Beginning:
         """Are inputs carried from the first stage's rank to those whose stages take them?"""
         return self._sharing.data == "first" and not self._whole
 
-    def opened(
-        self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str
-    ) -> Opened:
+    def opened(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> Opened:
         """Agree; then every rank knows the sizes of it all."""
         modules = [m for stage in self._split.stages_here for m in stage.modules()]
         own += own_state(modules)
@@ -83,7 +81,7 @@ class Beginning:
         sample = sampled(tensors_in(batch))
         agreed = agree(self._team.peers, name, facts, sample, own + layout_of(batch), seed)
         learned, first = self._learned(agreed.key)
-        announced = Announcement.of(fed, bool(batch.target))
+        announced = Announcement.of(fed, bool(batch.target) or fed.counting is not None)
         return Opened(fed, general, announced, learned, agreed.seed, agreed.key, first)
 
     def _carried(
@@ -152,7 +150,7 @@ def spread(peers: Peers, by: int, batch: Batch, what: str) -> Batch:
     marked = [_marked(*each) for each in zip(leaves, marks, learns, strict=True)]
     inputs, side, target = pytree.tree_unflatten(marked, spec)
     assert isinstance(side, Mapping)
-    return Batch(inputs, side, target)
+    return Batch(inputs, side, target, batch.scores_itself)
 
 
 def _mark(leaf: Any) -> Any:

@@ -148,9 +148,7 @@ class ManyProcesses:
         self.team.link(self._split.talking_over(opened.fed.graph))
         return opened
 
-    def _call(
-        self, program: Program, stages: Sequence[Stage], opened: Opened
-    ) -> tuple[Call, Wire]:
+    def _call(self, program: Program, stages: Sequence[Stage], opened: Opened) -> tuple[Call, Wire]:
         schedule, team = program.schedule, self.team
         for layer in self._deferred:
             layer.begin(schedule.chunks)
@@ -200,7 +198,7 @@ class ManyProcesses:
     def _train(
         self, settings: Settings, lesson: Lesson, opened: Opened, program: Program, phase: Phase
     ) -> StepResult:
-        rule = reduction_of(lesson.loss_fn, settings.reduction)
+        rule = opened.fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
         target = opened.announced.target
         stages = ending_in_loss(self._stages, lesson.loss_fn, rule.counting, target, lesson.outputs)
         call, wire = self._call(program, stages, opened)
@@ -243,9 +241,7 @@ class ManyProcesses:
         parcels = [call.desk.inputs[cell] for cell in cells]
         return [put_together(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
 
-    def _result(
-        self, call: Call, opened: Opened, wire: Wire, book: Book, told: Told
-    ) -> StepResult:
+    def _result(self, call: Call, opened: Opened, wire: Wire, book: Book, told: Told) -> StepResult:
         """After all ranks have told: the same result on each."""
         self._end(told, opened, wire)
         given = tensors_by_cell(opened.fed.given)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
 
@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import balance
 from penstock.balance import check_cut, cut
 from penstock.errors import ArgumentError
 
@@ -79,27 +78,6 @@ def test_of_many_units_the_most_expensive_stage_is_as_cheap_as_the_simple_way_fi
 )
 def test_what_one_would_expect(costs: list[float], stages: int, counts: tuple[int, ...]) -> None:
     assert cut(costs, stages) == counts
-
-
-def test_the_search_takes_units_squared_steps_whatever_the_number_of_stages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    steps = 0
-    plain = balance._price
-
-    def counting(sums: Sequence[int], cap: int) -> Callable[[int, int], int]:
-        price = plain(sums, cap)
-
-        def priced(a: int, b: int) -> int:
-            nonlocal steps
-            steps += 1
-            return price(a, b)
-
-        return priced
-
-    monkeypatch.setattr(balance, "_price", counting)
-    check_cut(cut([1.0 + unit * 37 % 11 for unit in range(200)], 50), 200)
-    assert 0 < steps < 200**2
 
 
 @pytest.mark.parametrize(("units", "stages"), [(3, 4), (3, 0), (3, -1), (0, 1)])

@@ -1,0 +1,182 @@
+"""A cut model on paper: its units in order, what they cost, and what goes between the stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Seconds(NamedTuple):
+    """Of one micro-batch: forward, gradient of the inputs, gradient of the weights."""
+
+    forward: float
+    inputs: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One call of a unit: the smallest part that a stage takes."""
+
+    name: str
+    stage: int
+    parameters: int = 0  # numbers; those of a unit that is called again count once
+    size: int = 0  # bytes of them
+    seconds: Seconds | None = None  # None: not measured
+    keeps: int | None = None  # bytes of one micro-batch, for its backward
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A value that one stage sends to another for every micro-batch.
+
+    It is made after the piece `start`, and used by the piece `end`, or right before or after it.
+    """
+
+    name: str
+    src: int
+    dst: int
+    start: int
+    end: int
+    size: int | None = None  # bytes; None: not known
+    where: str = ""  # the line of the forward, where no unit made it
+
+    @property
+    def is_skip(self) -> bool:
+        """Does it jump over a stage?"""
+        return self.dst - self.src > 1
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that several stages have, with all of its names."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    parameters: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All that is known of a cut. `parameters` and `sizes` are those of each stage."""
+
+    model: str
+    pieces: tuple[Piece, ...]
+    flows: tuple[Flow, ...]
+    shared: tuple[Shared, ...]
+    parameters: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self.parameters)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The units of each stage."""
+        return tuple(len(self.of(stage)) for stage in range(self.stages))
+
+    @property
+    def total(self) -> int:
+        """The model's parameters, each once."""
+        again = sum(one.parameters * (len(one.stages) - 1) for one in self.shared)
+        return sum(self.parameters) - again
+
+    @property
+    def measured(self) -> bool:
+        """Is it known how long everything takes?"""
+        return all(piece.seconds is not None for piece in self.pieces)
+
+    def of(self, stage: int) -> list[Piece]:
+        """A stage's pieces."""
+        return [piece for piece in self.pieces if piece.stage == stage]
+
+    def seconds(self, stage: int) -> Seconds:
+        """Of a stage, if it was measured."""
+        found = [piece.seconds for piece in self.of(stage) if piece.seconds is not None]
+        return Seconds(*(sum(column) for column in zip(*found, strict=True))) if found else _NONE
+
+    def keeps(self, stage: int) -> int | None:
+        """Bytes of one micro-batch that a stage keeps for its backward."""
+        found = [piece.keeps for piece in self.of(stage)]
+        return None if None in found else sum(kept or 0 for kept in found)
+
+    def load(self, stage: int) -> float:
+        """What a stage weighs: seconds, or bytes of parameters where nothing was measured."""
+        return sum(self.seconds(stage)) if self.measured else float(self.sizes[stage])
+
+    def with_sizes(self, sizes: dict[tuple[int, int, int], int]) -> Outline:
+        """With the bytes of flows: by source, destination, and which of those between the two."""
+        seen: dict[tuple[int, int], int] = {}
+        flows = []
+        for flow in self.flows:
+            turn = seen.get((flow.src, flow.dst), 0)
+            seen[flow.src, flow.dst] = turn + 1
+            flows.append(replace(flow, size=sizes.get((flow.src, flow.dst, turn))))
+        return replace(self, flows=tuple(flows))
+
+
+_NONE = Seconds(0.0, 0.0, 0.0)
+
+# ---- words --------------------------------------------------------------------------------
+
+
+def bytes_said(size: float) -> str:
+    """Three digits.
+
+    >>> bytes_said(512), bytes_said(1_536_000)
+    ('512 B', '1.54 MB')
+    """
+    for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= 0.9995 * factor:
+            return f"{size / factor:.3g} {name}"
+    return f"{size:.0f} B"
+
+
+def numbers_said(count: int) -> str:
+    """As papers count parameters.
+
+    >>> numbers_said(1_685), numbers_said(124_439_808)
+    ('1,685', '124M')
+    """
+    for factor, letter in ((1e9, "B"), (1e6, "M")):
+        if count >= 0.9995 * factor:
+            return f"{count / factor:.3g}{letter}"
+    return f"{count:,}"
+
+
+def stages_said(stages: tuple[int, ...] | list[int]) -> str:
+    """In a sentence.
+
+    >>> stages_said([2]), stages_said([0, 2, 3])
+    ('stage 2', 'stages 0, 2 and 3')
+    """
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+
+
+def folded(names: list[str]) -> list[str]:
+    """Neighbours that are counted on are said as one.
+
+    >>> folded(["wte", "h.0", "h.1", "h.2", "ln_f"])
+    ['wte', 'h.0 to h.2', 'ln_f']
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _next(runs[-1][-1]) == name:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+
+
+def _next(name: str) -> str | None:
+    """The neighbour's name; a number may stand anywhere but it is the last that counts."""
+    parts = name.split(".")
+    for at in range(len(parts) - 1, -1, -1):
+        if parts[at].isdigit():
+            return ".".join([*parts[:at], str(int(parts[at]) + 1), *parts[at + 1 :]])
+    return None

@@ -1,0 +1,186 @@
+"""Modules tried out, and left as they were.
+
+While a module is tried, copies stand in for its tensors and for what its Python attributes hold:
+what the trial changes are those. The module itself is not copied: some cannot be, and some have a
+hook or an attribute that leads to the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Device = torch.device | str | None  # None: where each tensor is
+
+
+class Again:
+    """The same value once more, with other tensors; what was one thing in two places stays one.
+
+    Containers and plain objects are rebuilt, generators copied. Modules and whatever can be called
+    stay themselves.
+    """
+
+    def __init__(self, tensor: Callable[[Tensor], Tensor]) -> None:
+        self._tensor = tensor
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id; the original, to keep that in use
+
+    def __call__(self, value: Any) -> Any:
+        """The value once more."""
+        if id(value) not in self._made:
+            self._made[id(value)] = value, self._again(value)
+        return self._made[id(value)][1]
+
+    def keep(self, value: Any) -> None:
+        """This one stays itself, too."""
+        self._made[id(value)] = value, value
+
+    def _again(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if isinstance(value, torch.jit.ScriptModule):
+            with torch.no_grad():  # or its parameters would be computed from the original's
+                return copy.deepcopy(value)  # its state is not in Python
+        if type(value).__module__.partition(".")[0] == "numpy":
+            return copy.deepcopy(value)  # an array, or a generator
+        if callable(value) or isinstance(value, torch.Size):
+            return value
+        if isinstance(value, tuple | frozenset):
+            found = map(self, value)
+            return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        if isinstance(value, dict | list | set) or _is_plain(value):
+            return self._filled(value)
+        return value
+
+    def _filled(self, value: Any) -> Any:
+        try:
+            new = copy.copy(value)
+        except Exception:
+            return value  # it has reasons to be the only one
+        if new is value or type(new) is not type(value):
+            return value
+        self._made[id(value)] = value, new  # it may contain itself
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                dict.__setitem__(new, key, self(entry))
+        elif isinstance(value, list):
+            new[:] = map(self, value)
+        elif isinstance(value, set):
+            new.clear()
+            new.update(map(self, value))
+        own = getattr(value, "__dict__", None)
+        if own:
+            new.__dict__.update({name: self(entry) for name, entry in own.items()})
+        return new
+
+
+def _is_plain(value: Any) -> bool:
+    """Is it an object that is no more than its attributes, or Python's own random numbers?"""
+    if isinstance(value, random.Random):
+        return True
+    if type(value).__module__.partition(".")[0] == "torch" or hasattr(type(value), "__del__"):
+        return False  # to let go of a copy may let go of more
+    return isinstance(getattr(value, "__dict__", None), dict)
+
+
+def copier(device: Device) -> Callable[[Tensor], Tensor]:
+    """Copies tensors to the device. For what has no memory they make some up."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+            kind: Tensor = copy.deepcopy(tensor)
+            return kind if device is None else kind.to(device)
+        there = not tensor.is_meta
+        new = tensor.detach().to(device, copy=True) if there else _made_up(tensor, device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(new, tensor.requires_grad)
+        return new.requires_grad_(tensor.requires_grad)
+
+    return copied
+
+
+def _made_up(tensor: Tensor, device: Device) -> Tensor:
+    """Small numbers; zeros where they could be an index."""
+    new = torch.zeros_like(tensor, device=device or "cpu", requires_grad=False)
+    return new.normal_(std=0.02) if new.is_floating_point() or new.is_complex() else new
+
+
+@contextmanager
+def aside(module: nn.Module, device: Device) -> Iterator[nn.Module]:
+    """Within, the module computes with copies of what it has, on the device; it may be run."""
+    again = Again(copier(device))
+    if isinstance(module, torch.jit.ScriptModule):
+        yield again(module).to(device)
+        return
+    parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    before = [(part, part.__class__, part.__dict__) for part in parts]
+    hooks = [(found, dict(found)) for part in parts for found in _hooks(part)]
+    for found, _ in hooks:
+        again.keep(found)  # whoever removes a hook does it there
+    copies = [again(part.__dict__) for part in parts]
+    try:
+        for part, state in zip(parts, copies, strict=True):
+            object.__setattr__(part, "__dict__", state)
+        for part in parts:
+            if isinstance(part, nn.RNNBase):
+                part.flatten_parameters()
+        yield module
+    finally:
+        for part, kind, state in before:
+            object.__setattr__(part, "__class__", kind)  # one that was lazy has another now
+            object.__setattr__(part, "__dict__", state)
+        for found, were in hooks:
+            found.clear()
+            found.update(were)
+
+
+def _hooks(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict):
+            yield value
+
+
+@contextmanager
+def leaving_no_trace(tensors: Iterable[Any], device: Device) -> Iterator[Callable[[], None]]:
+    """Random states kept, gradients on (which `inference_mode(False)` does under no_grad, too).
+
+    Gives a function that waits for the devices: the one named, and those of the tensors.
+    """
+    devices = {found.device for found in tensors if isinstance(found, Tensor)}
+    if device is not None:
+        devices.add(torch.device(device))
+    gpus = [found for found in devices if found.type == "cuda"]
+
+    def synchronize() -> None:
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+
+    with (
+        torch.random.fork_rng(gpus),
+        _other_random_states(),
+        torch.inference_mode(False),
+        torch.autograd.set_multithreading_enabled(False),  # as a pipe's workers do
+    ):
+        yield synchronize
+
+
+@contextmanager
+def _other_random_states() -> Iterator[None]:
+    """Python's, and NumPy's if anybody uses it."""
+    state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(of_numpy)

@@ -1,0 +1,134 @@
+"""The values of a forward while it is followed: which tensor is which, and what shares memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from penstock.partition.forward.absent import Look
+from penstock.partition.forward.trace import Value
+from penstock.partition.forward.watching import where_now
+
+
+class Leak(Exception):
+    """A value left a unit sideways: the unit must be opened."""
+
+    def __init__(self, unit: str, where: str) -> None:
+        super().__init__(unit)
+        self.unit, self.where = unit, where
+
+
+class Ledger:
+    """Tensors are known by identity; a change in place makes them other values."""
+
+    def __init__(self, models: Sequence[nn.Module], fake: FakeTensorMode) -> None:
+        """Names are those of the last of the models that has a tensor."""
+        self.values: list[Value] = []
+        self.fake = fake
+        self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
+        self._alive: list[Tensor] = []
+        self._fakes: dict[int, Tensor] = {}  # by value
+        self._of_fakes: dict[int, int] = {}  # back, by identity
+        self._homes: dict[int, list[Tensor]] = {}  # the tensors in one memory
+        self._names: Counter[str] = Counter()
+        self._parameters = {id(p): name for m in models for name, p in m.named_parameters()}
+        self._buffers = {id(b): name for m in models for name, b in m.named_buffers()}
+
+    def given(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The inputs."""
+        return tuple(
+            self.register(t, Value(Look.of(t), True, None, f"input {at}", given=at))
+            for at, t in enumerate(tensors)
+        )
+
+    def value_of(self, tensor: Tensor) -> int:
+        """Which value it is now."""
+        found = self._known.get(id(tensor), self._of_fakes.get(id(tensor)))
+        if found is not None:
+            return found
+        parameter = self._parameters.get(id(tensor), "")
+        buffer = self._buffers.get(id(tensor), "")
+        if isinstance(tensor, FakeTensor) and not (parameter or buffer):
+            raise Leak(getattr(tensor, "made_in", ""), where_now())
+        look = Look.of(tensor)
+        name = parameter or buffer or self.new_name(f"constant {look}")
+        return self.register(tensor, Value(look, not parameter, None, name, parameter, buffer))
+
+    def is_free(self, value: int) -> bool:
+        """Does it follow from the inputs alone?"""
+        return self.values[value].free
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Is it there after the forward?"""
+        value = self.values[self.value_of(tensor)]
+        return bool(value.parameter or value.buffer)
+
+    def register(self, tensor: Tensor, value: Value) -> int:
+        """From now on the tensor is this value."""
+        at = len(self.values)
+        self.values.append(value)
+        if id(tensor) not in self._known:
+            self._alive.append(tensor)
+            home = _home(tensor)
+            if home is not None:
+                self._homes.setdefault(home, []).append(tensor)
+        self._known[id(tensor)] = at
+        return at
+
+    def new_name(self, stem: str) -> str:
+        """That no other value has; the same on every rank."""
+        if len(stem) > 200:
+            stem = f"{stem[:180]}~{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
+        self._names[stem] += 1
+        return f"{stem} #{self._names[stem]}"
+
+    def faked(self, tensor: Tensor) -> Tensor:
+        """The same without numbers."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        value = self.value_of(tensor)
+        if value not in self._fakes:
+            made = self.fake.from_tensor(tensor)
+            self._fakes[value] = made
+            self._of_fakes.setdefault(id(made), value)
+        return self._fakes[value]
+
+    def change(self, at: int, free: bool, changed: Sequence[Tensor]) -> dict[int, int]:
+        """All tensors in the memory of what a step changed in place are other values after it."""
+        changes: dict[int, int] = {}
+        members: dict[int, Tensor] = {}
+        for tensor in changed:
+            for one in (tensor, *self._homes.get(_home(tensor) or 0, ())):
+                members[id(one)] = one
+        for one in members.values():
+            before = self.value_of(one)
+            value = self.values[before]
+            fake = None if free else self.faked(one)
+            name = self.new_name(f"{value.name} changed")
+            after = replace(value, free=free, maker=at, name=name, given=None)
+            changes[before] = self.register(one, after)
+            if fake is not None:
+                self._fakes[changes[before]] = fake
+                self._of_fakes[id(fake)] = changes[before]
+        return changes
+
+    def constants(self) -> dict[int, Tensor]:
+        """The tensors that are no inputs, parameters or buffers, and were there before."""
+        return {
+            at: tensor
+            for tensor in self._alive
+            if (value := self.values[at := self._known[id(tensor)]]).maker is None
+            and not (value.parameter or value.buffer or value.given is not None)
+        }
+
+
+def _home(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,217 @@
+"""Who watches a forward: the part that the dry run and the stages have in common.
+
+A watcher is a TorchFunctionMode. It sees every operation between units, and is asked where a unit
+is called. Four things a mode does not see: functions with a backward of their own, scripted
+functions, `vmap`, and PyTorch's checkpoint. These tell a watcher of themselves, once
+`follow_all` was called.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import apis as _apis
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint as torch_checkpoint
+
+
+class Watcher(TorchFunctionMode):
+    """Sees each operation of a forward, and is asked where a unit is called."""
+
+    checkpointed: dict[str, Any] | None = None  # how, inside PyTorch's checkpoint
+
+    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A parent calls a unit."""
+        raise NotImplementedError
+
+    def operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> Any:
+        """A function is called; `call` is how, if another name is to be known for it."""
+        raise NotImplementedError
+
+
+def watcher_here() -> Watcher | None:
+    """The one under which this thread computes; None inside units, and where nobody watches."""
+    for at in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(at)
+        if isinstance(mode, Watcher):
+            return mode
+    return None
+
+
+@contextmanager
+def aside(watcher: Watcher) -> Iterator[None]:
+    """Within, nobody watches: what is computed is one thing."""
+    stack = _get_current_function_mode_stack()
+    above = stack[stack.index(watcher) :]
+    for _ in above:
+        torch._C._pop_torch_function_stack()
+    for mode in above[1:]:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in above[1:]:
+            torch._C._pop_torch_function_stack()
+        for mode in above:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+_NOT_THE_MODEL = ("/penstock/partition/forward/", "/torch/")
+
+
+def where_now() -> str:
+    """The line of the model's code that is being run."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if not any(part in name for part in _NOT_THE_MODEL) and not name.startswith("<"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+class Handle:
+    """In the place of a hook's handle, where the hook is on another stage."""
+
+    def remove(self) -> None:
+        """There is none."""
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+# ---- what a mode does not see -------------------------------------------------------------
+
+apis: Any = _apis  # its names are not exported
+checks: Any = torch_checkpoint
+
+_making = threading.Lock()
+
+
+def follow_all() -> None:
+    """Let what a mode does not see tell a watcher; where nobody watches, nothing is different."""
+    with _making:
+        if not hasattr(torch.autograd.Function.apply, "_tells_watchers"):
+            _follow_functions()
+            _follow_scripts()
+            _follow_vmap()
+            _follow_checkpoint()
+
+
+def _follow_functions() -> None:
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        watcher = watcher_here()
+        if watcher is None:
+            return original(cls, *args, **kwargs)
+        if cls is torch_checkpoint.CheckpointFunction:
+            function, preserve, *rest = args
+            with _checkpointed(watcher, {"preserve_rng_state": preserve}):
+                return function(*rest)
+        with aside(watcher):
+            return watcher.operation(cls, args, kwargs, lambda *a, **k: original(cls, *a, **k))
+
+    apply._tells_watchers = True  # type: ignore[attr-defined]
+    apply.__doc__ = original.__doc__
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def _follow_scripts() -> None:
+    kind = torch.jit.ScriptFunction
+    original = kind.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watcher = watcher_here()
+        if watcher is None:
+            return original(self, *args, **kwargs)
+        with aside(watcher):
+            return watcher.operation(self, args, kwargs, lambda *a, **k: original(self, *a, **k))
+
+    kind.__call__ = call  # type: ignore[method-assign]
+
+
+def _follow_vmap() -> None:
+    original = apis.vmap_impl
+
+    def vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
+        watcher = watcher_here()
+        if watcher is None:
+            return original(func, *args, **kwargs)
+        with aside(watcher):
+            return watcher.operation(
+                original,
+                (list(_captured(func)), *args),
+                kwargs,
+                lambda _, *some, **named: original(func, *some, **named),
+            )
+
+    apis.vmap_impl = vmap_impl
+
+
+def _captured(func: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors that a function has from around it."""
+    if not isinstance(func, FunctionType) or not depth:
+        return
+    for cell in func.__closure__ or ():
+        try:
+            inside = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if isinstance(inside, Tensor):
+            yield inside
+        yield from _captured(inside, depth - 1)
+        for one in inside if isinstance(inside, tuple | list) else ():
+            yield from _captured(one, depth - 1)
+
+
+def _follow_checkpoint() -> None:
+    """What a parent checkpoints is checkpointed unit by unit: so it can be cut anywhere."""
+    original = checks._checkpoint_without_reentrant_generator
+
+    def generator(
+        function: Any,
+        preserve_rng_state: bool,
+        context_fn: Any,
+        determinism_check: Any,
+        debug: Any,
+        *more: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        watcher = watcher_here()
+        if watcher is None:
+            yield from original(
+                function, preserve_rng_state, context_fn, determinism_check, debug, *more, **kwargs
+            )
+            return
+        how = {
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+        }
+        with _checkpointed(watcher, how):
+            yield
+
+    checks._checkpoint_without_reentrant_generator = generator
+
+
+@contextmanager
+def _checkpointed(watcher: Watcher, how: dict[str, Any]) -> Iterator[None]:
+    before, watcher.checkpointed = watcher.checkpointed, how
+    try:
+        yield
+    finally:
+        watcher.checkpointed = before

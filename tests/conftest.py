@@ -1,0 +1,27 @@
+"""How the tests are run: more at once than there are cores, and without looking at torch's objects.
+
+Tests of faults wait most of their time for a rank that gives no sign of life; others run meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` is: three for two cores."""
+    cores = len(os.sched_getaffinity(0))
+    return cores + cores // 2
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: a test that collects garbage need not go through it each time.
+
+    Torch has some 300,000 objects, and to collect takes a third of a second with them.
+    """
+    gc.collect()
+    gc.freeze()
