@@ -37,6 +37,7 @@ features: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py
 	$(BIN)/python benchmarks/fit.py
+	$(BIN)/python benchmarks/cut.py
 	$(BIN)/python benchmarks/trust.py
 
 format: $(READY)

@@ -58,14 +58,19 @@ if TYPE_CHECKING:
 
 
 class Pipe(nn.Module):
-    """A Sequential whose stages work on several devices at once, micro-batch by micro-batch.
+    """A model whose stages work on several devices at once, micro-batch by micro-batch.
+
+    A Sequential is cut between its layers. Of any other module, each stage runs the forward, and of
+    that its part: it needs an example, to find out what that is.
 
     chunks               micro-batches that a batch is cut into
     checkpoint           which of them are recomputed: always, except_last, never
     deferred_batch_norm  running statistics advance once a batch
     stages, devices      how many stages, or the layers of each; a device for each rank. Without
-                         both, neighbours on one device are a stage
-    balance, example     cut by time, memory or parameters, as measured on the example
+                         both, neighbours on one device are a stage of a Sequential
+    balance, example     cut by time, memory or parameters, as measured on the example, a batch
+    units, memory        of a model that is no Sequential: what a stage takes whole (a path, a class,
+                         a function of name and module); bytes that each device may have
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
@@ -103,6 +108,7 @@ class Pipe(nn.Module):
         balance: str | None = None,
         example: Any = None,
         units: AskedUnits = None,
+        memory: float | Sequence[float] | None = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
@@ -126,7 +132,7 @@ class Pipe(nn.Module):
             if deferred_batch_norm:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module)
             asked = read(schedule)
-            wish = Wish(stages, devices, balance, example, chunks, units)
+            wish = Wish(stages, devices, balance, example, chunks, units, memory)
             sharing = Sharing(data, outputs, shapes)
             facts = {} if team is None else described(module)  # before stage_fn changes it
             placed = split(module, wish, asked, None if team is None else site_in(team))

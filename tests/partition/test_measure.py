@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.partition import measure as measuring
-from penstock.partition.measure import Call, Measured, measure, measure_each
+from penstock.partition.forward.survey import UnitCost
+from penstock.partition.measure import Call, measure, measure_each
 from penstock.stage.added import add_loss
 from penstock.stage.later import weight_gradients
 from tests.support import Marked
@@ -357,7 +358,7 @@ def test_a_model_without_memory_gets_some_for_the_while() -> None:
         module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
         ids = torch.zeros(8, dtype=torch.long)
     found = measure(module, (ids,))
-    assert found == Measured(found.forward, found.inputs, found.weights, found.keeps, found.holds)
+    assert found == UnitCost(found.forward, found.inputs, found.weights, found.keeps, found.holds)
     assert found.keeps > 0
     assert all(p.is_meta for p in module.parameters())
     assert measure(module, (torch.zeros(8, dtype=torch.long),)).holds == found.holds
@@ -385,9 +386,9 @@ def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers() -> None:
 def test_calls_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[nn.Module] = []
 
-    def counting(module: nn.Module, *others: Any) -> Measured:
+    def counting(module: nn.Module, *others: Any) -> UnitCost:
         measured.append(module)
-        return Measured(len(measured), 0.0, 0.0, 0, 0)
+        return UnitCost(len(measured), 0.0, 0.0, 0, 0)
 
     monkeypatch.setattr(measuring, "measure", counting)
     blocks = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)]

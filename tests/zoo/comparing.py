@@ -188,6 +188,7 @@ class Exhibited:
             schedule=trial.schedule,
             runtime=trial.runtime,
             loss_fn=self.architecture.loss,
+            balance="parameters",
         )
 
     def compared(self, trial: Trial, pipe: Pipe, at: int, training: bool) -> float:

@@ -40,7 +40,7 @@ def _module(name: str, module: nn.Module, known: dict[int, int]) -> Hashable:
     own = {
         attribute: _value(value, set())
         for attribute, value in vars(module).items()
-        if attribute not in _OF_TORCH and not _WHICH_ONE.search(attribute)
+        if attribute not in _OF_TORCH and _counts(attribute, value)
     }
     tensors = {**module._parameters, **module._buffers}
     shared = tuple(known.setdefault(id(t), len(known)) for t in tensors.values())
@@ -59,6 +59,12 @@ def _hooks(module: nn.Module) -> Iterator[Hashable]:
     for kind, hooks in vars(module).items():
         if kind in _OF_TORCH and isinstance(hooks, dict) and kind.endswith("hooks") and hooks:
             yield kind, tuple(_value(hook, set()) for hook in hooks.values())
+
+
+def _counts(name: Any, value: Any) -> bool:
+    """Does it say more than which one of many this is?"""
+    named = isinstance(name, str) and _WHICH_ONE.search(name)
+    return not (named and isinstance(value, int | str))
 
 
 def _value(value: Any, around: set[int]) -> Hashable:
@@ -80,8 +86,8 @@ def _value(value: Any, around: set[int]) -> Hashable:
             return type(value), len(value)
         inside = around | {id(value)}
         if isinstance(value, dict):
-            entries = ((_value(k, inside), _value(v, inside)) for k, v in value.items())
-            return type(value), tuple(entries)
+            own = ((k, v) for k, v in value.items() if _counts(k, v))
+            return type(value), tuple((_value(k, inside), _value(v, inside)) for k, v in own)
         if isinstance(value, set | frozenset):
             return type(value), frozenset(_value(entry, inside) for entry in value)
         return type(value), tuple(_value(entry, inside) for entry in value)

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -184,3 +185,8 @@ def _other_random_states() -> Iterator[None]:
         random.setstate(state)
         if numpy:
             numpy.random.set_state(of_numpy)
+
+
+def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Its parameters and buffers, each once."""
+    return chain(module.parameters(), module.buffers())

@@ -62,10 +62,10 @@ def materialise(model: nn.Module, layers: Iterable[Layer]) -> Blanks:
     setters = setters_of(model)
     for number, module in reversed(list(enumerate(model.modules()))):  # what is inside first
         tensors = (*module.parameters(), *module.buffers())
-        device = next((t.device for t in tensors if not t.is_meta), None)
-        if device is not None:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                seed_generators(seed_of_cell(seed, number, 0), device)
+        home = next((t.device for t in tensors if not t.is_meta), None)
+        if home is not None:
+            with torch.random.fork_rng([home] if home.type == "cuda" else []):
+                seed_generators(seed_of_cell(seed, number, 0), home)
                 reset(module, setters, module in built & having, module in whole)
     blank = [entry for entry in fresh if entry[0].is_blank(*entry[1:])]
     lost = [slot.name for slot, _, _ in blank if not slot.kept]
@@ -107,7 +107,7 @@ def _give_model(model: nn.Module, name: str, layer: nn.Module, made: Made) -> No
             for held in (module._parameters, module._buffers):
                 for key, old in held.items():
                     if old in made and (key in copy._parameters or key in copy._buffers):
-                        held[key] = made[old]
+                        held[key] = made[old]  # type: ignore[assignment]
             _replace_attributes(module, made)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RunError
 from penstock.partition.alike import alike
-from penstock.partition.aside import Again, Device, aside, copier, leaving_no_trace
+from penstock.partition.aside import Again, Device, aside, copier, leaving_no_trace, own_tensors
+from penstock.partition.forward.survey import UnitCost
 from penstock.stage.added import added_losses
 from penstock.stage.deferred import Deferral
 from penstock.stage.graph import Beginning, Graph, edge
@@ -32,29 +31,9 @@ Call = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
 Storages = dict[int, int]  # bytes, by where
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Of one micro-batch: seconds of F, I and W, and bytes kept for its backward.
-
-    `holds` are the bytes there always: parameters and buffers, and for what is trained a gradient
-    and an optimizer's state.
-    """
-
-    forward: float
-    inputs: float
-    weights: float
-    keeps: int
-    holds: int
-
-    @property
-    def seconds(self) -> float:
-        """Of all three."""
-        return self.forward + self.inputs + self.weights
-
-
-def measure_each(calls: Iterable[Call], device: Device = None) -> list[Measured]:
+def measure_each(calls: Iterable[Call], device: Device = None) -> list[UnitCost]:
     """What each call costs; those that are alike are measured once."""
-    known: dict[Hashable, Measured] = {}
+    known: dict[Hashable, UnitCost] = {}
     found = []
     for module, args, kwargs in calls:
         key = alike(module, args, kwargs)
@@ -73,7 +52,7 @@ def measure(
     runs: int = 5,
     timeout: float = 0.5,
     state: int = 2,
-) -> Measured:
+) -> UnitCost:
     """What the call `module(*args, **kwargs)` costs, on the device or where things are.
 
     After one run to warm up the median of some counts: of `runs`, or of as many as start before
@@ -88,8 +67,8 @@ def measure(
     given = tuple(args), dict(kwargs or {})
     tensors: list[Tensor] = []
     Again(_into(tensors))(given)
-    tensors += _own_tensors(module)
-    holds = sum(t.nbytes * (2 + state if t.requires_grad else 1) for t in _own_tensors(module))
+    tensors += own_tensors(module)
+    holds = sum(t.nbytes * (2 + state if t.requires_grad else 1) for t in own_tensors(module))
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     end = perf_counter() + timeout
@@ -107,7 +86,7 @@ def measure(
         error.add_note(f"This was a {type(module).__name__}, run on an example to measure it.")
         raise
     forward, inputs, weights = map(median, zip(*seconds, strict=True))
-    return Measured(forward, inputs, weights, keeps, holds)
+    return UnitCost(forward, inputs, weights, keeps, holds)
 
 
 def timed(work: Callable[[], object], synchronize: Callable[[], None]) -> float:
@@ -155,7 +134,7 @@ class _Trial:
             if tensor is not None:
                 _add(saved, tensor)
         self._backward(graph, ones, [])
-        for tensor in _own_tensors(self._module):
+        for tensor in own_tensors(self._module):
             saved.pop(_where(tensor), None)
         return sum(saved.values())
 
@@ -240,7 +219,3 @@ def _gradients_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    return chain(module.parameters(), module.buffers())

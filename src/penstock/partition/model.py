@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock import balance as balancing
 from penstock.batch import scatter
 from penstock.errors import ArgumentError, KindError
 from penstock.ir import StageGraph
+from penstock.partition.costing import Room, counts_of
 from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
@@ -91,28 +91,20 @@ def cut_model(
     example: Example | Prospect,
     asked: Asked,
     balance: str | None,
-    devices: Sequence[torch.device],
+    room: Room,
 ) -> Partition:
     """As many stages as devices."""
+    count = len(room.devices)
     if isinstance(example, Prospect):
         prospect = example.onto(model)
     else:
-        prospect = prospect_of(model, example, asked, len(devices))
-    counts = counts_of(prospect, stages)
+        prospect = prospect_of(model, example, asked, count)
+    counts, costs = counts_of(prospect, stages, balance, room)
     cut, division = cut_at(prospect, counts)
-    survey = Survey(tuple(prospect.calls), tuple(counts), division)
-    made, whole = stages_of(prospect, cut, survey, dict(enumerate(devices)))
-    graph = StageGraph.chain(len(devices), division.edges)
+    survey = Survey(tuple(prospect.calls), tuple(counts), division, costs)
+    made, whole = stages_of(prospect, cut, survey, dict(enumerate(room.devices)))
+    graph = StageGraph.chain(count, division.edges)
     return Partition(tuple(made), graph, whole, outline_of_parts(prospect, cut, survey))
-
-
-def counts_of(prospect: Prospect, stages: int | Sequence[int]) -> Sequence[int]:
-    """How many calls each stage takes."""
-    calls = prospect.calls
-    if not isinstance(stages, int):
-        balancing.check_cut(stages, len(calls))
-        return stages
-    return balancing.cut([_bytes(prospect.units[call.unit]) for call in calls], stages)
 
 
 def _bytes(unit: nn.Module) -> int:

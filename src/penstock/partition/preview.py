@@ -24,11 +24,13 @@ def split(
     chunks: int = 1,
     units: Asked = None,
     balance: str | None = None,
+    memory: float | Sequence[float] | None = None,
 ) -> Partition:
     """Cut a model as `Pipe` would with the same arguments. The model stays as and where it is.
 
     `example` is a batch: a tensor, a tuple of inputs, or a dict of inputs by name. What is said of
-    values and activations is for one of its `chunks` micro-batches.
+    values and activations is for one of its `chunks` micro-batches. `memory` are the bytes that a
+    stage's device may have, or a list with those of each.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     >>> partition = split(layers, 2, torch.zeros(6, 4), balance="parameters")
@@ -48,7 +50,7 @@ def split(
     """
     check_model(model)
     check_chunks(chunks)
-    wish = Wish(stages, None, balance, example, chunks, units)
+    wish = Wish(stages, None, balance, example, chunks, units, memory)
     check_wish(wish)
     tensor = next((t for t in (*model.parameters(), *model.buffers())), torch.empty(0))
     here = place_at("cpu" if tensor.is_meta else tensor.device)

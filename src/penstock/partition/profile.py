@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.batch import scatter
 from penstock.errors import ArgumentError
-from penstock.partition.aside import Device, leaving_no_trace
+from penstock.partition.aside import Device, copier, leaving_no_trace, own_tensors
 from penstock.partition.measure import timed
 from penstock.stage.added import added_losses
 from penstock.stage.skip import SkipKey, Skips, use_skips
@@ -92,7 +92,7 @@ def _seconds(turn: _Turn, synchronize: Callable[[], None]) -> float:
 
 def _kept(turn: _Turn, counted: WeakSet[torch.UntypedStorage]) -> int:
     """Bytes kept for the backward by the layer's forward, and by none before."""
-    counted.update(t.untyped_storage() for t in _own_tensors(turn.layer))
+    counted.update(t.untyped_storage() for t in own_tensors(turn.layer))
     kept: set[torch.UntypedStorage] = set()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -181,12 +181,8 @@ def _turns(
 ) -> Iterator[_Turn]:
     """Each layer's turn, to be run before the next is asked for."""
 
-    def copied(tensor: Tensor) -> Tensor:
-        alike = tensor.detach().to(device, copy=True)
-        return alike.requires_grad_(tensor.requires_grad)
-
     skips = Skips()
-    values = pytree.tree_map_only(Tensor, copied, example)
+    values = pytree.tree_map_only(Tensor, copier(device), example)
     for at, layer in enumerate(layers):
         turn = _Turn(
             f"{at} ({type(layer).__name__})", copy.deepcopy(layer).to(device), values, skips
@@ -196,8 +192,4 @@ def _turns(
 
 
 def _tensors(layers: Sequence[nn.Module], example: tuple[Any, ...]) -> Iterator[Any]:
-    return chain(*map(_own_tensors, layers), pytree.tree_iter(example))
-
-
-def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:
-    return chain(layer.parameters(), layer.buffers())
+    return chain(*map(own_tensors, layers), pytree.tree_iter(example))

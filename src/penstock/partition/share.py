@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 
 from penstock.errors import CutError
 from penstock.ir import StageGraph
+from penstock.partition.costing import Room, counts_of
 from penstock.partition.forward.cutting import Prospect, cut_at, drafts_of, stages_of
 from penstock.partition.forward.division import Division
 from penstock.partition.forward.excerpt import Own, excerpt_of
-from penstock.partition.forward.survey import Survey
+from penstock.partition.forward.survey import Survey, UnitCost
 from penstock.partition.forward.whole import Cut
-from penstock.partition.model import counts_of
 from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
 from penstock.partition.tied import Tie, tied_names, ties_between
@@ -31,9 +31,13 @@ class Share:
     same: Mapping[str, str]  # further names of what is tied, in the whole model
 
 
-def settled(prospect: Prospect, stages: int | Sequence[int]) -> list[Any]:
-    """What one process finds for all: how many calls each stage takes, and their order."""
-    return [list(counts_of(prospect, stages)), [str(call) for call in prospect.calls]]
+def settled(
+    prospect: Prospect, stages: int | Sequence[int], balance: str | None, room: Room
+) -> list[Any]:
+    """What one process finds for all: the calls of each stage, in which order, and at what cost."""
+    counts, costs = counts_of(prospect, stages, balance, room)
+    told = [list(astuple(cost)) for cost in costs]
+    return [list(counts), [str(call) for call in prospect.calls], told]
 
 
 def share_of(
@@ -48,7 +52,7 @@ def share_of(
 
     All stages are drafted first: what ranks share is seen only where all of it is.
     """
-    counts, names = found
+    counts, names, costs = found
     cut, division = _cut(prospect, counts, names)
     devices = dict.fromkeys(range(len(counts)), device)
     drafts = drafts_of(prospect, cut, division, devices, prospect.parents())
@@ -58,7 +62,8 @@ def share_of(
     own = _own(prospect, cut, division, here, same)
     excerpt = excerpt_of(prospect.model, prospect.units, own, device)
     kept = replace(prospect, model=excerpt.model, units=excerpt.units)
-    survey = Survey(tuple(prospect.calls), tuple(counts), division)
+    measured = [UnitCost(*cost) for cost in costs]
+    survey = Survey(tuple(prospect.calls), tuple(counts), division, measured)
     made, whole = stages_of(kept, cut, survey, here, excerpt)
     stages = [stage.elsewhere() for stage in drafts]
     for stage in made:

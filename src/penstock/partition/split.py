@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule, StageGraph
+from penstock.partition.costing import BALANCES, Room
 from penstock.partition.forward.cutting import Prospect
 from penstock.partition.forward.units import Asked
 from penstock.partition.materialise import Blanks, materialise
@@ -33,8 +34,6 @@ from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
 from penstock.stage.stage import Stage
-
-BALANCES = ("time", "memory", "parameters")
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ class Wish:
     example: Any
     chunks: int
     units: Asked = None
+    memory: float | Sequence[float] | None = None
 
 
 def split(
@@ -170,13 +170,19 @@ def parted(
 ) -> Partition:
     """The model cut as wished, a place for each stage; nothing is moved."""
     if not is_layered(module):
-        example, devices = Example.read(wish.example, wish.chunks), [p.device for p in places]
-        return cut_model(module, stages, example, wish.units, wish.balance, devices)
+        room, example = _room(wish, places), Example.read(wish.example, wish.chunks)
+        return cut_model(module, stages, example, wish.units, wish.balance, room)
     partition = cut(module, _counts(module, stages, wish, places[0]))
     if wish.example is None:
         return partition
     sizes = sizes_on(module, partition.stages, wish.example, wish.chunks)
     return replace(partition, outline=partition.outline.with_sizes(sizes))
+
+
+def _room(wish: Wish, places: Sequence[Place]) -> Room:
+    devices = tuple(place.device for place in places)
+    flying = tuple(min(wish.chunks, len(devices) - stage) for stage in range(len(devices)))
+    return Room(devices, flying, wish.memory)
 
 
 def _among_processes(
@@ -210,8 +216,8 @@ def _part_among_processes(
     example, device = Example.read(wish.example, wish.chunks), site.place.device
     if not isinstance(example, Prospect):
         example = prospect_of(module, example, wish.units, len(placement))
-    prospect = example.onto(module)
-    found = site.settled(lambda: settled(prospect, stages))
+    prospect, room = example.onto(module), _room(wish, [site.place for _ in placement])
+    found = site.settled(lambda: settled(prospect, stages, wish.balance, room))
     blanks = []
 
     def make_ready(mine: Sequence[Stage]) -> None:

@@ -12,6 +12,7 @@ from penstock.errors import ArgumentError, KindError
 from penstock.gradients.sharded import is_sharded
 from penstock.gradients.shards import groups_of, is_in_parts
 from penstock.partition.chain import Chain
+from penstock.partition.forward.whole import Whole
 from penstock.partition.partition import Partition
 from penstock.partition.sequential import tensors_of
 from penstock.partition.tied import Tie
@@ -36,6 +37,8 @@ def wrapped(
         if not any(map(is_sharded, modules)):
             return partition
         stage_fn = _as_it_is
+    if isinstance(partition.how, Whole):
+        return _as_they_are(partition, stage_fn)
     ties = [homes for homes in _homes(partition.stages).values() if len(homes) > 1]
     stages = tuple(
         _around(stage, stage_fn) if stage.index in those else stage for stage in partition.stages
@@ -56,6 +59,25 @@ def wrapped(
                 "stages of one rank"
             )
     return replace(partition, stages=stages)
+
+
+def _as_they_are(partition: Partition, stage_fn: StageFn) -> Partition:
+    """Parts of a forward have nothing that could be wrapped; units may have been, before."""
+    if stage_fn is not _as_it_is:
+        raise ArgumentError(
+            "stage_fn wraps the layers of a Sequential, and here the stages are parts of one "
+            "forward: wrap the model's blocks (fully_shard(block), block.compile()) before you "
+            "make the Pipe"
+        )
+    return replace(
+        partition,
+        stages=tuple(
+            replace(
+                stage, shifting=frozenset(m for layer in stage.layers for m in _shifting(layer))
+            )
+            for stage in partition.stages
+        ),
+    )
 
 
 def _as_it_is(module: nn.Module, _: int) -> nn.Module:

@@ -238,7 +238,9 @@ class Recorder(Watcher):
         for leaf in flatten(found)[0]:
             if not isinstance(leaf, Tensor) and any(True for _ in hidden_in(leaf)):
                 raise Leak(name, where)
-        step = Step(Kind.UNIT, call, takes, None, where)
+        numbers = iter(takes)
+        refs = [Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        step = Step(Kind.UNIT, call, takes, None, where, arguments=(refs, spec))
         return self._write(step, found, tensors, changed, inside)
 
     # ---- writing --------------------------------------------------------------------------

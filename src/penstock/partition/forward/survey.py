@@ -11,13 +11,22 @@ from penstock.partition.forward.trace import CallOf
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one call of a unit costs for one micro-batch."""
+    """Of one call and one micro-batch: seconds of F, I and W, and bytes kept for its backward.
 
-    forward: float  # seconds
-    inputs: float  # of the gradient of its inputs
-    weights: float  # of that of its weights
-    keeps: int  # bytes for its backward
-    holds: int  # bytes of its parameters, their gradients and an optimizer's state
+    `holds` are the bytes there always: parameters and buffers, and for what is trained a gradient
+    and an optimizer's state.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+    keeps: int
+    holds: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all three."""
+        return self.forward + self.inputs + self.weights
 
 
 @dataclass(frozen=True)

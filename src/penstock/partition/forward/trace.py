@@ -87,7 +87,7 @@ class Step:
     lasting: bool = False  # it has an effect beyond this forward, or draws: it runs once
     asks: bool = False  # the outcome is a fact about numbers, on which the rest depends
     outcome: Any = None
-    arguments: Any = None  # of one that is free: with a Ref where a value was
+    arguments: Any = None  # of a unit, or one that is free: with a Ref where a value was
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is to be looked at: functions cannot all be copied."""
