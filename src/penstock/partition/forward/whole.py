@@ -14,6 +14,7 @@ from penstock.errors import CutError, RunError
 from penstock.partition.forward.counted import Counted, counted_in
 from penstock.partition.forward.division import Division, Homes, digest_of, divide
 from penstock.partition.forward.excerpt import Cast, Excerpt
+from penstock.partition.forward.hollow import is_hollow
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.replay import Questions, Replay
 from penstock.partition.forward.score import Score, score_of
@@ -125,10 +126,9 @@ class Whole:
 
     def check_unchanged(self) -> None:
         """The units are those that were cut."""
-        away = () if self.excerpt is None else self.excerpt.away
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
-            if self.parents[path]._modules.get(key) is not unit and unit not in away:
+            if self.parents[path]._modules.get(key) is not unit and not is_hollow(unit):
                 raise RunError(
                     f"unit '{name}' was replaced after the pipe was made, and would not run: make "
                     "the Pipe after the change, or change what is inside the unit"
@@ -194,12 +194,11 @@ class Whole:
 
     def _buffer(self, name: str) -> Tensor:
         path, _, key = name.rpartition(".")
-        for unit, module in self.units.items():
-            if path == unit or path.startswith(f"{unit}."):
-                holder = module.get_submodule(path[len(unit) + 1 :])
-                break
-        else:
-            holder = self.parents[path]
+        unit, inner = path, ""
+        while unit and unit not in self.units:
+            unit, _, last = unit.rpartition(".")
+            inner = f"{last}.{inner}".strip(".")
+        holder = self.units[unit].get_submodule(inner) if unit else self.parents[path]
         found = holder._buffers[key]
         assert found is not None
         return found
