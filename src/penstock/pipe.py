@@ -30,14 +30,7 @@ from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
 from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import (
-    begin_alike,
-    check_same,
-    described,
-    division_of,
-    join,
-    site_in,
-)
+from penstock.run.processes.joining import begin_alike, check_same, described, join, site_in
 from penstock.run.processes.many import ManyProcesses
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.standing import standing_in
@@ -69,8 +62,8 @@ class Pipe(nn.Module):
     stages, devices      how many stages, or the layers of each; a device for each rank. Without
                          both, neighbours on one device are a stage of a Sequential
     balance, example     cut by time, memory or parameters, as measured on the example, a batch
-    units, memory        of a model that is no Sequential: what a stage takes whole (a path, a class,
-                         a function of name and module); bytes that each device may have
+    units, memory        of any other module: what a stage takes whole (a path, a class, a function
+                         of name and module); the bytes that each device may have
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
     runtime              threads, or inline for a debugger
@@ -140,9 +133,8 @@ class Pipe(nn.Module):
             if team is None:
                 self._runs: Answers = OneProcess(arranged)
             else:
-                facts |= division_of(self._split)
                 facts |= {"schedule": dumps(self._choice(chunks)), "reduction": f"{reduction}"}
-                check_same(team, name, self._settings(), sharing, facts)
+                check_same(team, name, self._settings(), sharing, self._split, facts)
                 begin_alike(team, self._split.ties, self._replicas)
                 self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()

@@ -54,7 +54,9 @@ class Example:
         return Example(first[: len(args)], dict(zip(named, first[len(args) :], strict=True)))
 
 
-def prospect_of(model: nn.Module, example: Example, asked: Asked, stages: int) -> Prospect:
+def prospect_of(
+    model: nn.Module, example: Example, asked: Asked, stages: int, device: torch.device
+) -> Prospect:
     """The model traced; units are opened until there are enough of them."""
     _check(model)
     prepare(model)
@@ -62,7 +64,7 @@ def prospect_of(model: nn.Module, example: Example, asked: Asked, stages: int) -
     asked = planned_units(model) if asked is None else asked
     opened: set[str] = set()
     while True:
-        trace, constants, units = traced_open(model, asked, example.args, kwargs, opened)
+        trace, constants, units = traced_open(model, asked, example.args, kwargs, device, opened)
         found = Prospect(model, units, trace, constants, (example.args, kwargs))
         if len(found.calls) >= stages:
             return found
@@ -98,7 +100,7 @@ def cut_model(
     if isinstance(example, Prospect):
         prospect = example.onto(model)
     else:
-        prospect = prospect_of(model, example, asked, count)
+        prospect = prospect_of(model, example, asked, count, room.devices[0])
     counts, costs = counts_of(prospect, stages, balance, room)
     cut, division = cut_at(prospect, counts)
     survey = Survey(tuple(prospect.calls), tuple(counts), division, costs)

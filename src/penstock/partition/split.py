@@ -215,7 +215,7 @@ def _part_among_processes(
     """The same of a whole forward: every process follows it, and keeps its own units."""
     example, device = Example.read(wish.example, wish.chunks), site.place.device
     if not isinstance(example, Prospect):
-        example = prospect_of(module, example, wish.units, len(placement))
+        example = prospect_of(module, example, wish.units, len(placement), device)
     prospect, room = example.onto(module), _room(wish, [site.place for _ in placement])
     found = site.settled(lambda: settled(prospect, stages, wish.balance, room))
     blanks = []

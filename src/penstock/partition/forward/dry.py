@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.tables import works_in_place
 from penstock.partition.forward.trees import flatten, unflatten
 
@@ -112,7 +112,7 @@ class Marking(TorchDispatchMode):
 
 
 def computed_without_numbers(
-    fake: FakeTensorMode, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
+    fakes: Fakes, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """What a unit or a function gives, of fake arguments.
 
@@ -120,14 +120,14 @@ def computed_without_numbers(
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fake, Marking(unit), _changed_to(modules, fake.from_tensor):
+        with fakes.mode, Marking(unit), _changed_to(modules, fakes.of):
             return target(*args, **kwargs)
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
     found = _computed_with_any(target, modules, args, kwargs)
     leaves, spec = flatten(found)
-    return unflatten([_as_fake(fake, one, unit) for one in leaves], spec)
+    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
 
 
 @contextmanager
@@ -147,10 +147,10 @@ def _changed_to(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]
             home.update(held)
 
 
-def _as_fake(fake: FakeTensorMode, leaf: Any, name: str) -> Any:
+def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    made = fake.from_tensor(leaf.detach())
+    made = fakes.of(leaf.detach())
     made.requires_grad_(leaf.requires_grad)
     made.made_in = name  # type: ignore[attr-defined]
     return made
@@ -204,6 +204,8 @@ def changed_among(func: Any, tensors: Sequence[Tensor], before: Sequence[int]) -
     return found
 
 
-def drawn_since(random: Tensor) -> bool:
-    """Were random numbers drawn since the generator was so?"""
-    return not torch.equal(random, torch.get_rng_state())
+def random_state(device: torch.device) -> Tensor:
+    """Of the generators that a forward there draws from."""
+    if device.type != "cuda":
+        return torch.get_rng_state()
+    return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])

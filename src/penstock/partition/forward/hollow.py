@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.partition.forward.absent import Absent, Look
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.skeleton import remade
 
 _HOLLOW = "_hollow"  # the attribute
@@ -29,7 +29,7 @@ def is_hollow(module: nn.Module) -> bool:
 
 
 @contextmanager
-def faked(modules: Collection[nn.Module], fake: FakeTensorMode) -> Iterator[None]:
+def faked(modules: Collection[nn.Module], fakes: Fakes) -> Iterator[None]:
     """Within, what is elsewhere can be computed with; what is set on the modules is undone."""
     before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
     made: dict[int, Tensor] = {}
@@ -39,7 +39,7 @@ def faked(modules: Collection[nn.Module], fake: FakeTensorMode) -> Iterator[None
             for key, tensor in held.items():
                 if isinstance(tensor, Absent):
                     if id(tensor) not in made:
-                        made[id(tensor)] = _fake(tensor, fake)
+                        made[id(tensor)] = _fake(tensor, fakes)
                     held[key] = made[id(tensor)]
     try:
         yield
@@ -53,10 +53,10 @@ def faked(modules: Collection[nn.Module], fake: FakeTensorMode) -> Iterator[None
             module._buffers.update(buffers)
 
 
-def _fake(tensor: Absent, fake: FakeTensorMode) -> Tensor:
+def _fake(tensor: Absent, fakes: Fakes) -> Tensor:
     look = Look.of(tensor)
-    with fake:
-        made = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device=tensor.device)
+    with fakes.mode:
+        made = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device=fakes.device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, look.learns)
     return made

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.trace import Value
 from penstock.partition.forward.watching import where_now
 
@@ -26,10 +27,10 @@ class Leak(Exception):
 class Ledger:
     """Tensors are known by identity; a change in place makes them other values."""
 
-    def __init__(self, models: Sequence[nn.Module], fake: FakeTensorMode) -> None:
+    def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
         """Names are those of the last of the models that has a tensor."""
         self.values: list[Value] = []
-        self.fake = fake
+        self.fakes = fakes
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
         self._fakes: dict[int, Tensor] = {}  # by value
@@ -93,7 +94,7 @@ class Ledger:
             return tensor
         value = self.value_of(tensor)
         if value not in self._fakes:
-            made = self.fake.from_tensor(tensor)
+            made = self.fakes.of(tensor)
             self._fakes[value] = made
             self._of_fakes.setdefault(id(made), value)
         return self._fakes[value]

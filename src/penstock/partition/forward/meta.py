@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import ArgumentError
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.trace import Trace
 from penstock.partition.setting import Slot, is_on_meta, like, reset, setters_of
 
@@ -45,15 +44,13 @@ class Unset:
 
 
 @contextmanager
-def standing_in(
-    model: nn.Module, units: Collection[nn.Module], leaves: Sequence[Any], fake: FakeTensorMode
-) -> Iterator[Unset]:
+def standing_in(model: nn.Module, units: Collection[nn.Module], fakes: Fakes) -> Iterator[Unset]:
     """Within, nothing of the model is on meta."""
     unset = Unset()
     if not is_on_meta(model):
         yield unset
         return
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    device = fakes.device
     inside = {module for unit in units for module in unit.modules()}
     before = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
     made: dict[Tensor, Tensor] = {}
@@ -66,7 +63,7 @@ def standing_in(
                         continue
                     real = held is module._buffers and module not in inside
                     if old not in made:
-                        made[old] = like(old, device) if real else _faked(old, device, fake)
+                        made[old] = like(old, device) if real else fakes.of(old)
                         if real:
                             blank.append(Slot(f"{path}.{key}" if path else key, module, key))
                     held[key] = made[old]
@@ -78,14 +75,6 @@ def standing_in(
             module.__dict__.update(attributes)
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def _faked(old: Tensor, device: torch.device, fake: FakeTensorMode) -> Tensor:
-    with fake:
-        made = torch.empty_like(old, device=device)
-    if isinstance(old, nn.Parameter):
-        made = nn.Parameter(made, old.requires_grad)
-    return made
 
 
 def _stand_in_attributes(module: nn.Module, made: dict[Tensor, Tensor]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -49,6 +50,7 @@ class Performer(Watcher):
     ) -> None:
         super().__init__()
         self._acts, self._end, self._targets = score.acts, score.end, targets
+        self._device = score.device  # wherever the model's other parts are
         self._roots, self._received, self._last = score.roots, received, score.last
         for value in score.copied:
             received[value] = received[value].clone()
@@ -62,7 +64,8 @@ class Performer(Watcher):
     ) -> Any:
         """One step, unless it only looks."""
         if func in LOOKING and only_looks(func, args):
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            return self._device if type(found) is torch.device else found
         return self.operation(func, args, kwargs or {}, func)
 
     def operation(

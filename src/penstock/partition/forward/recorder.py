@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
@@ -22,10 +22,11 @@ from penstock.partition.forward.dry import (
     DATA_DECIDES,
     changed_among,
     computed_without_numbers,
-    drawn_since,
     numberless,
+    random_state,
     versions,
 )
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
@@ -77,9 +78,9 @@ class _Extremes:
 class Recorder(Watcher):
     """Writes steps and values."""
 
-    def __init__(self, models: Sequence[nn.Module], fake: FakeTensorMode) -> None:
+    def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
         super().__init__()
-        self.ledger = Ledger(models, fake)
+        self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
         self._turns: Counter[str] = Counter()
@@ -122,7 +123,7 @@ class Recorder(Watcher):
         return self._without_numbers(step, asked)
 
     def _with_numbers(self, step: Step, asked: _Called) -> Any:
-        before, random = versions(asked.tensors), torch.get_rng_state()
+        before, random = versions(asked.tensors), random_state(self.ledger.fakes.device)
         refs = self._refs(asked)
         found = asked.call(*asked.args, **asked.kwargs)
         changed = changed_among(step.func, asked.tensors, before)
@@ -130,7 +131,7 @@ class Recorder(Watcher):
         if not asked.tensors and not gives:
             self.steps.append(replace(step, kind=Kind.CALL))
             return found
-        if drawn_since(random):
+        if not torch.equal(random, random_state(self.ledger.fakes.device)):
             return self._draw(step, asked, found)
         if any(map(self.ledger.stays, changed)):
             return self._write(replace(step, lasting=True), found, asked.tensors, changed)
@@ -146,7 +147,7 @@ class Recorder(Watcher):
     def _shape_asks(self, asked: _Called) -> bool:
         """Does the shape of what it makes depend on numbers?"""
         try:
-            with self.ledger.fake:
+            with self.ledger.fakes.mode:
                 asked.with_each(self.ledger.faked)
         except DATA_DECIDES:
             return True
@@ -160,7 +161,7 @@ class Recorder(Watcher):
         before = versions(inside)
         args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
         try:
-            found = computed_without_numbers(self.ledger.fake, "", asked.call, args, kwargs)
+            found = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
         except DATA_DECIDES as error:
             raise self._looked(step) from error
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
@@ -231,7 +232,7 @@ class Recorder(Watcher):
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
-        found = computed_without_numbers(self.ledger.fake, name, target, *unflatten(fakes, spec))
+        found = computed_without_numbers(self.ledger.fakes, name, target, *unflatten(fakes, spec))
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1

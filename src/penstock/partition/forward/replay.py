@@ -47,6 +47,8 @@ class Replay:
                 tensor = inputs[given]
             else:
                 tensor = self._buffer(buffer) if buffer else self._constants[value]
+            if inputs and tensor.device != inputs[0].device:
+                return tensor.detach().to(inputs[0].device)
             return tensor.detach().clone() if self._copies else tensor
 
         return _Real(found, made)

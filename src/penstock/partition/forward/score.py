@@ -51,6 +51,7 @@ class Score:
     roots: Mapping[int, int]  # of what was changed in place: the value that it was at first
     last: bool
     anew: tuple[str, ...]  # buffers that it assigns anew
+    device: torch.device
 
 
 def score_of(division: Division, stage: int, device: torch.device) -> Score:
@@ -84,6 +85,7 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         _roots(trace.steps),
         last,
         tuple(name for name in trace.lasting if division.writes[name] == stage),
+        device,
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
+from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.hollow import faked, is_hollow
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.meta import standing_in
@@ -22,18 +23,22 @@ from penstock.partition.forward.watching import follow_all
 
 
 def traced(
-    model: nn.Module, units: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Any
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device,
 ) -> tuple[Trace, dict[int, Tensor]]:
     """What the forward does of these inputs, and the tensors that were there before, by values.
 
-    A value that leaves a unit sideways is a Leak.
+    It is followed as if all were on one device. A value that leaves a unit sideways is a Leak.
     """
     follow_all()
     leaves, spec = flatten((args, kwargs))
-    leaves = [_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with standing_in(model, units.values(), leaves, fake) as unset:
-        found = _followed(model, units, leaves, spec, fake)
+    leaves = [_copied(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    fakes = Fakes(device)
+    with standing_in(model, units.values(), fakes) as unset:
+        found = _followed(model, units, leaves, spec, fakes)
     unset.check(found[0])
     return found
 
@@ -43,15 +48,16 @@ def _followed(
     units: Mapping[str, nn.Module],
     leaves: list[Any],
     spec: Any,
-    fake: FakeTensorMode,
+    fakes: Fakes,
 ) -> tuple[Trace, dict[int, Tensor]]:
     fronts = {id(module): front(name, module) for name, module in units.items()}
     skeleton = Skeleton(model, fronts)
+    skeleton.refresh(fakes.device)
     args, kwargs = unflatten(leaves, spec)
     parents = [original for original, _ in skeleton.parents.values()]
     copies = [copy for _, copy in skeleton.parents.values()]
-    with left_as_it_was(model, parents), faked([*copies, *_away(units)], fake):
-        recorder = Recorder([model, skeleton.model], fake)
+    with left_as_it_was(model, parents), faked([*copies, *_away(units)], fakes):
+        recorder = Recorder([model, skeleton.model], fakes)
         inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
@@ -72,14 +78,19 @@ def _away(units: Mapping[str, nn.Module]) -> list[nn.Module]:
 
 
 def traced_open(
-    model: nn.Module, asked: Asked, args: tuple[Any, ...], kwargs: Any, opened: Collection[str] = ()
+    model: nn.Module,
+    asked: Asked,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device,
+    opened: Collection[str] = (),
 ) -> tuple[Trace, dict[int, Tensor], dict[str, nn.Module]]:
     """The same; units that leak are opened, with all others of their class, until none does."""
     now = set(opened)
     while True:
         units = units_of(model, asked, now)
         try:
-            return *traced(model, units, args, kwargs), units
+            return *traced(model, units, args, kwargs, device), units
         except Leak as leak:
             now |= _to_open(leak, units)
 
@@ -97,6 +108,6 @@ def _to_open(leak: Leak, units: Mapping[str, nn.Module]) -> set[str]:
             and parts_inside(other)}  # fmt: skip
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """The forward may change its inputs in place."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)

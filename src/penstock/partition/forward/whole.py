@@ -143,7 +143,7 @@ class Whole:
                 self._known.move_to_end(key)
                 return Dealt(known, leaves, spec, tensors)
         try:
-            trace, constants = traced(self.model, self.units, args, dict(kwargs))
+            trace, constants = traced(self.model, self.units, args, dict(kwargs), self._device)
         except Leak as leak:
             raise CutError(
                 f"at {leak.where}, the forward uses a tensor that left unit '{leak.unit}' "
@@ -154,6 +154,10 @@ class Whole:
         self._check_homes(division)
         known = self._add(key, trace, division, constants)
         return Dealt(known, leaves, spec, tensors)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.devices.values()))
 
     def _check_homes(self, division: Division) -> None:
         for name, users in division.uses.items():

@@ -82,7 +82,7 @@ def described(module: nn.Module) -> dict[str, str]:
     return {name: f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers.items()}
 
 
-def division_of(split: Split) -> dict[str, str]:
+def _division_of(split: Split) -> dict[str, str]:
     """How a whole forward is divided: all ranks must do so in the same way."""
     how = split.partition.how
     if not isinstance(how, Whole):
@@ -95,13 +95,19 @@ def division_of(split: Split) -> dict[str, str]:
 
 
 def check_same(
-    team: Team, name: str, settings: Settings, sharing: Sharing, more: Mapping[str, str]
+    team: Team,
+    name: str,
+    settings: Settings,
+    sharing: Sharing,
+    split: Split,
+    more: Mapping[str, str],
 ) -> None:
     """All ranks are making the same pipe, and all copies."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": torch.__version__.split("+")[0],
         **facts_of(settings, **asdict(sharing)),
+        **_division_of(split),
         **more,
     }
     agree(team.peers, name, facts)

@@ -1,0 +1,32 @@
+"""Tensors without numbers, all on one device, wherever a model's own are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+class Fakes:
+    """Makes them, one for each tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}  # with what they were made of
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same without numbers."""
+        if isinstance(tensor, FakeTensor) and tensor.device == self.device:
+            return tensor
+        if tensor.device == self.device:
+            return self.mode.from_tensor(tensor)
+        if id(tensor) not in self._moved:
+            with self.mode:
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+                )
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            self._moved[id(tensor)] = made.requires_grad_(tensor.requires_grad), tensor
+        return self._moved[id(tensor)][0]
