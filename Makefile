@@ -9,6 +9,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
 .PHONY: demo test lint fuzz docs features bench format clean
 
@@ -16,7 +17,7 @@ demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
 
 test: lint $(READY)
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib import import_module
 
 import pytest
 
@@ -21,7 +22,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: a test that collects garbage need not go through it each time.
 
-    Torch has some 300,000 objects, and to collect takes a third of a second with them.
+    Torch has some 300,000 objects: with them it takes a third of a second.
     """
+    import_module("torch._dynamo")  # or else the first optimizer does, and it would not be frozen
     gc.collect()
     gc.freeze()

@@ -607,6 +607,23 @@ GIVEN = """
     def failing(): raise KeyError("no data")
     def narrow(): return layers(), torch.randn(8, 7)
 
+
+    class Any(nn.Module):
+        def __init__(self, decides):
+            super().__init__()
+            self.layers, self.decides = layers(), decides
+
+        def forward(self, x, shift=0.0):
+            first, *others = self.layers
+            x = first(x) + shift
+            x = -x if self.decides and x.mean() > 0 else x
+            for layer in others:
+                x = layer(x)
+            return x
+
+    def anything(): return Any(False), {"x": x, "shift": 0.5}
+    def deciding(): return Any(True), x
+
     count = 3
 """
 
@@ -627,6 +644,20 @@ def test_check_says_that_all_is_equal(run: Run, given: str, factory: str) -> Non
     assert "equal in all 8 runs, to 1e-10\n" in answer.out
     assert "8 rows in micro-batches of 4, 4\n" in answer.out
     assert answer.err == ""
+
+
+def test_check_takes_any_module(run: Run, given: str) -> None:
+    answer = run(f"check {given}:anything --schedules 1f1b --chunks 2 --stages 2 --units layers")
+    assert answer.code == 0, answer.err
+    assert "stages of 2 + 2 units; 8 rows in micro-batches of 4, 4\n" in answer.out
+    assert "equal in all 4 runs, to 1e-10\n" in answer.out
+
+
+def test_check_says_at_which_line_a_model_cannot_be_cut(run: Run, given: str) -> None:
+    answer = run(f"check {given}:deciding --schedules 1f1b --stages 2")
+    assert answer.code == 2
+    assert f"{given}.py:" in answer.err.replace("\n", "")
+    assert "looks at the numbers of a value that follows from unit" in " ".join(answer.err.split())
 
 
 def test_check_ends_with_1_if_anything_differs(run: Run, given: str) -> None:

@@ -39,6 +39,16 @@ FENCE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 SLOW = {"demo", "gallery"}  # commands with tests of their own
+# Whose messages a user of a pipe may see.
+FOLDERS = (
+    "gradients",
+    "stage",
+    "partition",
+    "partition/forward",
+    "run",
+    "run/processes",
+    "saving",
+)
 
 
 class Block(NamedTuple):
@@ -215,7 +225,7 @@ def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
     source = ROOT / "src" / "penstock"
     names = ("pipe", "options", "batch", "schedules/choice")
     files = [source / f"{name}.py" for name in names]
-    for folder in ("gradients", "stage", "partition", "run", "run/processes", "saving"):
+    for folder in FOLDERS:
         files += sorted((source / folder).glob("*.py"))
     headings = re.sub(r"[`'\s]+", " ", (DOCS / "restrictions.md").read_text())
     missing = []

@@ -132,11 +132,24 @@ class Wrapped(Replicas):
             return {"loss": pipe.step(x, target=target).loss}
 
 
+class Broken(Evaluate):
+    def pipelining(self) -> Found:
+        if torch.distributed.get_rank() == 1:
+            raise ArithmeticError("on one rank\nonly")
+        time.sleep(60)
+        return {}
+
+    def penstock(self) -> Found:
+        time.sleep(60)
+        return {}
+
+
 @pytest.fixture(scope="module")
 def replicated() -> list[Found | Failure]:
-    """One group of processes for all."""
+    """One group of processes for all, and after one fails another."""
     row = Replicas()
-    return in_processes([row.penstock, row.penstock_called, Wrapped().penstock], row.replicas)
+    right = [row.penstock, row.penstock_called, Wrapped().penstock]
+    return in_processes([*right, Broken().pipelining, Broken().unsplit], row.replicas)
 
 
 @pytest.mark.parametrize(("door", "at"), [("step", 0), ("call", 1)])
@@ -150,23 +163,12 @@ def test_a_step_past_ddp_is_refused(replicated: list[Found | Failure]) -> None:
     assert isinstance(replicated[2], dict), str(replicated[2])
 
 
-class Broken(Evaluate):
-    def pipelining(self) -> Found:
-        if torch.distributed.get_rank() == 1:
-            raise ArithmeticError("on one rank\nonly")
-        time.sleep(60)
-        return {}
-
-    def penstock(self) -> Found:
-        time.sleep(60)
-        return {}
-
-
-def test_a_peer_that_fails_is_reported_and_the_next_script_runs() -> None:
-    row = Broken()
-    failed, after = in_processes([row.pipelining, row.unsplit], processes=2)
+def test_a_peer_that_fails_is_reported_and_the_next_script_runs(
+    replicated: list[Found | Failure],
+) -> None:
+    failed, after = replicated[3:]
     assert str(failed) == "rank 1: ArithmeticError: on one rank"
-    assert_equal(after, row.unsplit())
+    assert_equal(after, Broken().unsplit())
 
 
 def test_a_peer_that_hangs_is_not_waited_for() -> None:

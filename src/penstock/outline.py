@@ -135,6 +135,18 @@ def bytes_said(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def seconds_said(seconds: float) -> str:
+    """Three digits.
+
+    >>> seconds_said(1.25), seconds_said(0.0125), seconds_said(2e-6)
+    ('1.25 s', '12.5 ms', '2 µs')
+    """
+    for factor, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
 def numbers_said(count: int) -> str:
     """As papers count parameters.
 

@@ -25,7 +25,6 @@ from penstock.partition.forward.units import Asked as AskedUnits
 from penstock.partition.sequential import check_model
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Split, Wish, in_words, split
-from penstock.partition.tied import tied_names
 from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
@@ -143,8 +142,9 @@ class Pipe(nn.Module):
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
-        root = self._split.partition.root(module)
-        self.__dict__.update(_parameters=root._parameters, _buffers=root._buffers)
+        own = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+        root = vars(self._split.partition.root(module))
+        self.__dict__.update((key, root[key]) for key in own)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -161,6 +161,9 @@ class Pipe(nn.Module):
         return Arrangement(
             self._split, Programs(self._choice, graph), self._replicas, self._modules
         )
+
+    def _settings(self) -> Settings:
+        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
 
     # ---- the two doors --------------------------------------------------------------------
 
@@ -251,8 +254,8 @@ class Pipe(nn.Module):
     def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
         """Read a checkpoint, however it was split; gives its `extra`.
 
-        `path` is a folder of `save` or of torch.distributed.checkpoint, a .safetensors file or its
-        .safetensors.index.json. With optimizers, random numbers go on where they were, too.
+        `path` is a folder of `save`, `save_pretrained` or torch.distributed.checkpoint, or a
+        .safetensors file or its index. With optimizers, random numbers go on where they were, too.
         """
         with self._runs.calling("loading", path=Path(path).absolute()):
             return self._saver().load(path, optimizer)
@@ -262,17 +265,15 @@ class Pipe(nn.Module):
         with self._runs.calling("exporting", file=Path(file).absolute()):
             return self._saver().export(file)
 
+    def save_pretrained(self, folder: PathLike) -> Path:
+        """Write what `from_pretrained` reads: of a model of transformers, or adapters of peft."""
+        with self._runs.calling("saving", folder=Path(folder).absolute()):
+            return self._saver().save_pretrained(folder)
+
     def _saver(self) -> Saver:
-        from penstock.saving.saver import Saver, held  # their import takes a second
+        from penstock.saving.saver import saver_of  # its import takes a second
 
-        same = {**tied_names(self), **self._split.same}
-        group, copy = self._runs.saves_with()
-        return Saver(held(self, same, group, copy, first=self._split.is_here(0)), self._saves)
-
-    # ---- how they are run -----------------------------------------------------------------
-
-    def _settings(self) -> Settings:
-        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
+        return saver_of(self, self._split, self._runs.saves_with(), self._saves)
 
     # ---- a module like any other ----------------------------------------------------------
 

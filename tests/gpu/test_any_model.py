@@ -1,4 +1,4 @@
-"""Any module on the GPU: virtual GPUs, the host and the GPU mixed, buffers and masks between units."""
+"""Any module on the GPU: virtual GPUs, the host and the GPU mixed, masks between units."""
 
 from __future__ import annotations
 

@@ -115,6 +115,19 @@ def test_any_module_needs_an_example() -> None:
         penstock.split(Net(), 2)
 
 
+def test_what_a_unit_of_several_stages_shares_is_told_at_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.first(self.second(self.first(x)))
+
+    said = str(penstock.split(Twice(), [1, 1, 1], torch.zeros(2, 8)))
+    assert "shared   all 2 of first, 288 B: on stages 0 and 2, their gradients are summed" in said
+
+
 # ---- advice -------------------------------------------------------------------------------
 
 
@@ -133,8 +146,15 @@ def test_even_stages_need_no_advice() -> None:
 
 
 def test_the_slowest_stage_is_named() -> None:
-    assert advice(timed((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,))).startswith(
-        "stage 1 takes 1.7 times the mean: cut by balance='time', or move 'unit.1.3'"
+    assert advice(timed((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,))) == (
+        "stage 1 takes 1.7 times the mean: stages=[1, 2, 2, 2] would be more even, 1.4 times"
+    )
+
+
+def test_a_cut_that_cannot_be_better_is_said() -> None:
+    assert advice(timed((0.7,), (0.7, 0.7), (0.7,))) == (
+        "stage 1 takes 1.5 times the mean, and no cut between units is more even: take fewer "
+        "stages, or smaller units"
     )
 
 
@@ -155,7 +175,9 @@ def test_a_heavy_skip_is_named() -> None:
         "both on one rank, and sends nothing"
     )
     other = replace(even, flows=(*flows[:3], Flow("x", 0, 2, 0, 2, 12_000_000)))
-    assert advice(other).endswith("it is spared if a stage takes all from 'unit.0.0' to 'unit.2.0'")
+    assert advice(other).endswith(
+        "it is spared if one stage takes all from 'unit.0.0' to 'unit.2.0'"
+    )
 
 
 def test_what_was_not_measured_is_said() -> None:

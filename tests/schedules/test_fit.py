@@ -14,7 +14,8 @@ GROUPS = {
     2: ("interleaved", "looped-bfs", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"),
 }
 NAMES = [(name, per_rank) for per_rank, names in GROUPS.items() for name in names]
-# The whole grid, chunks from the ranks to four times the ranks, is benchmarks/fit.py.
+# The whole grid, chunks from the ranks to four times the ranks, is benchmarks/fit.py. Here each
+# schedule has every second of these, and the next schedule the others.
 GRID = [(p, m) for p in range(2, 9) for m in sorted({p, p + 1, 2 * p + 1, 4 * p})]
 
 
@@ -26,7 +27,8 @@ def spread(placement: tuple[int, ...], seed: int) -> Cost:
 
 @pytest.mark.parametrize(("name", "per_rank"), NAMES)
 def test_at_least_as_good_as_every_named_schedule_under_its_peak(name: str, per_rank: int) -> None:
-    for ranks, chunks in GRID:
+    turn = NAMES.index((name, per_rank))
+    for ranks, chunks in (size for at, size in enumerate(GRID) if (at + size[0] + turn) % 2):
         named = schedules.make(name, ranks, chunks, per_rank)
         timeline = simulate(lower(named))
         made = fit(named.placement, chunks, memory=max(timeline.peak))
@@ -38,7 +40,7 @@ def test_at_least_as_good_as_every_named_schedule_under_its_peak(name: str, per_
 @pytest.mark.parametrize(("name", "per_rank"), NAMES)
 def test_never_worse_and_often_better_where_costs_are_not_even(name: str, per_rank: int) -> None:
     better = 0
-    for ranks, chunks in ((3, 7), (4, 4), (4, 9), (6, 6), (6, 13)):
+    for ranks, chunks in ((3, 7), (4, 4), (4, 9), (6, 6)):
         named = schedules.make(name, ranks, chunks, per_rank)
         for cost in (Cost.even(named.placement, send=0.1), spread(named.placement, ranks)):
             timeline = simulate(lower(named), cost)

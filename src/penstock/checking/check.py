@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,10 +22,12 @@ from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.ir import Program, Schedule
 from penstock.lower import CHECKPOINT_MODES
 from penstock.options import RUNTIMES
+from penstock.partition.forward.units import Asked as AskedUnits
+from penstock.partition.sequential import is_layered
 from penstock.schedules.choice import Asked, read
 from penstock.schedules.registry import FAMILIES, family_of
 from penstock.stage.added import added_losses
-from penstock.stage.loss import read_loss
+from penstock.stage.loss import own_loss, read_loss
 from penstock.stage.reduction import LossFn
 
 Progress = Callable[[int, int, str], None]  # runs done, runs in all, what comes next
@@ -42,6 +44,7 @@ def check(
     schedules: str | Sequence[Asked] = "all",
     checkpoints: Sequence[str] = ("never", "always"),
     runtimes: Sequence[str] = ("inline", "threads"),
+    units: AskedUnits = None,
     tolerance: float = 1e-10,
     quiet: bool = False,
     progress: Progress | None = None,
@@ -50,8 +53,9 @@ def check(
     """Run the model unsplit and as a pipe, under every schedule, and compare all numbers.
 
     Everything runs on copies, in float64 on the CPU: the model, its gradients and buffers, and
-    the random state stay as they are. Without a `loss_fn` the output is the loss, or, if it is
-    not one number, a mean over all of its numbers. Prints the report unless `quiet`.
+    the random state stay as they are. The batch of a model that is no Sequential may be a dict of
+    inputs by name. Without a `loss_fn` the loss is the model's own, or, if it gives none, a mean
+    over all numbers of its output. Prints the report unless `quiet`.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
     >>> report = check(layers, torch.randn(8, 4), schedules=["1f1b"], quiet=True)
@@ -64,8 +68,8 @@ def check(
     if target is not None and loss_fn is None:
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
     with _leaving_no_trace():
-        given = Values(batch, side, target)
-        subject = Subject.of(model, given, loss_fn, reduction, stages, chunks)
+        given = _given(model, batch, side, target)
+        subject = Subject.of(model, given, loss_fn, reduction, stages, chunks, units)
         expected, subject = _reference(subject)
         rows = tuple(_runs(subject, expected, named, checkpoints, runtimes, progress))
         report = Report(_described(subject), str(expected.nature), tolerance, rows)
@@ -75,6 +79,14 @@ def check(
     if not quiet:
         print(report)  # noqa: T201
     return report
+
+
+def _given(model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any], target: Any) -> Values:
+    """A dict of inputs by name is what a call with these would be."""
+    named = batch[0] if len(batch) == 1 and not is_layered(model) else None
+    if isinstance(named, Mapping):
+        return Values((), {**named, **side}, target)
+    return Values(batch, side, target)
 
 
 def _named(schedules: str | Sequence[Asked]) -> list[tuple[str, str | Schedule]]:
@@ -125,7 +137,7 @@ def _ends_in_a_loss(subject: Subject) -> bool:
     with torch.no_grad(), added_losses():
         output = called(subject.fresh(), subject.values.uncut())
     try:
-        read_loss(output, "the model gave")
+        read_loss(own_loss(output), "the model gave")
     except RunError:
         return False
     return True
@@ -150,7 +162,7 @@ def _runs(
         if progress is not None:
             progress(at, len(ways), f"{name}, {checkpoint}, {runtime}")
         try:
-            ranks = ranks_for(schedule, len(subject.layers))
+            ranks = ranks_for(schedule, len(subject.partition.stages))
         except ArgumentError as error:
             yield Run(Case(name, 0, checkpoint, runtime), Refused(str(error)))
             continue
@@ -162,10 +174,11 @@ def _runs(
 
 def _described(subject: Subject) -> str:
     numbers = sum(parameter.numel() for parameter in subject.model.parameters())
-    cuts = " + ".join(str(len(names)) for names in subject.layers)
+    cuts = " + ".join(map(str, subject.partition.counts))
+    parts = "layers" if subject.prospect is None else "units"
     rows = subject.values.cut(subject.chunks)[1].counts
     return (
-        f"{numbers:,} parameters; stages of {cuts} layers; "
+        f"{numbers:,} parameters; stages of {cuts} {parts}; "
         f"{sum(rows)} rows in micro-batches of {', '.join(map(str, rows))}"
     )
 

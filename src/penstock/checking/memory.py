@@ -160,8 +160,8 @@ class Scales:
 
     def __init__(self, subject: Subject) -> None:
         first = subject.values.first_of(subject.chunks)
-        self._subject = subject.with_values(first).activations_only()
-        self._stages = len(subject.layers)
+        self._subject = subject.with_values(first, chunks=1).activations_only()
+        self._stages = len(subject.partition.stages)
         self._known: dict[Manner, Footprints] = {}
 
     def footprints(self, manner: Manner) -> Footprints:
@@ -170,9 +170,7 @@ class Scales:
             places = [Metered(rank) for rank in range(self._stages)]
             checkpoint = "always" if manner.recomputed else "never"
             schedule = "zb-h1" if manner.divided else "naive"
-            pipe = self._subject.pipe(
-                schedule, self._stages, checkpoint, "inline", places, chunks=1
-            )
+            pipe = self._subject.pipe(schedule, self._stages, checkpoint, "inline", places)
             self._known[manner] = _footprints(measured(self._subject, pipe, places))
         return self._known[manner]
 
@@ -241,4 +239,6 @@ def weigh(subject: Subject, scales: Scales, schedule: Asked, ranks: int, checkpo
     reading = measured(subject, pipe, places)
     found = tuple(max(now.get(rank, 0) for now in reading.after) for rank in range(ranks))
     paper = peak_on_paper(reading.program, scales)
-    return Memory(found, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()))
+    # A unit that stages share has gradients of its own on each, until the step ends.
+    shared = sum(one.size for one in pipe._split.partition.outline.shared)
+    return Memory(found, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()) + shared)

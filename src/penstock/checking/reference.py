@@ -8,7 +8,6 @@ itself, run over one micro-batch after another with the draws of the pipe's cell
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from penstock.batch import gather
+from penstock.checking.draws import Draws
 from penstock.checking.report import Difference
 from penstock.checking.subject import Called, Subject, Values
 from penstock.stage.batchnorm import DeferredBatchNorm
-from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
+from penstock.stage.randomness import OwnRandom
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,15 @@ def difference(kind: str, name: str, found: Tensor | None, wanted: Tensor | None
         (mine - theirs).abs().masked_fill(both_nan | (mine == theirs), 0.0).nan_to_num(torch.inf)
     )
     finite = theirs.abs().nan_to_num(0.0, 0.0)
-    return Difference(kind, name, float(apart.max()) / max(1.0, float(finite.max())))
+    size = float(apart.max()) / max(1.0, float(finite.max()))
+    return Difference(kind, name, 0.0 if size <= _rounding(wanted) else size)
+
+
+def _rounding(wanted: Tensor) -> float:
+    """What a model gives in float32, whatever it is asked for, is no more exact than that."""
+    if not wanted.is_floating_point() or wanted.dtype is torch.float64:
+        return 0.0
+    return 8 * torch.finfo(wanted.dtype).eps
 
 
 def outcome(model: nn.Module, loss: Tensor, outputs: Any, values: Values | None = None) -> Outcome:
@@ -140,7 +148,7 @@ def unsplit(subject: Subject, model: nn.Module, values: Values, whole: bool) -> 
     for layer in model.modules():
         if isinstance(layer, DeferredBatchNorm):
             layer.begin(len(pieces))
-    draws = _Draws(subject, model)
+    draws = Draws(subject, model)
     calls = []
     for microbatch, piece in enumerate(pieces):
         with draws.of(microbatch):
@@ -163,39 +171,4 @@ def _reduced(calls: Sequence[Called], shares: Sequence[float], sums: bool) -> Te
         total = total + call.added * share
         if not isinstance(part, Tensor) or part:  # what counts for nothing may be no number
             total = total + call.loss * part
-    return total
-
-
-class _Draws:
-    """Lets the model draw what the cells of a pipe would: each stage has its own generator."""
-
-    def __init__(self, subject: Subject, model: nn.Module) -> None:
-        self._stages = [[model.get_submodule(name) for name in names] for names in subject.layers]
-        self._seed, self._drew = next_seed(), False
-
-    @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Within, the model computes this micro-batch."""
-        cells = [
-            OwnRandom(seed_of_cell(self._seed, stage, microbatch))
-            for stage in range(len(self._stages))
-        ]
-        with ExitStack() as hooks, ExitStack() as here:
-
-            def enter(stage: int) -> None:
-                here.close()
-                here.enter_context(cells[stage])
-
-            for stage, layers in enumerate(self._stages):
-                for layer in layers:
-                    hook = layer.register_forward_pre_hook(
-                        lambda *_, stage=stage: enter(stage), prepend=True
-                    )
-                    hooks.callback(hook.remove)
-            yield
-        self._drew |= any(cell.drew for cell in cells)
-
-    def end(self) -> None:
-        """Move the generator on, as a pipe does."""
-        if self._drew:
-            move_on()
+    return total.to(calls[0].loss.dtype)

@@ -42,7 +42,7 @@ class Memory:
 
     measured: tuple[int, ...]
     forecast: tuple[int, ...]
-    slack: int  # for statistics that layers gather over a batch
+    slack: int  # for what lasts until a step ends: statistics, gradients of what stages share
 
     @property
     def worst(self) -> int:

@@ -15,12 +15,19 @@ from torch.utils import _pytree as pytree
 from penstock.batch import Chunk, NoChunk, Rows, scatter
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
+from penstock.partition.forward.cutting import Prospect
+from penstock.partition.forward.units import Asked
+from penstock.partition.forward.whole import Whole, defaults_of
+from penstock.partition.model import Example, prospect_of
+from penstock.partition.partition import Partition
+from penstock.partition.sequential import check_model, is_layered
 from penstock.partition.side import names_in_chain, picked
 from penstock.pipe import Pipe
 from penstock.run.training import StepResult
-from penstock.schedules.choice import Asked, stages_per_rank
+from penstock.schedules.choice import Asked as AskedSchedule
+from penstock.schedules.choice import stages_per_rank
 from penstock.stage.added import added_losses
-from penstock.stage.loss import read_loss
+from penstock.stage.loss import own_loss, read_loss
 from penstock.stage.reduction import LossFn, Reduction, reduction_of
 
 
@@ -129,6 +136,7 @@ class Subject:
     reduction: str | None
     stages: int | Sequence[int]
     chunks: int
+    units: Asked = None
 
     @staticmethod
     def of(
@@ -138,13 +146,17 @@ class Subject:
         reduction: str | None,
         stages: int | Sequence[int],
         chunks: int,
+        units: Asked = None,
     ) -> Subject:
         """Copies, in float64, on the host."""
+        check_model(model)
         mine = copy.deepcopy(model).double().cpu()
         mine.zero_grad(set_to_none=True)
-        return Subject(
-            mine, values.mapped(in_float64), _loss_in_float64(loss_fn), reduction, stages, chunks
-        )
+        if not is_layered(model):
+            side = {**defaults_of(model, values.side), **values.side}
+            values = Values(values.batch, side, values.target)
+        loss_fn = _loss_in_float64(loss_fn)
+        return Subject(mine, values.mapped(in_float64), loss_fn, reduction, stages, chunks, units)
 
     def fresh(self) -> nn.Module:
         """The model as it was given."""
@@ -152,19 +164,22 @@ class Subject:
 
     def pipe(
         self,
-        schedule: Asked,
+        schedule: AskedSchedule,
         ranks: int,
         checkpoint: str,
         runtime: str,
         devices: Sequence[Any] | None = None,
-        chunks: int | None = None,
     ) -> Pipe:
         """A pipe over a fresh copy."""
+        cut = isinstance(self.stages, int) and self.prospect is not None
+        balance = "parameters" if cut else None  # the same cut each time
         return Pipe(
             self.fresh(),
-            chunks or self.chunks,
+            self.chunks,
             checkpoint,
             stages=self.stages,
+            example=self.prospect,
+            balance=balance,
             devices=devices or ["cpu"] * ranks,
             schedule=schedule,
             loss_fn=self.loss_fn,
@@ -181,14 +196,22 @@ class Subject:
         given = () if values.target is None else (values.target,)
         with added_losses() as extra:
             output = called(model, values)
-            found = output if self.loss_fn is None else self.loss_fn(output, *given)
+            found = own_loss(output) if self.loss_fn is None else self.loss_fn(output, *given)
         loss, beside = read_loss(found, "the loss gave")
         added = torch.stack([torch.zeros_like(loss), *extra]).sum()
         if beside.weight is not None:
             return Called(output, loss + added, torch.zeros_like(loss), beside.weight)
-        counting = self.rule.counting
-        weight = None if counting is None or not given else counting(given[0])
-        return Called(output, loss, added, weight)
+        return Called(output, loss, added, self._weight(values))
+
+    def _weight(self, values: Values) -> Tensor | None:
+        """What targets count for: the loss's own, or those that the model takes itself."""
+        counting, how = self.rule.counting, self.partition.how
+        if counting is not None and values.target is not None:
+            return counting(values.target)
+        if self.loss_fn is not None or self.rule.sums or not isinstance(how, Whole):
+            return None
+        found = how.divided(values.batch, values.side, how.state()).counted()
+        return None if found is None else found[1](found[0])
 
     @cached_property
     def rule(self) -> Reduction:
@@ -196,11 +219,19 @@ class Subject:
         return reduction_of(self.loss_fn, self.reduction)
 
     @cached_property
-    def layers(self) -> list[tuple[str, ...]]:
-        """The names of the layers of each stage."""
+    def partition(self) -> Partition:
+        """How the model is cut."""
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
-        pipe = self.pipe("naive", number, "never", "inline")
-        return [stage.names for stage in pipe._split.partition.stages]
+        return self.pipe("naive", number, "never", "inline")._split.partition
+
+    @cached_property
+    def prospect(self) -> Prospect | None:
+        """What was traced of a model that is no Sequential: every pipe of it is made with that."""
+        if is_layered(self.model):
+            return None
+        number = self.stages if isinstance(self.stages, int) else len(self.stages)
+        first = self.values.cut(self.chunks)[0][0]
+        return prospect_of(self.fresh(), Example(first.batch, first.side), self.units, number)
 
     def activations_only(self) -> Subject:
         """The same without what a step keeps until its end, by rights.
@@ -209,18 +240,33 @@ class Subject:
         for tied parameters. So the loss comes alone, and no layers share anything.
         """
         model = self.fresh()
-        for name, layer in model._modules.items():
-            model._modules[name] = copy.deepcopy(layer)
+        if is_layered(model):
+            for name, layer in model._modules.items():
+                model._modules[name] = copy.deepcopy(layer)
+        else:
+            _untie(model)
         return replace(self, model=model, loss_fn=partial(_alone, self.loss_fn))
 
-    def with_values(self, values: Values) -> Subject:
+    def with_values(self, values: Values, chunks: int) -> Subject:
         """The same model with another batch."""
-        return replace(self, values=values)
+        return replace(self, values=values, chunks=chunks)
 
 
 def _alone(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
-    found = output if loss_fn is None else loss_fn(output, *target)
+    found = own_loss(output) if loss_fn is None else loss_fn(output, *target)
     return read_loss(found, "the loss gave")[0]
+
+
+def _untie(model: nn.Module) -> None:
+    """Each parameter is one module's."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                alone = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                module._parameters[name] = alone
+            elif parameter is not None:
+                seen.add(id(parameter))
 
 
 def called(model: nn.Module, values: Values) -> Any:

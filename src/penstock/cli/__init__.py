@@ -237,6 +237,7 @@ def check_model(
     schedules: Annotated[str, typer.Option(help="all, or names with commas between.")] = "all",
     checkpoints: Annotated[str, typer.Option(help="Modes of recomputation.")] = "never,always",
     runtimes: Annotated[str, typer.Option(help="inline, threads.")] = "inline,threads",
+    units: Annotated[str | None, typer.Option(help="Where the units are: model.layers.")] = None,
     tolerance: Annotated[float, typer.Option(help="The largest difference.")] = 1e-10,
     as_json: Json = False,
 ) -> None:
@@ -247,7 +248,7 @@ def check_model(
     from penstock.cli.checking import Asked, run  # brings torch
 
     ways = schedules, checkpoints, runtimes
-    if not run(Asked(factory, stages, chunks, *ways, tolerance, as_json)):
+    if not run(Asked(factory, stages, chunks, *ways, units, tolerance, as_json)):
         raise typer.Exit(1)
 
 

@@ -19,7 +19,7 @@ from penstock.checking.check import check
 from penstock.checking.report import Report
 from penstock.errors import ArgumentError, PenstockError
 
-_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side")
+_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side", "units")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Asked:
     schedules: str
     checkpoints: str
     runtimes: str
+    units: str | None
     tolerance: float
     as_json: bool
 
@@ -64,6 +65,7 @@ def _checked(asked: Asked, given: Mapping[str, Any], tell: Any) -> Report:
             target=given.get("target"),
             loss_fn=given.get("loss_fn"),
             reduction=given.get("reduction"),
+            units=asked.units or given.get("units"),
             stages=asked.stages,
             chunks=asked.chunks,
             schedules=schedules if schedules == "all" else _words(schedules),

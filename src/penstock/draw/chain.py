@@ -18,7 +18,7 @@ from penstock.draw.palette import DARK, FAINT, GRID, IDLE, SHADES
 from penstock.draw.paper import STYLE, save, suffix_of
 from penstock.errors import MissingExtra
 from penstock.ir import Op
-from penstock.outline import Outline, Piece, numbers_said
+from penstock.outline import Outline, Piece, numbers_said, seconds_said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -258,7 +258,7 @@ def _stages(axes: Axes, sheet: _Sheet, outline: Outline) -> None:
 def _of_stage(outline: Outline, stage: int) -> list[str]:
     lines = [f"stage {stage}", numbers_said(outline.parameters[stage])]
     if outline.measured:
-        lines.append(palette.unit(outline.load(stage)).said(outline.load(stage)))
+        lines.append(seconds_said(outline.load(stage)))
     return lines
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from penstock.batch import scatter
@@ -141,7 +142,7 @@ def _flows_of_parts(division: Division, stages: Sequence[int]) -> Iterator[Flow]
 
 def _piece(name: str, stage: int, module: nn.Module | None, cost: UnitCost | None = None) -> Piece:
     own = [] if module is None else list(module.parameters())
-    numbers, size = sum(p.numel() for p in own), sum(_size(p) for p in own)
+    numbers, size = sum(_count(p) for p in own), sum(_size(p) for p in own)
     if cost is None:
         return Piece(name, stage, numbers, size)
     seconds = Seconds(cost.forward, cost.inputs, cost.weights)
@@ -157,7 +158,7 @@ def _outlined(
         names.setdefault(parameter, []).append(name)
         held.setdefault(parameter, set()).update(where)
     shared = [
-        Shared(tuple(names[p]), tuple(sorted(where)), p.numel(), _size(p))
+        Shared(tuple(names[p]), tuple(sorted(where)), _count(p), _size(p))
         for p, where in held.items()
         if len(where) > 1
     ]
@@ -169,10 +170,14 @@ def _outlined(
         tuple(pieces),
         tuple(flows),
         tuple(shared),
-        tuple(sum(p.numel() for p in those) for those in mine.values()),
+        tuple(sum(map(_count, those)) for those in mine.values()),
         tuple(sum(map(_size, those)) for those in mine.values()),
     )
 
 
+def _count(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()  # its size comes with the first batch
+
+
 def _size(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+    return _count(parameter) * parameter.dtype.itemsize

@@ -72,13 +72,16 @@ class Partition:
         return self.how.model if isinstance(self.how, Whole) else model
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model whose forward is divided; None of a Sequential."""
+        return self.how.model if isinstance(self.how, Whole) else None
+
+    @property
     def around(self) -> list[nn.Module]:
         """The modules that compute, and are not among a pipe's children."""
-        root: list[nn.Module] = []
-        if isinstance(self.how, Whole):
-            root.append(self.how.model)
-            away = () if self.how.excerpt is None else self.how.excerpt.away
-            root += [module for unit in away for module in unit.modules()]
+        root = [] if self.model is None else [self.model]
+        if isinstance(self.how, Whole) and self.how.excerpt is not None:
+            root += [module for unit in self.how.excerpt.away for module in unit.modules()]
         return root + [module for stage in self.stages for module in stage.around]
 
     def refresh(self, cast: Cast) -> None:

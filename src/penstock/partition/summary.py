@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
+from penstock.balance import cut
 from penstock.outline import (
     Flow,
     Outline,
     Piece,
+    Shared,
     bytes_said,
     folded,
     numbers_said,
+    seconds_said,
     stages_said,
 )
 
@@ -77,7 +80,7 @@ def _cells(outline: Outline, stage: int) -> tuple[str, ...]:
     keeps = outline.keeps(stage)
     times = "-"
     if outline.measured:
-        times = "/".join(f"{1e3 * seconds:.3g}" for seconds in outline.seconds(stage))
+        times = "/".join(f"{float(f'{1e3 * seconds:.3g}'):g}" for seconds in outline.seconds(stage))
     return (
         str(stage),
         numbers_said(outline.parameters[stage]),
@@ -125,11 +128,15 @@ def _skips(outline: Outline) -> Iterator[str]:
 
 
 def _shared(outline: Outline) -> Iterator[str]:
+    """Those of one module together."""
+    groups: dict[tuple[str, tuple[int, ...]], list[Shared]] = {}
     for one in outline.shared:
-        yield (
-            f"{' = '.join(one.names)}, {bytes_said(one.size)}: on {stages_said(one.stages)}, "
-            "their gradients are summed"
-        )
+        module = one.names[0].rpartition(".")[0] if len(one.names) == 1 else " = ".join(one.names)
+        groups.setdefault((module, one.stages), []).append(one)
+    for (module, stages), those in groups.items():
+        what = " = ".join(those[0].names) if len(those) == 1 else f"all {len(those)} of {module}"
+        size = bytes_said(sum(one.size for one in those))
+        yield f"{what}, {size}: on {stages_said(stages)}, their gradients are summed"
 
 
 # ---- which one is slow, and what to do ----------------------------------------------------
@@ -138,7 +145,7 @@ def _shared(outline: Outline) -> Iterator[str]:
 def _slowest(outline: Outline) -> str:
     worst, ratio = _worst(outline)
     if outline.measured:
-        took = f"{1e3 * outline.load(worst):.3g} ms of F, I and W for one micro-batch"
+        took = f"{seconds_said(outline.load(worst))} of F, I and W for one micro-batch"
     else:
         took = f"{bytes_said(outline.load(worst))} of parameters"
     return f"stage {worst}: {took}, {ratio:.3g} times the mean"
@@ -157,8 +164,12 @@ def advice(outline: Outline) -> str:
     if outline.stages > 1 and outline.measured and ratio >= UNEVEN:
         return _of_the_slowest(outline, worst, ratio)
     heavy = _heaviest_skip(outline)
-    if heavy is not None:
-        return _of_the_skip(outline, heavy)
+    remedy = "" if heavy is None else _remedy(outline, heavy)
+    if heavy is not None and remedy:
+        return (
+            f"stage {heavy.src} sends {bytes_said(heavy.size or 0)} straight to stage {heavy.dst} "
+            f"in every micro-batch: {remedy}"
+        )
     if outline.stages > 1 and not outline.measured:
         return (
             "nothing was measured: parameters say little about time; cut by balance='time', with "
@@ -176,23 +187,24 @@ def _of_the_slowest(outline: Outline, worst: int, ratio: float) -> str:
             f"{begin}, and its unit '{largest.name}' alone {_seconds(largest) / mean:.2g} times: "
             "no cut between units can be even; open it with units=, or take fewer stages"
         )
-    if len(outline.of(worst)) > 1:
-        return (
-            f"{begin}: cut by balance='time', or move '{outline.of(worst)[-1].name}' to another "
-            f"stage with stages={list(outline.counts)} changed"
-        )
-    return f"{begin}: take fewer stages"
+    times = list(map(_seconds, outline.pieces))
+    best = cut(times, outline.stages)
+    ends = [sum(best[: stage + 1]) for stage in range(len(best))]
+    most = max(sum(times[end - count : end]) for end, count in zip(ends, best, strict=True))
+    if most < 0.95 * outline.load(worst):
+        return f"{begin}: stages={list(best)} would be more even, {most / mean:.2g} times"
+    return f"{begin}, and no cut between units is more even: take fewer stages, or smaller units"
 
 
-def _of_the_skip(outline: Outline, heavy: Flow) -> str:
-    begin = (
-        f"stage {heavy.src} sends {bytes_said(heavy.size or 0)} straight to stage {heavy.dst} in "
-        "every micro-batch"
-    )
-    if heavy.src + heavy.dst == outline.stages - 1 and outline.stages % 2 == 0:
-        return f"{begin}: a schedule such as zb-v has both on one rank, and sends nothing"
+def _remedy(outline: Outline, heavy: Flow) -> str:
+    """A V schedule has stage 0 and the last on one rank, stage 1 and the last but one, and so on."""
+    if heavy.src + heavy.dst == outline.stages - 1:
+        first = "a" if outline.stages % 2 == 0 else "with an even number of stages, a"
+        return f"{first} schedule such as zb-v has both on one rank, and sends nothing"
+    if heavy.end - heavy.start > len(outline.pieces) / 2:
+        return ""
     made, used = outline.pieces[heavy.start].name, outline.pieces[heavy.end].name
-    return f"{begin}: it is spared if a stage takes all from '{made}' to '{used}'"
+    return f"it is spared if one stage takes all from '{made}' to '{used}'"
 
 
 def _seconds(piece: Piece) -> float:

@@ -76,6 +76,8 @@ class Call:
     ) -> None:
         self.desk = Desk()
         self._places, self._placement, self._runtime = places, placement, runtime
+        if any(isinstance(place, Gpu) for place in places.values()):
+            _meant_so()
         self.context = Context.here(frozenset(place.device.type for place in places.values()))
         self._shared, self._draws = shared, draws
         self.tapes = [
@@ -140,7 +142,6 @@ class Call:
         for tape in self.tapes:  # the first that has a parameter is its owner's
             place = self._places[self._placement[tape.stage.index]]
             if isinstance(place, Gpu):
-                _meant_so()
                 with place.entered():
                     found += map(get_gradient_edge, tape.parameters)
         return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.errors import ArgumentError, MissingExtra
+from penstock.saving.naming import Named, named
 from penstock.saving.one_file import DTYPES
 
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
@@ -107,3 +110,56 @@ def _dtype(path: Path, name: str, called: str) -> torch.dtype:
             f"to {', '.join(sorted(_NAMED))}"
         )
     return _NAMED[called]
+
+
+class PretrainedReader(FilesReader):
+    """The same under a model's names, where the files have others, or have it in other parts."""
+
+    named: Named
+
+    def __init__(
+        self, files: Sequence[Path], model: nn.Module, shapes: Mapping[str, torch.Size | None]
+    ) -> None:
+        super().__init__(files)
+        self.model, self._shapes = model, shapes
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What is put together has the shape that it has in the model."""
+        stored = super().read_metadata().state_dict_metadata
+        self.named = named(self.model, stored, self._shapes)
+        return Metadata({name: self._entry(name, stored) for name in self.named.recipes})
+
+    def _entry(self, name: str, stored: Mapping[str, Any]) -> Any:
+        recipe = self.named.recipes[name]
+        if recipe.converts is None:
+            return stored[recipe.sources[0]]
+        size = self._shapes[name] or torch.Size([])
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        return TensorStorageMetadata(stored[recipe.sources[0]].properties, size, [whole])
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """One by one, each file opened once."""
+        with ExitStack() as opened:
+            files: dict[Path, Any] = {}
+
+            def file_with(source: str) -> Any:
+                path = self._file_of[source]
+                if path not in files:
+                    files[path] = opened.enter_context(open_file(path))
+                return files[path]
+
+            for item in plan.items:
+                recipe = self.named.recipes[item.storage_index.fqn]
+                target = planner.resolve_tensor(item).detach()
+                if recipe.converts is None:
+                    source = recipe.sources[0]
+                    part = _read(file_with(source), source, item.storage_offsets, item.lengths)
+                else:
+                    made = recipe.made(lambda key: file_with(key).get_tensor(key), self.model)
+                    at = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = made[tuple(slice(begin, begin + length) for begin, length in at)]
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

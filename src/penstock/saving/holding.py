@@ -20,6 +20,7 @@ class Holding:
              whole model, and alike on every rank
     replica  which copy of the model this is part of, where there are several
     first    whether random numbers of that copy begin here
+    model    the unsplit model as its user has it, if it is of a kind with folders of its own
     """
 
     module: nn.Module
@@ -27,6 +28,7 @@ class Holding:
     savers: Savers = field(default_factory=Alone)
     replica: int = 0
     first: bool = True
+    model: nn.Module | None = None
 
     def name(self, name: str) -> str:
         """The one that it is saved under."""

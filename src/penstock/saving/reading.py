@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch.optim import Optimizer
 
 from penstock.errors import ArgumentError
 from penstock.saving import optimizers as states
-from penstock.saving.files import FilesReader
+from penstock.saving.files import FilesReader, PretrainedReader
 from penstock.saving.folder import saved
 from penstock.saving.holding import Holding
+from penstock.saving.naming import Differences, weights_in
 from penstock.saving.writing import EXTRA
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
@@ -49,18 +51,18 @@ def found_at(path: Path) -> Path:
     """The checkpoint that is meant: in a folder of saves, the last."""
     if path.is_file() or (path / ".metadata").exists():
         return path
-    last = saved(path)
+    last = saved(path) or weights_in(path)
     if last is not None:
         return last
     missing = "is not there" if not path.exists() else "has no checkpoint in it yet"
     raise ArgumentError(
         f"'{path}' {missing}: give a folder that pipe.save has written to (penstock.saved(folder) "
-        "tells whether it has), a folder of torch.distributed.checkpoint, a .safetensors file or "
-        "its .safetensors.index.json"
+        "tells whether it has), a folder of torch.distributed.checkpoint or of save_pretrained, a "
+        ".safetensors file or its .safetensors.index.json"
     )
 
 
-def opened(path: Path, names: Collection[str]) -> Source:
+def opened(path: Path, names: Collection[str], holding: Holding) -> Source:
     """What is stored there, perhaps of a model with these names; only headers are read.
 
     (A model may have a layer that is called "model".)
@@ -68,20 +70,37 @@ def opened(path: Path, names: Collection[str]) -> Source:
     reader: StorageReader
     if path.is_dir():
         reader = FileSystemReader(path)
-    elif path.suffix == ".json":
-        shards = json.loads(path.read_text())["weight_map"].values()
-        reader = FilesReader([path.parent / name for name in dict.fromkeys(shards)])
+    elif holding.model is not None:
+        mine = {n: value.shape for n, (_, value) in holding.state().items() if _is_tensor(value)}
+        further = (*holding.same, *holding.same.values())
+        shapes = {n: mine.get(n) for n in (*names, *further)}
+        reader = PretrainedReader(_files(path), holding.model, shapes)
     else:
-        reader = FilesReader([path])
+        reader = FilesReader(_files(path))
     metadata = reader.read_metadata()
-    below = any(f"{MODEL}.{name}" in metadata.state_dict_metadata for name in names)
+    ours = not isinstance(reader, PretrainedReader)
+    below = ours and any(f"{MODEL}.{name}" in metadata.state_dict_metadata for name in names)
     return Source(path, reader, metadata, f"{MODEL}." if below else "")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.suffix != ".json":
+        return [path]
+    shards = json.loads(path.read_text())["weight_map"].values()
+    return [path.parent / name for name in dict.fromkeys(shards)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def check_all(source: Source, names: Collection[str], same: Mapping[str, str]) -> None:
     """What is stored of the model is somewhere in it: `names` are those of all ranks."""
     if source.path.is_dir() and not source.prefix:
         return  # by others: what is there beside the model cannot be told from it
+    if isinstance(source.reader, PretrainedReader):
+        _check_pretrained(source, source.reader, names, same)
+        return
     known = {*names, *same, *same.values()}
     stored = source.below(source.prefix)
     strange = [name for name in stored if name not in known and not _within(name, known)]
@@ -89,6 +108,32 @@ def check_all(source: Source, names: Collection[str], same: Mapping[str, str]) -
         raise ArgumentError(
             f"'{source.path}' has {_some(strange)}, which the model has not: it was saved from "
             "another model"
+        )
+
+
+def _check_pretrained(
+    source: Source, reader: PretrainedReader, names: Collection[str], same: Mapping[str, str]
+) -> None:
+    """The base model has to be there as it is; what is around it may be another: that is told."""
+    there = {same.get(name, name) for name in reader.named.recipes}
+    gone = [n for n in names if n in reader.named.covers and same.get(n, n) not in there]
+    missing = Differences.of(reader.model, gone, "missing")
+    strange = Differences.of(reader.model, reader.named.besides, "unexpected")
+    told = []
+    for inside, outside, what in (
+        (missing.inside, missing.outside, "has nothing for"),
+        (strange.inside, strange.outside, "has what the model has not,"),
+    ):
+        if inside:
+            raise ArgumentError(
+                f"'{source.path}' {what} {_some(inside)}: it was saved from another model"
+            )
+        told += [f"{what} {_some(outside)}"] if outside else []
+    if told:
+        warnings.warn(
+            f"'{source.path}' {'; and it '.join(told)}: what is not there stays as it is, and the "
+            "rest is not read",
+            stacklevel=2,
         )
 
 
@@ -100,13 +145,15 @@ def _within(name: str, known: set[str]) -> bool:
 
 def read_model(holding: Holding, source: Source) -> None:
     """Into this process's own parameters and buffers."""
-    state = holding.state()
     stored = source.below(source.prefix)
+    state = holding.state()
+    if isinstance(source.reader, PretrainedReader):  # what is missing there is allowed to
+        state = {n: v for n, v in state.items() if any(o in stored for o in holding.names(n))}
     chosen = {
         name: next((one for one in [name, *holding.names(name)] if one in stored), name)
         for name in state
     }
-    _check_fits(holding, source, chosen)
+    _check_fits(state, source, chosen)
     wanted = {chosen[name]: value for name, (_, value) in state.items()}
     nested = {MODEL: wanted} if source.prefix else wanted
     read(source, nested)
@@ -115,9 +162,11 @@ def read_model(holding: Holding, source: Source) -> None:
     )
 
 
-def _check_fits(holding: Holding, source: Source, chosen: Mapping[str, str]) -> None:
+def _check_fits(
+    state: Mapping[str, tuple[str, Any]], source: Source, chosen: Mapping[str, str]
+) -> None:
     missing, other = [], []
-    for name, (_, value) in holding.state().items():
+    for name, (_, value) in state.items():
         stored = source.entries.get(source.prefix + chosen[name])
         if not isinstance(value, torch.Tensor):
             continue

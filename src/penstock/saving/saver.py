@@ -1,9 +1,9 @@
-"""What `Pipe.save`, `Pipe.load` and `Pipe.export` do."""
+"""What `Pipe.save`, `load`, `export` and `save_pretrained` do."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,23 +15,28 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, KindError
-from penstock.saving import reading, writing
+from penstock.partition.split import Split
+from penstock.partition.tied import tied_names
+from penstock.run.asking import Fellows
+from penstock.saving import pretrained, reading, writing
 from penstock.saving.folder import clean, next_place
 from penstock.saving.holding import Holding
+from penstock.saving.naming import is_pretrained
 from penstock.saving.one_file import OneFileWriter
 from penstock.saving.optimizers import Optimizers, listed, state_of
 from penstock.saving.pending import Pending, Saving
 from penstock.saving.reading import MODEL, OPTIMIZER, RANDOM
-from penstock.saving.savers import Alone, Group, Grouped, Savers, decided, each, together
+from penstock.saving.savers import Alone, Grouped, Savers, decided, each, together
 
 PathLike = str | os.PathLike[str]
 
 
-def held(
-    module: nn.Module, same: Mapping[str, str], group: Group | None, copy: int, first: bool
-) -> Holding:
-    """What a process has of a copy of a model, which it saves with the processes of a group."""
-    return Holding(module, same, Alone() if group is None else Grouped(group), copy, first)
+def saver_of(module: nn.Module, split: Split, fellows: Fellows, pending: Pending) -> Saver:
+    """Of a pipe, which saves its part of a model with the processes of a group."""
+    same = {**tied_names(module), **split.same}
+    savers = Alone() if fellows.group is None else Grouped(fellows.group)
+    model = split.partition.model if is_pretrained(split.partition.model) else None
+    return Saver(Holding(module, same, savers, fellows.copy, split.is_here(0), model), pending)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Saver:
         names = [name for those in told for name in those]
 
         def work() -> Any:
-            source = reading.opened(place, names)
+            source = reading.opened(place, names, holding)
             reading.check_all(source, names, holding.same)
             reading.read_model(holding, source)
             optimizers = listed(optimizer)
@@ -100,6 +105,15 @@ class Saver:
         with _undone_by(writer.undo, savers):
             planned = writing.plan(savers, doing, writer, state)
             writing.write(savers, doing, writer, planned)
+        return path
+
+    def save_pretrained(self, folder: PathLike) -> Path:
+        """Write a folder as the model's own save_pretrained does."""
+        self.pending.wait()
+        path = Path(folder).absolute()
+        pretrained.write(
+            self.holding.model, lambda: _model(self.holding), self.holding.savers, path
+        )
         return path
 
 

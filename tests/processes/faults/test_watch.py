@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from tests.processes.faults.standin import (
     step,
     watched,
 )
-from tests.processes.faults.throwaway import Fate, Stage, perform
+from tests.processes.faults.throwaway import Fate, Stage, perform, perform_all
 from tests.processes.forks import ENVIRONMENT, store
 
 
@@ -49,6 +49,11 @@ def same_cause(fates: list[Fate], ranks: list[int], kind: str, rank: int, within
     assert all(told["now"] - began < within for told in found), fates
     assert all(fates[r].code not in (0, None) for r in ranks)
     return str(found[0]["text"])
+
+
+def on_each_of_two(place: str, fail: Callable[[], None]) -> Iterator[tuple[int, list[Fate]]]:
+    """The rank that fails, and what became of both."""
+    yield from perform_all({rank: (2, run, At(rank, place, fail)) for rank in (0, 1)}).items()
 
 
 # ---- nothing fails ------------------------------------------------------------------------
@@ -112,8 +117,7 @@ def test_an_error_comes_out_of_every_rank(rank: int, hosted: bool) -> None:
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "between"])
 def test_an_error_at_each_place(place: str) -> None:
-    for rank in (0, 1):
-        fates = perform(2, run, At(rank, place, burst))
+    for rank, fates in on_each_of_two(place, burst):
         same_cause(fates, [0, 1], "raised", rank, within=2)
 
 
@@ -125,8 +129,7 @@ def test_an_error_at_each_place(place: str) -> None:
     [*((place, kill) for place in PLACES), ("forward", leave), ("between", leave)],
 )
 def test_a_rank_that_dies(place: str, fail: Callable[[], None]) -> None:
-    for rank in (0, 1):
-        fates = perform(2, run, At(rank, place, fail))
+    for rank, fates in on_each_of_two(place, fail):
         text = same_cause(fates, [1 - rank], "died", rank, within=2 + HEARTBEAT)
         assert f"rank {rank} died: no sign of life for " in text
         assert f"rank {1 - rank} was in step " in text
@@ -138,8 +141,7 @@ def test_a_rank_that_dies(place: str, fail: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("place", ["forward", "between"])
 def test_a_rank_that_stalls(place: str) -> None:
-    for rank in (0, 1):
-        fates = perform(2, run, At(rank, place, stall))
+    for rank, fates in on_each_of_two(place, stall):
         text = same_cause(fates, [1 - rank], "stalled", rank, within=2 + HEARTBEAT)
         assert f"rank {rank} has stalled, " in text
         assert "heartbeat= above 1 seconds" in text

@@ -25,8 +25,8 @@ from penstock.partition.forward.trees import flatten, unflatten
 # What comes next, or its shape, depends on numbers.
 DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)
 
-# A fake tensor cannot tell what an operation gives.
-_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError)
+# A fake tensor cannot tell what an operation gives, or is refused for what a real one may be.
+_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError, RuntimeError)
 
 
 @contextmanager
@@ -99,11 +99,13 @@ class Marking(TorchDispatchMode):
     def __init__(self, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
+        self.drew = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """As ever."""
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, FakeTensor):
@@ -113,26 +115,26 @@ class Marking(TorchDispatchMode):
 
 def computed_without_numbers(
     fakes: Fakes, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """What a unit or a function gives, of fake arguments.
+) -> tuple[Any, bool]:
+    """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
 
     Where a unit needs numbers, it gets some; a function between units does not.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fakes.mode, Marking(unit), _changed_to(modules, fakes.of):
+        with fakes.mode, Marking(unit), _swapped(modules, fakes.of):
             return target(*args, **kwargs)
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
     found = _computed_with_any(target, modules, args, kwargs)
     leaves, spec = flatten(found)
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec), True
 
 
 @contextmanager
-def _changed_to(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within, the modules have other parameters and buffers."""
+def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, the modules' own parameters and buffers are what they are changed to."""
     homes: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._buffers) if h]
     before = [dict(home) for home in homes]
     for home in homes:
@@ -158,18 +160,17 @@ def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
 
 def _computed_with_any(target: Any, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """On numbers that are there for their shapes alone; the unit's own are as before, after it."""
-    held = [b for m in modules for b in m._buffers.values() if b is not None]
-    buffers = [b for b in held if not (b.is_meta or isinstance(b, FakeTensor))]
-    copies = [buffer.detach().clone() for buffer in buffers]
     leaves, spec = flatten((args, kwargs))
     real_args, real_kwargs = unflatten([_any_numbers(leaf) for leaf in leaves], spec)
-    try:
-        with _changed_to(modules, lambda t: _any_numbers(t) if isinstance(t, FakeTensor) else t):
+    with _swapped(modules, lambda t: _any_numbers(t) if isinstance(t, FakeTensor) else t):
+        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        copies = [buffer.detach().clone() for buffer in buffers]
+        try:
             return target(*real_args, **real_kwargs)
-    finally:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+        finally:
+            with torch.no_grad():
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    buffer.copy_(copy)
 
 
 def _any_numbers(leaf: Any) -> Any:

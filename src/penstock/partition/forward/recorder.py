@@ -31,6 +31,7 @@ from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
+    COMPARING,
     SHAPED,
     TYING,
     UNIFORM,
@@ -123,7 +124,7 @@ class Recorder(Watcher):
             return Handle() if func in TYING else None
         if all(map(self.ledger.is_free, takes)):
             return self._with_numbers(step, asked)
-        if any(at in self._drawn for at in takes):
+        if func in COMPARING and any(at in self._drawn for at in takes):
             settled = self._follow_draws(step, asked)
             if settled is not None:
                 return settled[0]
@@ -168,7 +169,7 @@ class Recorder(Watcher):
         before = versions(inside)
         args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
         try:
-            found = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
+            found, drew = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
         except DATA_DECIDES as error:
             raise self._looked(step) from error
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
@@ -177,7 +178,7 @@ class Recorder(Watcher):
                 raise self._looked(step)
             self.steps.append(replace(step, lasting=True))
             return None
-        step = replace(step, lasting=any(map(self.ledger.stays, changed)))
+        step = replace(step, lasting=any(map(self.ledger.stays, changed)), draws=drew)
         if step.func in LOSSES:
             step = replace(step, arguments=self._refs(asked))
         return self._write(step, found, asked.tensors, changed, inside)
@@ -189,7 +190,7 @@ class Recorder(Watcher):
 
     def _draw(self, step: Step, asked: _Called, found: Any) -> Any:
         """Drawn on one stage. Of uniform ones it is known how far they reach."""
-        found = self._write(replace(step, lasting=True), found, asked.tensors)
+        found = self._write(replace(step, lasting=True, draws=True), found, asked.tensors)
         if step.func in UNIFORM and isinstance(found, Tensor):
             largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
             value = self.ledger.value_of(found)
@@ -239,7 +240,9 @@ class Recorder(Watcher):
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
-        found = computed_without_numbers(self.ledger.fakes, name, target, *unflatten(fakes, spec))
+        found, _ = computed_without_numbers(
+            self.ledger.fakes, name, target, *unflatten(fakes, spec)
+        )
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1

@@ -15,6 +15,7 @@ from penstock.partition.forward.hollow import faked, is_hollow
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.meta import standing_in
 from penstock.partition.forward.recorder import Recorder
+from penstock.partition.forward.rehearsal import rehearse
 from penstock.partition.forward.skeleton import Skeleton, front
 from penstock.partition.forward.trace import Trace
 from penstock.partition.forward.trees import flatten, unflatten
@@ -69,6 +70,7 @@ def _followed(
             if buffer is not None and buffer is not before[name].get(key)
         }
         trace = recorder.trace(inputs, output, lasting)
+        rehearse(trace, Skeleton(model, fronts), leaves, spec)
     return trace, recorder.ledger.constants()
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -65,15 +66,14 @@ def aside(watcher: Watcher) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
-_NOT_THE_MODEL = ("/penstock/partition/forward/", "/torch/")
+_NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
 
 
 def where_now() -> str:
     """The line of the model's code that is being run."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in _NOT_THE_MODEL) and not name.startswith("<"):
+        if not frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"

@@ -255,6 +255,10 @@ class Dealt:
         plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Handed(self.known.scores, plain, places, self.spec, state, neighbours)
 
+    def draws(self, stage: int) -> bool:
+        """Does the stage draw random numbers between units?"""
+        return self.known.scores[stage].draws
+
     def taken(self, stage: int) -> list[Tensor]:
         """The tensors that a stage takes of the inputs."""
         return [self.tensors[at] for at in self.known.scores[stage].given]

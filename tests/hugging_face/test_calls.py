@@ -1,0 +1,129 @@
+"""How models of transformers may be called: each way as the unsplit model answers it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import CutError, NoChunk
+from penstock.partition.forward.units import units_of
+from penstock.partition.hugging_face import planned_units
+from tests.hugging_face.tiny import TEXTS, agree, batch_for, gpt2, llama, mixtral, piped, words
+
+each_text = pytest.mark.parametrize("name", TEXTS)
+
+
+@each_text
+def test_hidden_states_are_collected(name: str) -> None:
+    batch = batch_for(name)
+    asked = {**batch, "output_hidden_states": True}
+    agree(TEXTS[name](), batch, asked)
+    agree(TEXTS[name](output_hidden_states=True), batch, stages=2)
+
+
+@each_text
+def test_attentions_are_collected_from_inside_blocks(name: str) -> None:
+    """They leave the blocks through hooks: the blocks are opened."""
+    batch = {**batch_for(name), "output_attentions": True}
+    agree(TEXTS[name](attn_implementation="eager"), batch)
+
+
+@each_text
+def test_masks_differ_from_micro_batch_to_micro_batch(name: str) -> None:
+    """With and without padding, the models take different paths."""
+    batch = batch_for(name)
+    whole = torch.ones(4, 6, dtype=torch.int64)
+    padded = whole.clone()
+    padded[0, 4:] = 0
+    padded[1, 5:] = 0
+    pipe = agree(TEXTS[name](), *({**batch, "attention_mask": m} for m in (whole, padded, whole)))
+    assert len(pipe.state_dict()) > 10
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_embeddings_positions_and_masks_of_ones_own(name: str) -> None:
+    labels = words()
+    embedded = torch.randn(4, 6, 16, dtype=torch.float64)
+    agree(TEXTS[name](), {"inputs_embeds": embedded, "labels": labels})
+    batch = {"input_ids": labels, "labels": labels}
+    agree(TEXTS[name](), {**batch, "position_ids": torch.arange(6).flip(0).expand(4, 6)})
+    low = torch.finfo(torch.float64).min
+    mask = torch.zeros(4, 1, 6, 6, dtype=torch.float64).masked_fill(torch.rand(6, 6) < 0.3, low)
+    agree(TEXTS[name](), {**batch, "attention_mask": mask})
+
+
+def test_one_row_of_positions_is_for_all() -> None:
+    batch = batch_for("llama")
+    positions = torch.arange(6)[None]
+    with pytest.raises(ValueError, match=r"position_ids, of shape \(1, 6\), has 1 on dim 0: write"):
+        piped(llama(), {**batch, "position_ids": positions})
+    pipe = piped(llama(), {**batch, "position_ids": NoChunk(positions)})
+    result = pipe.step(**batch, position_ids=NoChunk(positions))
+    assert abs(result.loss - pipe.step(**batch).loss) < 1e-6
+
+
+@each_text
+def test_tuples_are_given_for_return_dict_false(name: str) -> None:
+    agree(TEXTS[name](), {**batch_for(name), "return_dict": False})
+
+
+@each_text
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    model = TEXTS[name]().train()
+    how = {"use_reentrant": reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)  # type: ignore[operator]
+    agree(model, batch_for(name))
+
+
+def test_gradient_checkpointing_around_dropout_is_refused() -> None:
+    model = gpt2(resid_pdrop=0.1).train()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    batch = batch_for("gpt2")
+    with pytest.raises(RuntimeError, match="draws random numbers inside torch.utils.checkpoint"):
+        piped(model, batch).step(**batch)
+
+
+@each_text
+def test_a_cache_is_refused(name: str) -> None:
+    batch = batch_for(name)
+    with pytest.raises(
+        CutError, match=r"^use_cache was given to \w+, and a cache of keys and valu"
+    ):
+        piped(TEXTS[name](), {**batch, "use_cache": True})
+    pipe = piped(TEXTS[name](), {**batch, "use_cache": False})
+    with pytest.raises(CutError, match=r"^use_cache was given to"):
+        pipe(**batch, use_cache=True)
+
+
+def test_a_mixture_of_experts_with_the_loss_of_its_router() -> None:
+    batch = {**batch_for("mixtral"), "output_router_logits": True}
+    agree(mixtral(), batch, stages=2)
+
+
+def test_the_models_plan_names_units() -> None:
+    model = llama()
+    assert "model.layers" in planned_units(model)
+    assert list(units_of(model, planned_units(model))) == list(units_of(model))
+    assert planned_units(gpt2()) == []
+
+
+class Planned(nn.Module):
+    def __init__(self, plan: dict[str, Any]) -> None:
+        super().__init__()
+        self._pp_plan = plan
+        self.tower = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.dropout = nn.Dropout(0.0)
+
+
+def test_a_plan_that_does_not_fit_is_left_aside() -> None:
+    fitting = {"tower": (), "pair": (), "dropout": ()}
+    assert planned_units(Planned(fitting)) == ["tower", "pair"]
+    assert planned_units(Planned({**fitting, "norm": ()})) == []
+    whole = nn.ModuleDict({"model": Planned({})})
+    whole._pp_plan = {"model": ()}  # type: ignore[assignment]
+    assert planned_units(whole) == []

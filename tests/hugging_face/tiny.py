@@ -1,0 +1,138 @@
+"""Tiny models of transformers, random, and how a pipe of one is compared with the model itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from penstock import Pipe
+
+WORDS = 40
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+}
+TEXT: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+LIMIT = 1e-10
+
+
+def llama(**more: Any) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **TEXT, num_key_value_heads=1, **more))
+
+
+def gpt2(**more: Any) -> nn.Module:
+    still = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, **TEXT, **{**still, **more}))
+
+
+def t5(**more: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
+    begins = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, **sizes, **begins, **more))
+
+
+def bert(**more: Any) -> nn.Module:
+    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return BertForMaskedLM(BertConfig(vocab_size=WORDS, **SIZES, **still, **more))
+
+
+def mixtral(**more: Any) -> nn.Module:
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **TEXT, **experts, **more))
+
+
+def vit(**more: Any) -> nn.Module:
+    return ViTForImageClassification(ViTConfig(**SIZES, image_size=8, patch_size=4, **more))
+
+
+TEXTS = {"llama": llama, "gpt2": gpt2, "t5": t5, "bert": bert}
+ALL = {**TEXTS, "mixtral": mixtral, "vit": vit}
+
+
+def words(rows: int = 4, length: int = 6) -> Tensor:
+    return torch.randint(3, WORDS, (rows, length))
+
+
+def batch_for(name: str) -> dict[str, Any]:
+    if name == "vit":
+        return {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.tensor([0, 1, 1, 0])}
+    ids = words()
+    return {"input_ids": ids, "labels": ids}
+
+
+def piped(model: nn.Module, example: dict[str, Any], **options: Any) -> Pipe:
+    chosen = {"stages": 3, "schedule": "1f1b", "balance": "parameters", **options}
+    return Pipe(model, chunks=2, example=example, **chosen)
+
+
+def agree(model: nn.Module, *batches: dict[str, Any], **options: Any) -> Pipe:
+    """Its loss, gradients and outputs are those of the model, micro-batch by micro-batch."""
+    model = model.double()
+    alone = copy.deepcopy(model)
+    pipe = piped(model, batches[0], **options)
+    for batch in batches:
+        alone.zero_grad()
+        pipe.zero_grad()
+        loss, outputs = torch.zeros((), dtype=torch.float64), []
+        for at in range(2):
+            cache = {"use_cache": False} if hasattr(alone.config, "use_cache") else {}
+            found = alone(**{name: _half(value, at) for name, value in batch.items()}, **cache)
+            one = found[0] / 2
+            one.backward()
+            loss += one.detach()
+            outputs.append(found)
+        result = pipe.step(**batch, outputs=True)
+        assert abs(result.loss - loss) < LIMIT
+        _check_gradients(pipe, alone)
+        assert type(result.outputs) is type(outputs[0])
+        for name in outputs[0].keys() - {"loss"} if hasattr(outputs[0], "keys") else ():
+            mine, both = result.outputs[name], [one[name] for one in outputs]
+            for value, *halves in zip(_listed(mine), *map(_listed, both), strict=True):
+                torch.testing.assert_close(value, torch.cat(halves), rtol=0, atol=LIMIT)
+    return pipe
+
+
+def _half(value: Any, at: int) -> Any:
+    return value.chunk(2)[at] if isinstance(value, Tensor) else value
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _check_gradients(pipe: Pipe, alone: nn.Module) -> None:
+    mine = dict(pipe.named_parameters())
+    assert list(mine) == [name for name, _ in alone.named_parameters()]
+    for name, parameter in alone.named_parameters():
+        gradient = mine[name].grad
+        if parameter.grad is None:
+            assert gradient is None, name
+        else:
+            assert gradient is not None, name
+            torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=LIMIT, msg=name)
+
+
+def differing(one: nn.Module, other: nn.Module) -> list[str]:
+    """The names of what is not alike in their state_dicts."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert set(ours) == set(theirs)
+    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
