@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -93,11 +94,12 @@ class Skeleton:
         for key, method in uncached(type(module)):
             made.__dict__.setdefault(key, MethodType(method, made))
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
-        made.__dict__["_parameters"] = dict(module._parameters)
-        made.__dict__["_buffers"] = dict(module._buffers)
+        rest = elsewhere(module)
+        made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
+        made.__dict__["_buffers"] = {**module._buffers, **rest.buffers}
         made.__dict__["_modules"] = {
             key: None if child is None else self._of(child, f"{name}.{key}".strip("."), known)
-            for key, child in module._modules.items()
+            for key, child in (rest.children or module._modules).items()
         }
         return made
 
@@ -113,7 +115,7 @@ class Skeleton:
         for original, own in self.parents.values():
             mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
-                if key not in _KEPT and not _holds_module(value):
+                if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
                     box = self._boxes.get(id(value))
                     mine[key] = value if box is None else box.own
 
@@ -140,7 +142,7 @@ class Skeleton:
     def refresh(self, device: torch.device) -> None:
         """Take the originals' buffers anew: they were cast."""
         for original, own in self.parents.values():
-            for key in own._buffers:
+            for key in own._buffers.keys() & original._buffers.keys():
                 buffer = original._buffers[key]
                 own._buffers[key] = None if buffer is None else buffer.to(device)
 
@@ -190,14 +192,28 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
     return value
 
 
-def hollow(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy that has no numbers: what a process keeps of another's unit."""
-    return _remade(module, lambda tensor: absent_of(tensor, device))
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a parent has in other processes, to look at, and all of its children in order."""
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    children: Mapping[str, nn.Module | None] = field(default_factory=dict)
+
+
+def elsewhere(parent: nn.Module) -> Elsewhere:
+    """Nothing, if the whole model is here."""
+    found: Elsewhere = parent.__dict__.get(ELSEWHERE, _NOTHING)
+    return found
+
+
+ELSEWHERE = "_elsewhere"  # the attribute
+_NOTHING = Elsewhere()
 
 
 def twin(module: nn.Module) -> nn.Module:
     """A copy with the same parameters and buffers: for a second stage that calls the module."""
-    return _remade(module, lambda tensor: tensor)
+    return remade(module, lambda tensor: tensor)
 
 
 def absent_of(tensor: Tensor, device: torch.device) -> Absent:
@@ -210,7 +226,7 @@ def absent_of(tensor: Tensor, device: torch.device) -> Absent:
 NOWHERE = -1
 
 
-def _remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+def remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """The tree copied, each tensor changed, and each once."""
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}
