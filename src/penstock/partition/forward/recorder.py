@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
@@ -29,6 +28,7 @@ from penstock.partition.forward.dry import (
 )
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.ledger import Leak, Ledger
+from penstock.partition.forward.refusals import check_open, looked
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
@@ -172,11 +172,11 @@ class Recorder(Watcher):
         try:
             found, drew = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
         except DATA_DECIDES as error:
-            raise self._looked(step) from error
+            raise looked(step, self.steps, self.ledger.values) from error
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
-                raise self._looked(step)
+                raise looked(step, self.steps, self.ledger.values)
             self.steps.append(replace(step, lasting=True))
             return None
         step = replace(step, lasting=any(map(self.ledger.stays, changed)), draws=drew)
@@ -236,18 +236,16 @@ class Recorder(Watcher):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
-            _check_open(leaf, f"unit '{name}' is given", where)
+            check_open(leaf, f"unit '{name}' is given", where)
         takes = tuple(map(self.ledger.value_of, tensors))
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
         run = with_hooks(target, self.hooks.get(name))
+        some_args, some_kwargs = unflatten(fakes, spec)
+        modules = list(target.modules())
         found, _ = computed_without_numbers(
-            self.ledger.fakes,
-            name,
-            run,
-            *unflatten(fakes, spec),
-            modules=list(target.modules()),
+            self.ledger.fakes, name, run, some_args, some_kwargs, modules
         )
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
@@ -299,29 +297,6 @@ class Recorder(Watcher):
         taken = ", ".join(self.ledger.values[at].name for at in step.takes)
         return self.ledger.new_name(f"{called(step.func)}({taken}){step.said}")
 
-    def _looked(self, step: Step) -> CutError:
-        """The host wanted to look at numbers that only one stage has."""
-        unit = self._unit_before([self.ledger.values[at].maker for at in step.takes])
-        whose = f"unit '{unit}'" if unit else "a parameter"
-        return CutError(
-            f"at {step.where}, {called(step.func)} looks at the numbers of a value that follows "
-            f"from {whose}, which only one stage has, and what the forward does next, or the "
-            "shape of it, depends on them: compute it inside a unit, on tensors (torch.where), or "
-            "put all that depends on it into one unit with units="
-        )
-
-    def _unit_before(self, makers: Sequence[int | None]) -> str:
-        waiting, seen = list(makers), set[int | None]({None})
-        while waiting:
-            at = waiting.pop()
-            if at is None or at in seen:
-                continue
-            seen.add(at)
-            if self.steps[at].kind is Kind.UNIT:
-                return str(self.steps[at].func)
-            waiting += [self.ledger.values[value].maker for value in self.steps[at].takes]
-        return ""
-
     def _goes_on(self, buffer: str, value: int) -> bool:
         """Is it more than what was kept for the next time, and can as well be made again?"""
         waiting, seen = [value], set[int]()
@@ -339,7 +314,7 @@ class Recorder(Watcher):
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
         for leaf in leaves:
-            _check_open(leaf, "the model gives", "its end")
+            check_open(leaf, "the model gives", "its end")
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
@@ -351,18 +326,6 @@ class Recorder(Watcher):
             Result(tuple(written), spec),
             anew,
         )
-
-
-def _check_open(leaf: Any, what: str, where: str) -> None:
-    if isinstance(leaf, Tensor | nn.Module):
-        return
-    for tensor in hidden_in(leaf):
-        if isinstance(tensor, FakeTensor):
-            raise CutError(
-                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
-                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
-                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
-            )
 
 
 def _outside(
