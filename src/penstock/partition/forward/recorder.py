@@ -16,23 +16,25 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import with_hooks
+from penstock.partition.forward.boxes import hooks_on
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
     changed_among,
+    computed_with_any,
     computed_without_numbers,
     numberless,
     random_state,
     versions,
 )
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.history import check_open, goes_on, is_check, looked
 from penstock.partition.forward.ledger import Leak, Ledger
-from penstock.partition.forward.refusals import check_open, looked
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
     COMPARING,
+    COUNTING,
     SHAPED,
     TYING,
     UNIFORM,
@@ -125,6 +127,9 @@ class Recorder(Watcher):
             return Handle() if func in TYING else None
         if all(map(self.ledger.is_free, takes)):
             return self._with_numbers(step, asked)
+        if func is Tensor.__bool__ and is_check(self.ledger.values[takes[0]], self.steps):
+            self.steps.append(replace(step, kind=Kind.READ, lasting=True, outcome=True))
+            return True
         if func in COMPARING and any(at in self._drawn for at in takes):
             settled = self._follow_draws(step, asked)
             if settled is not None:
@@ -169,10 +174,15 @@ class Recorder(Watcher):
         inside = [fakes[id(t)] for t in asked.tensors]
         before = versions(inside)
         args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
+        known = {id(fakes[id(t)]): t for t in asked.tensors if self._is_known(t)}
+        how = (self.ledger.fakes, "", asked.call, args, kwargs, known)
         try:
-            found, drew = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
+            found, drew = computed_without_numbers(*how)
         except DATA_DECIDES as error:
-            raise looked(step, self.steps, self.ledger.values) from error
+            if not self._known_decides(step, asked):
+                raise looked(step, self.steps, self.ledger.values) from error
+            found, drew = computed_with_any(*how), False
+            step = self._asking(step, asked, found)
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
@@ -183,6 +193,22 @@ class Recorder(Watcher):
         if step.func in LOSSES:
             step = replace(step, arguments=self._refs(asked))
         return self._write(step, found, asked.tensors, changed, inside)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return self.ledger.is_free(self.ledger.value_of(tensor))
+
+    def _known_decides(self, step: Step, asked: _Called) -> bool:
+        """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
+        if step.func in COUNTING:
+            return bool(asked.kwargs.get("minlength"))
+        unknown = [t for t in asked.tensors if not self._is_known(t)]
+        return len(unknown) < len(asked.tensors) and all(t.is_floating_point() for t in unknown)
+
+    def _asking(self, step: Step, asked: _Called, found: Any) -> Step:
+        shapes = [tuple(t.shape) for t in tensors_in(found)]
+        if step.func in COUNTING or not any(shapes):
+            return step
+        return replace(step, asks=True, outcome=shapes, arguments=self._refs(asked))
 
     def _refs(self, asked: _Called) -> Any:
         return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
@@ -241,12 +267,11 @@ class Recorder(Watcher):
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
-        run = with_hooks(target, self.hooks.get(name))
-        some_args, some_kwargs = unflatten(fakes, spec)
-        modules = list(target.modules())
-        found, _ = computed_without_numbers(
-            self.ledger.fakes, name, run, some_args, some_kwargs, modules
-        )
+        known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
+        args, kwargs = unflatten(fakes, spec)
+        with hooks_on(target, self.hooks.get(name)):
+            how = (self.ledger.fakes, name, target, args, kwargs, known)
+            found, _ = computed_without_numbers(*how)
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
@@ -297,19 +322,6 @@ class Recorder(Watcher):
         taken = ", ".join(self.ledger.values[at].name for at in step.takes)
         return self.ledger.new_name(f"{called(step.func)}({taken}){step.said}")
 
-    def _goes_on(self, buffer: str, value: int) -> bool:
-        """Is it more than what was kept for the next time, and can as well be made again?"""
-        waiting, seen = [value], set[int]()
-        while waiting and self.ledger.is_free(value):
-            at = waiting.pop()
-            if self.ledger.values[at].buffer == buffer:
-                return True
-            maker = self.ledger.values[at].maker
-            if maker is not None and maker not in seen:
-                seen.add(maker)
-                waiting += self.steps[maker].takes
-        return not self.ledger.is_free(value)
-
     def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
@@ -318,7 +330,8 @@ class Recorder(Watcher):
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
-        anew = {name: value for name, value in anew.items() if self._goes_on(name, value)}
+        values = self.ledger.values
+        anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
         return Trace(
             tuple(self.steps),
             tuple(self.ledger.values),

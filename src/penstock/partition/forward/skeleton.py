@@ -77,11 +77,13 @@ class Skeleton:
         known = dict(fronts)
         self.model = self._of(model, "", known)
         self._boxes: dict[int, Box] = {}
+        self._configs: dict[int, Any] = {}
         for original, own in self.parents.values():
             _hold_copies(original, own, known)
             for key, box in boxes_of(own):
                 made = self._boxes.setdefault(id(original.__dict__[key]), Box.of(box))
                 own.__dict__[key] = made.own
+            self._uncache(own)
         self.hooks = self._hooks(fronts.values())
 
     def _of(self, module: nn.Module, name: str, known: dict[int, nn.Module]) -> nn.Module:
@@ -110,14 +112,25 @@ class Skeleton:
         found = {front._unit: Hooks.of(front._target, own) for front in fronts}
         return {name: hooks for name, hooks in found.items() if hooks is not None}
 
+    def _uncache(self, own: nn.Module) -> None:
+        """A cache of keys and values is filled inside units: a parent is told not to have one."""
+        config = own.__dict__.get("config")
+        if getattr(config, "use_cache", None) is True:
+            if id(config) not in self._configs:
+                self._configs[id(config)] = copy.copy(config)
+                self._configs[id(config)].use_cache = False
+            own.__dict__["config"] = self._configs[id(config)]
+
     def follow(self) -> None:
         """Set what can be set on the originals: whether they train, and their plain attributes."""
+        self._configs = {}
         for original, own in self.parents.values():
             mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
                 if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
                     box = self._boxes.get(id(value))
                     mine[key] = value if box is None else box.own
+            self._uncache(own)
 
     @contextmanager
     def running(self, anew: Sequence[str] = ()) -> Iterator[None]:
