@@ -17,7 +17,8 @@ from penstock.errors import ArgumentError
 from penstock.ir import Schedule
 from penstock.partition.forward.cutting import Prospect
 from penstock.partition.forward.units import Asked
-from penstock.partition.forward.whole import Whole, defaults_of
+from penstock.partition.forward.whole import Whole
+from penstock.partition.hugging_face import defaults_of
 from penstock.partition.model import Example, prospect_of
 from penstock.partition.partition import Partition
 from penstock.partition.sequential import check_model, is_layered
@@ -231,7 +232,8 @@ class Subject:
             return None
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
         first = self.values.cut(self.chunks)[0][0]
-        return prospect_of(self.fresh(), Example(first.batch, first.side), self.units, number)
+        example, cpu = Example(first.batch, first.side), torch.device("cpu")
+        return prospect_of(self.fresh(), example, self.units, number, cpu)
 
     def activations_only(self) -> Subject:
         """The same without what a step keeps until its end, by rights.

@@ -8,7 +8,8 @@ sets on itself while it computes is the stage's own, whatever other threads do m
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent, Look
+from penstock.partition.forward.boxes import Box, Hooks, boxes_of, uncached
 from penstock.partition.forward.watching import watcher_here
 
 
@@ -74,8 +76,13 @@ class Skeleton:
         self.parents: dict[str, tuple[nn.Module, nn.Module]] = {}  # by name: original and copy
         known = dict(fronts)
         self.model = self._of(model, "", known)
+        self._boxes: dict[int, Box] = {}
         for original, own in self.parents.values():
             _hold_copies(original, own, known)
+            for key, box in boxes_of(own):
+                made = self._boxes.setdefault(id(original.__dict__[key]), Box.of(box))
+                own.__dict__[key] = made.own
+        self.hooks = self._hooks(fronts.values())
 
     def _of(self, module: nn.Module, name: str, known: dict[int, nn.Module]) -> nn.Module:
         if id(module) in known:
@@ -84,6 +91,8 @@ class Skeleton:
         known[id(module)] = made
         self.parents[name] = module, made
         made.__dict__.update(module.__dict__)
+        for key, method in uncached(type(module)):
+            made.__dict__.setdefault(key, MethodType(method, made))
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
         rest = elsewhere(module)
         made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
@@ -94,13 +103,42 @@ class Skeleton:
         }
         return made
 
+    def _hooks(self, fronts: Iterable[Any]) -> dict[str, Hooks]:
+        """Of units, those that know a parent or one of its lists."""
+        own: dict[int, Any] = {id(original): own for original, own in self.parents.values()}
+        own.update((id(elsewhere(m).origin()), own[id(m)]) for m, _ in self.parents.values())
+        own.update((at, box.own) for at, box in self._boxes.items())
+        found = {f._unit: Hooks.of(f._target, own) for f in fronts if isinstance(f, Front)}
+        return {name: hooks for name, hooks in found.items() if hooks is not None}
+
     def follow(self) -> None:
         """Set what can be set on the originals: whether they train, and their plain attributes."""
         for original, own in self.parents.values():
             mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
-                if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
-                    mine[key] = value
+                if key not in (*_KEPT, ELSEWHERE) and not holds_module(value):
+                    box = self._boxes.get(id(value))
+                    mine[key] = value if box is None else box.own
+
+    @contextmanager
+    def running(self, anew: Sequence[str] = ()) -> Iterator[None]:
+        """Within, a forward runs: what it sets or fills is gone after it, but for some buffers."""
+        owns = [own.__dict__ for _, own in self.parents.values()]
+        before = [(dict(attributes), dict(attributes["_buffers"])) for attributes in owns]
+        try:
+            yield
+        finally:
+            self.hand_back(anew)
+            for attributes, (then, buffers) in zip(owns, before, strict=True):
+                attributes.clear()
+                attributes.update(then)
+                attributes["_buffers"].update(buffers)
+            for box in self._boxes.values():
+                box.restore()
+            for name in anew:
+                path, _, key = name.rpartition(".")
+                original, own = self.parents[path]
+                own._buffers[key] = original._buffers[key]
 
     def refresh(self, device: torch.device) -> None:
         """Take the originals' buffers anew: they were cast."""
@@ -124,11 +162,12 @@ _KEPT = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 def _hold_copies(original: nn.Module, own: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Also in plain lists and bound methods, where nothing is registered."""
     for key, value in original.__dict__.items():
-        if key not in _KEPT and _holds_module(value):
+        if key not in _KEPT and holds_module(value):
             own.__dict__[key] = _mapped(value, made)
 
 
-def _holds_module(value: Any) -> bool:
+def holds_module(value: Any) -> bool:
+    """Is it a module, or a list of some, or a method of one?"""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, list | tuple):
@@ -137,7 +176,7 @@ def _holds_module(value: Any) -> bool:
         return any(isinstance(one, nn.Module) for one in value.values())
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
-    return isinstance(value, partial) and _holds_module((value.func, *value.args))
+    return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
 def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
@@ -157,11 +196,15 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What a parent has in other processes, to look at, and all of its children in order."""
+    """What a parent has in other processes, to look at, and all of its children in order.
+
+    `origin` is the model's own module, of which the parent is a copy, if it is still there.
+    """
 
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     children: Mapping[str, nn.Module | None] = field(default_factory=dict)
+    origin: Callable[[], nn.Module | None] = lambda: None
 
 
 def elsewhere(parent: nn.Module) -> Elsewhere:

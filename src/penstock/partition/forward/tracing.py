@@ -59,6 +59,7 @@ def _followed(
     copies = [copy for _, copy in skeleton.parents.values()]
     with left_as_it_was(model, parents), faked([*copies, *_away(units)], fakes):
         recorder = Recorder([model, skeleton.model], fakes)
+        recorder.hooks = skeleton.hooks
         inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
