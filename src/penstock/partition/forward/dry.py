@@ -114,13 +114,18 @@ class Marking(TorchDispatchMode):
 
 
 def computed_without_numbers(
-    fakes: Fakes, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
+    fakes: Fakes,
+    unit: str,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    modules: Sequence[nn.Module] = (),
 ) -> tuple[Any, bool]:
     """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
 
-    Where a unit needs numbers, it gets some; a function between units does not.
+    Where a unit needs numbers, it gets some; a function between units does not. `modules` are a
+    unit's.
     """
-    modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
         with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
             return target(*args, **kwargs), marking.drew

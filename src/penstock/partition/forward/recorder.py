@@ -242,7 +242,13 @@ class Recorder(Watcher):
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
         run = with_hooks(target, self.hooks.get(name))
-        found, _ = computed_without_numbers(self.ledger.fakes, name, run, *unflatten(fakes, spec))
+        found, _ = computed_without_numbers(
+            self.ledger.fakes,
+            name,
+            run,
+            *unflatten(fakes, spec),
+            modules=list(target.modules()),
+        )
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1

@@ -106,7 +106,8 @@ class Skeleton:
     def _hooks(self, fronts: Iterable[Any]) -> dict[str, Hooks]:
         """Of units, those that know a parent or one of its lists."""
         own: dict[int, Any] = {id(original): own for original, own in self.parents.values()}
-        own.update((id(elsewhere(m).origin()), own[id(m)]) for m, _ in self.parents.values())
+        origins = [(elsewhere(original).origin(), own) for original, own in self.parents.values()]
+        own.update((id(origin), copy) for origin, copy in origins if origin is not None)
         own.update((at, box.own) for at, box in self._boxes.items())
         found = {f._unit: Hooks.of(f._target, own) for f in fronts if isinstance(f, Front)}
         return {name: hooks for name, hooks in found.items() if hooks is not None}
