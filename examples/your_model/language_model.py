@@ -7,8 +7,9 @@ penstock check your_model.language_model:make --schedules 1f1b,zb-h1
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
@@ -27,13 +28,13 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def sentences(rows: int, length: int) -> dict[str, Tensor]:
+def sentences(rows: int, length: int) -> dict[str, Any]:
     """Each counts up from a number of its own."""
     tokens = (torch.randint(64, (rows, 1)) + torch.arange(length)) % 64
     return {"input_ids": tokens, "labels": tokens}
 
 
-def make() -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
+def make() -> tuple[LlamaForCausalLM, dict[str, Any]]:
     """For `penstock check`."""
     return model(), sentences(rows=6, length=8)
 

@@ -7,6 +7,8 @@ penstock check your_model.research:make --schedules 1f1b,zb-h1
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,9 +44,7 @@ class Research(nn.Module):
         self.out = nn.Linear(width, words, bias=False)
         self.out.weight = self.embed.weight
 
-    def forward(
-        self, tokens: Tensor, mask: Tensor, labels: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, tokens: Tensor, mask: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
         x = self.embed(tokens) + self.place[: tokens.shape[1]]
         if not mask.all():  # an input: every stage can see it
             x = x * mask[..., None]
@@ -61,14 +61,14 @@ class Research(nn.Module):
         return {"loss": loss + 0.01 * uneven, "logits": logits}
 
 
-def riddles(rows: int, length: int) -> dict[str, Tensor]:
+def riddles(rows: int, length: int) -> dict[str, Any]:
     """Say each token's double."""
     tokens = torch.randint(32, (rows, length))
     mask = torch.ones(rows, length, dtype=torch.bool)
     return {"tokens": tokens, "mask": mask, "labels": 2 * tokens % 32}
 
 
-def make() -> tuple[Research, dict[str, Tensor]]:
+def make() -> tuple[Research, dict[str, Any]]:
     """For `penstock check`."""
     torch.manual_seed(0)
     return Research(), riddles(rows=6, length=5)

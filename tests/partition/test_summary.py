@@ -110,6 +110,13 @@ def test_without_an_example_a_sequential_has_no_sizes() -> None:
     assert "receives" not in str(partition)
 
 
+def test_a_buffer_that_nobody_uses_does_not_matter() -> None:
+    """The dry run took it for a constant that it had not seen; Llama has such a buffer."""
+    model = Net()
+    model.register_buffer("spare", torch.zeros(3))
+    assert penstock.split(model, 2, IDS, balance="parameters").counts == (3, 3)
+
+
 def test_any_module_needs_an_example() -> None:
     with pytest.raises(ArgumentError, match="give example=, a batch"):
         penstock.split(Net(), 2)

@@ -232,7 +232,8 @@ class Subject:
             return None
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
         first = self.values.cut(self.chunks)[0][0]
-        return prospect_of(self.fresh(), Example(first.batch, first.side), self.units, number)
+        example, cpu = Example(first.batch, first.side), torch.device("cpu")
+        return prospect_of(self.fresh(), example, self.units, number, cpu)
 
     def activations_only(self) -> Subject:
         """The same without what a step keeps until its end, by rights.

@@ -197,7 +197,7 @@ def _of_the_slowest(outline: Outline, worst: int, ratio: float) -> str:
 
 
 def _remedy(outline: Outline, heavy: Flow) -> str:
-    """A V schedule has stage 0 and the last on one rank, stage 1 and the last but one, and so on."""
+    """A V schedule has stages 0 and the last on one rank, 1 and the last but one, and so on."""
     if heavy.src + heavy.dst == outline.stages - 1:
         first = "a" if outline.stages % 2 == 0 else "with an even number of stages, a"
         return f"{first} schedule such as zb-v has both on one rank, and sends nothing"

@@ -122,8 +122,8 @@ def computed_without_numbers(
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fakes.mode, Marking(unit), _swapped(modules, fakes.of):
-            return target(*args, **kwargs)
+        with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
+            return target(*args, **kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise

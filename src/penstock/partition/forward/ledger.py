@@ -128,7 +128,8 @@ class Ledger:
         return {
             at: tensor
             for tensor in self._alive
-            if (value := self.values[at := self._known[id(tensor)]]).maker is None
+            if (at := self._known.get(id(tensor))) is not None  # a buffer that nobody used
+            and (value := self.values[at]).maker is None
             and not (value.parameter or value.buffer or value.given is not None)
         }
 

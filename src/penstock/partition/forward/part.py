@@ -51,16 +51,15 @@ class Part:
             for value, tensor in zip(values, arrived[source], strict=True)
         }
         performer = Performer(score, self._targets, received, given)
+        performer.hooks = self._skeleton.hooks
         output: Any = None
         try:
-            with performer:
+            with self._skeleton.running(score.anew), performer:
                 output = self._skeleton.model(*args, **kwargs)
         except Ended:
             pass
         else:
             output = performer.finished(output)
-        if score.anew:
-            self._skeleton.hand_back(score.anew)
         departing = {
             dst: tuple(performer.kept[value] for value in score.departing.get(dst, ()))
             for dst in handed.neighbours[self._index]

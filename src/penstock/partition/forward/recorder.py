@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.boxes import with_hooks
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
@@ -233,8 +234,9 @@ class Recorder(Watcher):
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
+        run = with_hooks(target, self.hooks.get(name))
         found, _ = computed_without_numbers(
-            self.ledger.fakes, name, target, *unflatten(fakes, spec)
+            self.ledger.fakes, name, run, *unflatten(fakes, spec)
         )
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
@@ -264,15 +266,19 @@ class Recorder(Watcher):
         places |= {id(t): n for n, t in reversed(list(enumerate(tensors)))}
         leaves, spec = flatten(found)
         written: list[Any] = []
+        twice: dict[int, New] = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 written.append(leaf)
+            elif id(leaf) in twice:
+                written.append(twice[id(leaf)])
             elif id(leaf) in places:
                 written.append(Same(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
                 made = Value(Look.of(leaf), step.free, at, self._named(step, position))
-                written.append(New(self.ledger.register(leaf, made)))
+                twice[id(leaf)] = New(self.ledger.register(leaf, made))
+                written.append(twice[id(leaf)])
         self.steps.append(replace(step, result=Result(tuple(written), spec), changes=changes))
         return unflatten(leaves, spec)
 
@@ -305,6 +311,19 @@ class Recorder(Watcher):
             waiting += [self.ledger.values[value].maker for value in self.steps[at].takes]
         return ""
 
+    def _goes_on(self, buffer: str, value: int) -> bool:
+        """Is it more than what was kept for the next time, and can as well be made again?"""
+        waiting, seen = [value], set[int]()
+        while waiting and self.ledger.is_free(value):
+            at = waiting.pop()
+            if self.ledger.values[at].buffer == buffer:
+                return True
+            maker = self.ledger.values[at].maker
+            if maker is not None and maker not in seen:
+                seen.add(maker)
+                waiting += self.steps[maker].takes
+        return not self.ledger.is_free(value)
+
     def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
@@ -313,6 +332,7 @@ class Recorder(Watcher):
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
+        anew = {name: value for name, value in anew.items() if self._goes_on(name, value)}
         return Trace(
             tuple(self.steps),
             tuple(self.ledger.values),

@@ -61,6 +61,7 @@ def _followed(
     inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
     with left_as_it_was(model, [original for original, _ in skeleton.parents.values()]):
+        recorder.hooks = skeleton.hooks
         with recorder:
             output = skeleton.model(*args, **kwargs)
         lasting = {
