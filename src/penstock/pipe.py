@@ -133,7 +133,7 @@ class Pipe(nn.Module):
                 self._runs: Answers = OneProcess(arranged)
             else:
                 facts |= {"schedule": dumps(self._choice(chunks)), "reduction": f"{reduction}"}
-                check_same(team, name, self._settings(), sharing, facts)
+                check_same(team, name, self._settings(), sharing, self._split, facts)
                 begin_alike(team, self._split.ties, self._replicas)
                 self._runs = ManyProcesses(team, arranged, sharing)
         self._noticed = _Noticed()
@@ -143,7 +143,8 @@ class Pipe(nn.Module):
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
         own = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-        self.__dict__.update((key, vars(module)[key]) for key in own)
+        root = vars(self._split.partition.root(module))
+        self.__dict__.update((key, root[key]) for key in own)
 
     def _arrange(
         self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
@@ -335,7 +336,7 @@ class Pipe(nn.Module):
             if moved:
                 raise _denied()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._split.partition.refresh()
+        self._split.partition.refresh(fn)
         return self
 
 

@@ -146,6 +146,7 @@ ENCODERS = [
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1,
         expert_capacity=64,
+        router_jitter_noise=0.0,
         made={"meets": "its loss balances the experts over all rows"},
     ),
     translator("BART", "Bart"),

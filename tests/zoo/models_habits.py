@@ -230,7 +230,7 @@ class Configured(nn.Module):
         for at, block in enumerate(self.blocks):
             y = block(h)
             h = h + (y if whole else y * mask[..., None])
-            if h.shape[1] > 7 and at == 1:
+            if h.shape[1] < 8 and at == 1:
                 h = h + self.extra(h)
         if options.get("twice"):
             return self.outer(h), self.outer(h.flip(1))

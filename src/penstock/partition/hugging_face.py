@@ -46,6 +46,9 @@ def _caches(config: Any) -> bool:
     return getattr(config, "use_cache", None) is True
 
 
+_HAS_HOOKS = "_output_capturing_hooks_installed"  # transformers' own mark
+
+
 def prepare(model: nn.Module) -> None:
     """Have the hooks that collect hidden states and attentions, once and for all.
 
@@ -56,8 +59,10 @@ def prepare(model: nn.Module) -> None:
     known = getattr(capturing, "_CAN_RECORD_REGISTRY", {})
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
     for module in model.modules():
-        if install is not None and str(type(module)) in known:
-            install(module)
+        if install is None or str(type(module)) not in known:
+            continue
+        if not any(getattr(inner, _HAS_HOOKS, False) for inner in module.modules()):
+            install(module)  # else a part has them already, and would get them twice
 
 
 def planned_units(model: nn.Module) -> list[str]:

@@ -34,6 +34,7 @@ class Stage:
     kinds: tuple[str, ...] = ()  # the layers' types, for people
     around: tuple[nn.Module, ...] = ()  # what the user has put around the layers
     shifting: frozenset[nn.Module] = frozenset()  # whose parameters come and go while it computes
+    watched: bool = False  # it may draw random numbers, though it was seen to draw none
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ class Tape:
     @property
     def may_draw(self) -> bool:
         """Has it not been seen to draw none?"""
-        return self._habits.draws is not False
+        return self._habits.draws is not False or self.stage.watched
 
     # ---- forward --------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Tape:
 
     def _run(self, microbatch: int, values: Values, weights_wait: bool = False) -> Values:
         habits, context = self._habits, self._context
-        if habits.draws is False and context.plain and not self._stand_ins and not weights_wait:
+        if not self.may_draw and context.plain and not self._stand_ins and not weights_wait:
             return self.stage.compute(values)
         random: OwnRandom | None = None
         with ExitStack() as stack:
@@ -236,7 +236,7 @@ class Tape:
             stack.enter_context(context.forwards())
             if weights_wait:
                 self._later[microbatch] = stack.enter_context(self._deferral.used())
-            if habits.draws is not False:
+            if self.may_draw:
                 random = OwnRandom(seed_of_cell(self.seed, self.stage.index, microbatch))
                 stack.enter_context(random)
             outputs = self.stage.compute(values)

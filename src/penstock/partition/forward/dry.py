@@ -99,11 +99,13 @@ class Marking(TorchDispatchMode):
     def __init__(self, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
+        self.drew = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """As ever."""
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, FakeTensor):
@@ -112,22 +114,27 @@ class Marking(TorchDispatchMode):
 
 
 def computed_without_numbers(
-    fakes: Fakes, unit: str, target: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """What a unit or a function gives, of fake arguments.
+    fakes: Fakes,
+    unit: str,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    modules: Sequence[nn.Module] = (),
+) -> tuple[Any, bool]:
+    """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
 
-    Where a unit needs numbers, it gets some; a function between units does not.
+    Where a unit needs numbers, it gets some; a function between units does not. `modules` are a
+    unit's.
     """
-    modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
-        with fakes.mode, Marking(unit), _swapped(modules, fakes.of):
-            return target(*args, **kwargs)
+        with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
+            return target(*args, **kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
     found = _computed_with_any(target, modules, args, kwargs)
     leaves, spec = flatten(found)
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec), True
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,15 @@ class Part:
     From outside come a `Handed` and the inputs that it takes; from other stages, values.
     """
 
-    def __init__(self, index: int, skeleton: Skeleton, targets: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        index: int,
+        skeleton: Skeleton,
+        targets: Mapping[str, nn.Module],
+        twins: Sequence[tuple[nn.Module, nn.Module]] = (),
+    ) -> None:
         self._index, self._skeleton, self._targets = index, skeleton, targets
+        self._twins = twins  # of units that another stage calls as well: original and copy
         self._state: State | None = None
 
     def refresh(self, device: torch.device) -> None:
@@ -38,6 +45,8 @@ class Part:
         if self._state is not handed.state:
             self._skeleton.follow()
             self._state = handed.state
+        for original, copy in self._twins:
+            copy.training = original.training
         leaves = list(handed.leaves)
         for place, stand_in in zip(handed.places, score.inputs, strict=True):
             leaves[place] = stand_in
@@ -51,16 +60,15 @@ class Part:
             for value, tensor in zip(values, arrived[source], strict=True)
         }
         performer = Performer(score, self._targets, received, given)
+        performer.hooks = self._skeleton.hooks
         output: Any = None
         try:
-            with performer:
+            with self._skeleton.running(score.anew), performer:
                 output = self._skeleton.model(*args, **kwargs)
         except Ended:
             pass
         else:
             output = performer.finished(output)
-        if score.anew:
-            self._skeleton.hand_back(score.anew)
         departing = {
             dst: tuple(performer.kept[value] for value in score.departing.get(dst, ()))
             for dst in handed.neighbours[self._index]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Absent
+from penstock.partition.forward.boxes import hooks_after, with_hooks
 from penstock.partition.forward.dry import numberless
 from penstock.partition.forward.score import Act, Score
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
@@ -110,10 +111,10 @@ class Performer(Watcher):
                 if act.rebinds:
                     self._rebind(act, tensors)
                 found = act.ready if act.plain else self._given(act, tensors)
-            self._tell_hooks(target, args, kwargs, found)
+            self._tell_hooks(name, target, args, kwargs, found)
             return found
         some_args, some_kwargs = changed_in_call(args, kwargs, self._real)
-        run = self._targets[name]
+        run = with_hooks(self._targets[name], self.hooks.get(name))
         with aside(self):
             if self.checkpointed is None:
                 found = run(*some_args, **some_kwargs)
@@ -213,9 +214,9 @@ class Performer(Watcher):
             if sent:
                 self.kept[value] = tensor.clone() if copied else tensor
 
-    def _tell_hooks(self, target: nn.Module, args: Any, kwargs: Any, found: Any) -> None:
+    def _tell_hooks(self, name: str, target: nn.Module, args: Any, kwargs: Any, found: Any) -> None:
         """What they collect is there; what they compute is computed where the unit runs."""
-        for key, hook in target._forward_hooks.items():
+        for key, hook in hooks_after(target, self.hooks.get(name)).items():
             self._mute = True
             try:
                 if key in target._forward_hooks_with_kwargs:

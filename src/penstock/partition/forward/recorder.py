@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.boxes import with_hooks
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
@@ -31,6 +32,7 @@ from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
+    COMPARING,
     SHAPED,
     TYING,
     UNIFORM,
@@ -48,7 +50,14 @@ from penstock.partition.forward.trace import (
     Trace,
     Value,
 )
-from penstock.partition.forward.trees import flatten, hidden_in, mapped, tensors_in, unflatten
+from penstock.partition.forward.trees import (
+    flatten,
+    hidden_in,
+    mapped,
+    said_in,
+    tensors_in,
+    unflatten,
+)
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
@@ -78,9 +87,9 @@ class _Extremes:
 class Recorder(Watcher):
     """Writes steps and values."""
 
-    def __init__(self, model: nn.Module, fakes: Fakes) -> None:
+    def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
         super().__init__()
-        self.ledger = Ledger(model, fakes)
+        self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
         self._turns: Counter[str] = Counter()
@@ -101,7 +110,7 @@ class Recorder(Watcher):
         """Compute it, with numbers if they are there, and write it down."""
         asked = _Called(args, kwargs, call, list(tensors_in((args, kwargs))))
         takes = tuple(map(self.ledger.value_of, asked.tensors))
-        step = Step(Kind.GLUE, func, takes, None, where_now())
+        step = Step(Kind.GLUE, func, takes, None, where_now(), said=said_in((args, kwargs)))
         if func in ANSWERED:
             found = call(*args, **kwargs)
             self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
@@ -116,7 +125,7 @@ class Recorder(Watcher):
             return Handle() if func in TYING else None
         if all(map(self.ledger.is_free, takes)):
             return self._with_numbers(step, asked)
-        if any(at in self._drawn for at in takes):
+        if func in COMPARING and any(at in self._drawn for at in takes):
             settled = self._follow_draws(step, asked)
             if settled is not None:
                 return settled[0]
@@ -161,7 +170,7 @@ class Recorder(Watcher):
         before = versions(inside)
         args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
         try:
-            found = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
+            found, drew = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
         except DATA_DECIDES as error:
             raise self._looked(step) from error
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
@@ -170,7 +179,7 @@ class Recorder(Watcher):
                 raise self._looked(step)
             self.steps.append(replace(step, lasting=True))
             return None
-        step = replace(step, lasting=any(map(self.ledger.stays, changed)))
+        step = replace(step, lasting=any(map(self.ledger.stays, changed)), draws=drew)
         if step.func in LOSSES:
             step = replace(step, arguments=self._refs(asked))
         return self._write(step, found, asked.tensors, changed, inside)
@@ -182,7 +191,7 @@ class Recorder(Watcher):
 
     def _draw(self, step: Step, asked: _Called, found: Any) -> Any:
         """Drawn on one stage. Of uniform ones it is known how far they reach."""
-        found = self._write(replace(step, lasting=True), found, asked.tensors)
+        found = self._write(replace(step, lasting=True, draws=True), found, asked.tensors)
         if step.func in UNIFORM and isinstance(found, Tensor):
             largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
             value = self.ledger.value_of(found)
@@ -232,7 +241,14 @@ class Recorder(Watcher):
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
-        found = computed_without_numbers(self.ledger.fakes, name, target, *unflatten(fakes, spec))
+        run = with_hooks(target, self.hooks.get(name))
+        found, _ = computed_without_numbers(
+            self.ledger.fakes,
+            name,
+            run,
+            *unflatten(fakes, spec),
+            modules=list(target.modules()),
+        )
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
@@ -261,15 +277,19 @@ class Recorder(Watcher):
         places |= {id(t): n for n, t in reversed(list(enumerate(tensors)))}
         leaves, spec = flatten(found)
         written: list[Any] = []
+        twice: dict[int, New] = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 written.append(leaf)
+            elif id(leaf) in twice:
+                written.append(twice[id(leaf)])
             elif id(leaf) in places:
                 written.append(Same(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
                 made = Value(Look.of(leaf), step.free, at, self._named(step, position))
-                written.append(New(self.ledger.register(leaf, made)))
+                twice[id(leaf)] = New(self.ledger.register(leaf, made))
+                written.append(twice[id(leaf)])
         self.steps.append(replace(step, result=Result(tuple(written), spec), changes=changes))
         return unflatten(leaves, spec)
 
@@ -277,7 +297,7 @@ class Recorder(Watcher):
         if step.kind is Kind.UNIT:
             return f"{step.func}.{position}"
         taken = ", ".join(self.ledger.values[at].name for at in step.takes)
-        return self.ledger.new_name(f"{called(step.func)}({taken})")
+        return self.ledger.new_name(f"{called(step.func)}({taken}){step.said}")
 
     def _looked(self, step: Step) -> CutError:
         """The host wanted to look at numbers that only one stage has."""
@@ -302,6 +322,19 @@ class Recorder(Watcher):
             waiting += [self.ledger.values[value].maker for value in self.steps[at].takes]
         return ""
 
+    def _goes_on(self, buffer: str, value: int) -> bool:
+        """Is it more than what was kept for the next time, and can as well be made again?"""
+        waiting, seen = [value], set[int]()
+        while waiting and self.ledger.is_free(value):
+            at = waiting.pop()
+            if self.ledger.values[at].buffer == buffer:
+                return True
+            maker = self.ledger.values[at].maker
+            if maker is not None and maker not in seen:
+                seen.add(maker)
+                waiting += self.steps[maker].takes
+        return not self.ledger.is_free(value)
+
     def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
@@ -310,6 +343,7 @@ class Recorder(Watcher):
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
+        anew = {name: value for name, value in anew.items() if self._goes_on(name, value)}
         return Trace(
             tuple(self.steps),
             tuple(self.ledger.values),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent
+from penstock.partition.forward.boxes import hooks_after
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.skeleton import Skeleton
 from penstock.partition.forward.tables import TYING, only_looks
@@ -33,6 +34,7 @@ def rehearse(trace: Trace, skeleton: Skeleton, leaves: Sequence[Any], spec: Any)
     """A Leak, where a result of a unit is missed that had been there sideways."""
     device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
     watcher = _Passing(trace, device)
+    watcher.hooks = skeleton.hooks
     given = iter(trace.inputs)
     stand_ins = [watcher.absent(next(given)) if isinstance(x, Tensor) else x for x in leaves]
     args, kwargs = unflatten(stand_ins, spec)
@@ -96,7 +98,7 @@ class _Passing(Watcher):
         step = self._next(name)
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         found = self._given(step, tensors)
-        for key, hook in target._forward_hooks.items():
+        for key, hook in hooks_after(target, self.hooks.get(name)).items():
             more = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
             self._mute = True
             try:

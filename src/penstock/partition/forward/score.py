@@ -52,6 +52,7 @@ class Score:
     last: bool
     anew: tuple[str, ...]  # buffers that it assigns anew
     device: torch.device
+    draws: bool  # random numbers, between units
 
 
 def score_of(division: Division, stage: int, device: torch.device) -> Score:
@@ -86,6 +87,7 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         last,
         tuple(name for name in trace.lasting if division.writes[name] == stage),
         device,
+        any(trace.steps[at].draws for at in portion.runs),
     )
 
 

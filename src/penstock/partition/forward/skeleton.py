@@ -8,7 +8,9 @@ sets on itself while it computes is the stage's own, whatever other threads do m
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent, Look
+from penstock.partition.forward.boxes import Box, Hooks, boxes_of, uncached
 from penstock.partition.forward.watching import watcher_here
 
 
@@ -73,8 +76,13 @@ class Skeleton:
         self.parents: dict[str, tuple[nn.Module, nn.Module]] = {}  # by name: original and copy
         known = dict(fronts)
         self.model = self._of(model, "", known)
+        self._boxes: dict[int, Box] = {}
         for original, own in self.parents.values():
             _hold_copies(original, own, known)
+            for key, box in boxes_of(own):
+                made = self._boxes.setdefault(id(original.__dict__[key]), Box.of(box))
+                own.__dict__[key] = made.own
+        self.hooks = self._hooks(fronts.values())
 
     def _of(self, module: nn.Module, name: str, known: dict[int, nn.Module]) -> nn.Module:
         if id(module) in known:
@@ -83,27 +91,58 @@ class Skeleton:
         known[id(module)] = made
         self.parents[name] = module, made
         made.__dict__.update(module.__dict__)
+        for key, method in uncached(type(module)):
+            made.__dict__.setdefault(key, MethodType(method, made))
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
-        made.__dict__["_parameters"] = dict(module._parameters)
-        made.__dict__["_buffers"] = dict(module._buffers)
+        rest = elsewhere(module)
+        made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
+        made.__dict__["_buffers"] = {**module._buffers, **rest.buffers}
         made.__dict__["_modules"] = {
             key: None if child is None else self._of(child, f"{name}.{key}".strip("."), known)
-            for key, child in module._modules.items()
+            for key, child in (rest.children or module._modules).items()
         }
         return made
+
+    def _hooks(self, fronts: Iterable[Any]) -> dict[str, Hooks]:
+        """Of units, those that know a parent or one of its lists."""
+        own: dict[int, Any] = {id(original): own for original, own in self.parents.values()}
+        own.update((at, box.own) for at, box in self._boxes.items())
+        found = {front._unit: Hooks.of(front._target, own) for front in fronts}
+        return {name: hooks for name, hooks in found.items() if hooks is not None}
 
     def follow(self) -> None:
         """Set what can be set on the originals: whether they train, and their plain attributes."""
         for original, own in self.parents.values():
             mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
-                if key not in _KEPT and not _holds_module(value):
-                    mine[key] = value
+                if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
+                    box = self._boxes.get(id(value))
+                    mine[key] = value if box is None else box.own
+
+    @contextmanager
+    def running(self, anew: Sequence[str] = ()) -> Iterator[None]:
+        """Within, a forward runs: what it sets or fills is gone after it, but for some buffers."""
+        owns = [own.__dict__ for _, own in self.parents.values()]
+        before = [(dict(attributes), dict(attributes["_buffers"])) for attributes in owns]
+        try:
+            yield
+        finally:
+            self.hand_back(anew)
+            for attributes, (then, buffers) in zip(owns, before, strict=True):
+                attributes.clear()
+                attributes.update(then)
+                attributes["_buffers"].update(buffers)
+            for box in self._boxes.values():
+                box.restore()
+            for name in anew:
+                path, _, key = name.rpartition(".")
+                original, own = self.parents[path]
+                own._buffers[key] = original._buffers[key]
 
     def refresh(self, device: torch.device) -> None:
         """Take the originals' buffers anew: they were cast."""
         for original, own in self.parents.values():
-            for key in own._buffers:
+            for key in own._buffers.keys() & original._buffers.keys():
                 buffer = original._buffers[key]
                 own._buffers[key] = None if buffer is None else buffer.to(device)
 
@@ -153,14 +192,28 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
     return value
 
 
-def hollow(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy that has no numbers: what a process keeps of another's unit."""
-    return _remade(module, lambda tensor: absent_of(tensor, device))
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a parent has in other processes, to look at, and all of its children in order."""
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    children: Mapping[str, nn.Module | None] = field(default_factory=dict)
+
+
+def elsewhere(parent: nn.Module) -> Elsewhere:
+    """Nothing, if the whole model is here."""
+    found: Elsewhere = parent.__dict__.get(ELSEWHERE, _NOTHING)
+    return found
+
+
+ELSEWHERE = "_elsewhere"  # the attribute
+_NOTHING = Elsewhere()
 
 
 def twin(module: nn.Module) -> nn.Module:
     """A copy with the same parameters and buffers: for a second stage that calls the module."""
-    return _remade(module, lambda tensor: tensor)
+    return remade(module, lambda tensor: tensor)
 
 
 def absent_of(tensor: Tensor, device: torch.device) -> Absent:
@@ -173,7 +226,7 @@ def absent_of(tensor: Tensor, device: torch.device) -> Absent:
 NOWHERE = -1
 
 
-def _remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+def remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """The tree copied, each tensor changed, and each once."""
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}

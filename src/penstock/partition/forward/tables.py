@@ -60,6 +60,15 @@ CHECKING = frozenset(
 # They tie something to a tensor: where the tensor is, they run.
 TYING = frozenset([Tensor.register_hook, Tensor.retain_grad])
 
+# They compare numbers, or tell the host what came of it.
+COMPARING = frozenset(
+    [
+        *_of_tensor(("lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__")),
+        *_of_tensor(("__bool__", "__float__", "item", "all", "any", "squeeze")),
+        *(getattr(torch, name) for name in ("lt", "gt", "le", "ge", "all", "any", "squeeze")),
+    ]
+)
+
 # They draw numbers from 0 up to 1.
 UNIFORM = frozenset([torch.rand, torch.rand_like])
 

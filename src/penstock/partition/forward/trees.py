@@ -105,6 +105,18 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def said_in(arguments: Any) -> str:
+    """What is plain among the arguments of an operation, as text: the same on every rank.
+
+    >>> said_in((("x", 2), {"dim": -1}))
+    "'x' 2 -1"
+    """
+    leaves = pytree.tree_leaves(arguments)
+    parts = [(v.start, v.stop, v.step) if isinstance(v, slice) else (v,) for v in leaves]
+    plain = (bool, int, float, str)
+    return " ".join(repr(one) for part in parts for one in part if isinstance(one, plain))
+
+
 def hidden_in(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
     """Tensors in an object that cannot be taken apart."""
     if isinstance(leaf, Tensor):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,11 +23,14 @@ from torch._functorch import apis as _apis
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint as torch_checkpoint
 
+from penstock.partition.forward.boxes import Hooks
+
 
 class Watcher(TorchFunctionMode):
     """Sees each operation of a forward, and is asked where a unit is called."""
 
     checkpointed: dict[str, Any] | None = None  # how, inside PyTorch's checkpoint
+    hooks: Mapping[str, Hooks] = {}
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A parent calls a unit."""
@@ -161,20 +165,29 @@ def _follow_vmap() -> None:
     apis.vmap_impl = vmap_impl
 
 
-def _captured(func: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors that a function has from around it."""
-    if not isinstance(func, FunctionType) or not depth:
-        return
-    for cell in func.__closure__ or ():
-        try:
-            inside = cell.cell_contents
-        except ValueError:  # not set yet
+def _captured(func: Any) -> Iterator[Tensor]:
+    """The tensors that a function has from around it, and those that functions there have."""
+    waiting, seen = [func], set[int]()
+    while waiting:
+        inside = waiting.pop()
+        if id(inside) in seen:
             continue
+        seen.add(id(inside))
         if isinstance(inside, Tensor):
             yield inside
-        yield from _captured(inside, depth - 1)
-        for one in inside if isinstance(inside, tuple | list) else ():
-            yield from _captured(one, depth - 1)
+        elif isinstance(inside, tuple | list):
+            waiting += inside
+        elif isinstance(inside, partial):
+            waiting += [inside.func, *inside.args, *inside.keywords.values()]
+        elif isinstance(inside, FunctionType):
+            waiting += [cell.cell_contents for cell in inside.__closure__ or () if _is_set(cell)]
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _follow_checkpoint() -> None:

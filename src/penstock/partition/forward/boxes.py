@@ -1,0 +1,174 @@
+"""What a forward fills by the way: lists and dicts of its parents, also through hooks.
+
+Every stage runs the parents' forward by itself, so each has lists and dicts of its own, and hooks
+that fill these. After each run they are as they were before: a mask that was kept for the next time
+is made again, and no value of one micro-batch is found by another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper, partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+_BOXES = (list, dict, set, OrderedDict, defaultdict, deque)
+_OF_MODULES = frozenset(nn.Module().__dict__)  # hooks and the like, which torch fills
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+Made = Mapping[int, Any]  # by the identity of an original: what a stage has in its place
+
+
+@dataclass
+class Box:
+    """A list or a dict that a stage has of its own."""
+
+    own: Any
+    before: Any
+
+    @staticmethod
+    def of(original: Any) -> Box:
+        """With the same in it."""
+        return Box(_copied(original), _copied(original))
+
+    def restore(self) -> None:
+        """As it was."""
+        self.own.clear()
+        _fill(self.own, _copied(self.before))
+
+
+def boxes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own lists and dicts, by their names."""
+    for key, value in module.__dict__.items():
+        if key not in _OF_MODULES and type(value) in _BOXES:
+            yield key, value
+
+
+def _copied(value: Any, depth: int = 3) -> Any:
+    """What it holds is the same, but for lists and dicts."""
+    if type(value) not in _BOXES or not depth:
+        return value
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, list | deque):
+        return type(value)(_copied(one, depth - 1) for one in value)
+    made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+    made.update((key, _copied(one, depth - 1)) for key, one in value.items())
+    return made
+
+
+def _fill(box: Any, values: Any) -> None:
+    if isinstance(box, list | deque):
+        box.extend(values)
+    else:
+        box.update(values)
+
+
+# ---- functions that know an original ------------------------------------------------------
+
+
+def remade(function: Any, made: Made) -> Any:
+    """The same function for what stands in the originals' place; itself, if it knows none."""
+    if isinstance(function, MethodType) and id(function.__self__) in made:
+        return MethodType(function.__func__, made[id(function.__self__)])
+    if isinstance(function, partial):
+        inner, args = remade(function.func, made), [_swapped(one, made) for one in function.args]
+        named = {key: _swapped(one, made) for key, one in function.keywords.items()}
+        changed = inner is not function.func or args != list(function.args)
+        return partial(inner, *args, **named) if changed or named != function.keywords else function
+    if not isinstance(function, FunctionType):
+        return function
+    cells = tuple(_cell(cell, made) for cell in function.__closure__ or ())
+    defaults = tuple(_swapped(one, made) for one in function.__defaults__ or ())
+    if _same(cells, function.__closure__) and _same(defaults, function.__defaults__):
+        return function
+    new = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults or None, cells or None
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+def _same(now: tuple[Any, ...], before: tuple[Any, ...] | None) -> bool:
+    return all(a is b for a, b in zip(now, before or (), strict=True))
+
+
+def _cell(cell: CellType, made: Made) -> CellType:
+    try:
+        inside = cell.cell_contents
+    except ValueError:  # nothing yet
+        return cell
+    new = _swapped(inside, made)
+    return cell if new is inside else CellType(new)
+
+
+def _swapped(value: Any, made: Made) -> Any:
+    return made[id(value)] if id(value) in made else remade(value, made)
+
+
+def uncached(kind: type) -> Iterator[tuple[str, Any]]:
+    """Methods that remember what they gave, as they are without: they would remember for all."""
+    for name in {name for base in kind.__mro__ for name in vars(base)}:
+        method = getattr(kind, name, None)
+        if isinstance(method, _lru_cache_wrapper):
+            yield name, method.__wrapped__
+
+
+# ---- hooks of units -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Of a unit and what is inside: those that know a parent, made anew for a stage's own."""
+
+    anew: tuple[tuple[str, str, Any], ...]  # where in the unit, which, and what is there instead
+
+    @staticmethod
+    def of(unit: nn.Module, made: Made) -> Hooks | None:
+        """None, if no hook knows a parent."""
+        found = []
+        for path, module in unit.named_modules():
+            for key in _HOOKS:
+                hooks = module.__dict__.get(key)
+                if hooks:
+                    new = OrderedDict((at, remade(hook, made)) for at, hook in hooks.items())
+                    if any(new[at] is not hook for at, hook in hooks.items()):
+                        found.append((path, key, new))
+        return Hooks(tuple(found)) if found else None
+
+    @contextmanager
+    def on(self, unit: nn.Module) -> Iterator[None]:
+        """Within, they are the unit's."""
+        places = [(unit.get_submodule(path).__dict__, key, new) for path, key, new in self.anew]
+        before = [attributes[key] for attributes, key, _ in places]
+        for attributes, key, new in places:
+            attributes[key] = new
+        try:
+            yield
+        finally:
+            for (attributes, key, _), old in zip(places, before, strict=True):
+                attributes[key] = old
+
+
+def hooks_after(unit: nn.Module, anew: Hooks | None) -> Mapping[int, Any]:
+    """The forward hooks of a unit itself, for a stage."""
+    new = anew.anew if anew is not None else ()
+    own = (hooks for path, key, hooks in new if not path and key == "_forward_hooks")
+    return next(own, unit._forward_hooks)
+
+
+def with_hooks(unit: nn.Module, anew: Hooks | None) -> Callable[..., Any]:
+    """The unit, with a stage's own hooks while it computes."""
+    if anew is None:
+        return unit
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with anew.on(unit):
+            return unit(*args, **kwargs)
+
+    return run
