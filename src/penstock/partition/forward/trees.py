@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -53,6 +54,24 @@ def _record(kind: type) -> Callable[[Any, Any], Any]:
         return made
 
     return together
+
+
+def changed_in_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a unit, each tensor changed; most hold none that must be sought."""
+    if all(isinstance(v, _SIMPLE) for v in (*args, *kwargs.values())):
+        return (
+            tuple([change(v) if isinstance(v, Tensor) else v for v in args]),
+            {k: change(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()},
+        )
+    leaves, spec = flatten((args, kwargs))
+    leaves = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
+    return found
+
+
+_SIMPLE = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
