@@ -75,15 +75,15 @@ def test_tuples_are_given_for_return_dict_false(name: str) -> None:
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model = TEXTS[name]().train()
     how = {"use_reentrant": reentrant}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)  # type: ignore[operator]
-    agree(model, batch_for(name))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    agree(model, batch_for(name), checkpoint="never")  # or it is all recomputed twice
 
 
 def test_gradient_checkpointing_around_dropout_is_refused() -> None:
     model = gpt2(resid_pdrop=0.1).train()
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.gradient_checkpointing_enable()
     batch = batch_for("gpt2")
-    with pytest.raises(RuntimeError, match="draws random numbers inside torch.utils.checkpoint"):
+    with pytest.raises(RuntimeError, match=r"draws random numbers inside torch.utils.checkpoint"):
         piped(model, batch).step(**batch)
 
 
@@ -99,9 +99,14 @@ def test_a_cache_is_refused(name: str) -> None:
         pipe(**batch, use_cache=True)
 
 
-def test_a_mixture_of_experts_with_the_loss_of_its_router() -> None:
-    batch = {**batch_for("mixtral"), "output_router_logits": True}
-    agree(mixtral(), batch, stages=2)
+def test_a_mixture_of_experts() -> None:
+    """The loss of its router takes `bincount` of all layers: a shape that depends on numbers."""
+    batch = batch_for("mixtral")
+    agree(mixtral(), batch)
+    with pytest.raises(
+        CutError, match=r"bincount looks at the numbers of a value that follows fro"
+    ):
+        piped(mixtral(), {**batch, "output_router_logits": True})
 
 
 def test_the_models_plan_names_units() -> None:

@@ -33,15 +33,18 @@ Homes = Iterable[tuple[str, nn.Parameter, Iterable[int]]]  # names, parameters, 
 def outline_of_layers(
     module: nn.Sequential, counts: Sequence[int], routes: Sequence[Route]
 ) -> Outline:
-    """Its layers are the units; how large the values are is not known."""
+    """Its layers are the units; how large the values are is not known.
+
+    (Counts that another rank found may not fit, if it has another model: that is told later.)
+    """
     layers = list(module._modules.items())
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     pieces = [
-        _piece(name, stage, layer) for (name, layer), stage in zip(layers, stages, strict=True)
+        _piece(name, stage, layer) for (name, layer), stage in zip(layers, stages, strict=False)
     ]
     homes = (
         (name, parameter, [stage])
-        for (prefix, layer), stage in zip(layers, stages, strict=True)
+        for (prefix, layer), stage in zip(layers, stages, strict=False)
         for name, parameter in layer.named_parameters(prefix)
     )
     flows = _flows_of_layers([layer for _, layer in layers], pieces, counts, routes)

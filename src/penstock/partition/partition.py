@@ -11,6 +11,7 @@ from torch import nn
 from penstock.draw.chain import chain
 from penstock.ir import StageGraph
 from penstock.outline import Outline
+from penstock.partition.forward.excerpt import Cast
 from penstock.partition.forward.part import Part
 from penstock.partition.forward.whole import Whole
 from penstock.partition.summary import summary
@@ -66,6 +67,10 @@ class Partition:
             for name, layer in zip(stage.names, stage.layers, strict=True)
         }
 
+    def root(self, model: nn.Module) -> nn.Module:
+        """Whose own parameters and buffers a pipe of the model has."""
+        return self.how.model if isinstance(self.how, Whole) else model
+
     @property
     def model(self) -> nn.Module | None:
         """The model whose forward is divided; None of a Sequential."""
@@ -75,10 +80,14 @@ class Partition:
     def around(self) -> list[nn.Module]:
         """The modules that compute, and are not among a pipe's children."""
         root = [] if self.model is None else [self.model]
+        if isinstance(self.how, Whole) and self.how.excerpt is not None:
+            root += [module for unit in self.how.excerpt.away for module in unit.modules()]
         return root + [module for stage in self.stages for module in stage.around]
 
-    def refresh(self) -> None:
+    def refresh(self, cast: Cast) -> None:
         """The model was cast."""
+        if isinstance(self.how, Whole):
+            self.how.cast(cast)
         for stage in self.stages:
             if isinstance(stage.compute, Part) and isinstance(self.how, Whole):
                 stage.compute.refresh(self.how.devices[stage.index])

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
-from penstock.ir import Schedule
+from penstock.ir import Schedule, StageGraph
 from penstock.partition.costing import BALANCES, Room
+from penstock.partition.forward.cutting import Prospect
 from penstock.partition.forward.units import Asked
 from penstock.partition.materialise import Blanks, materialise
-from penstock.partition.model import Example, cut_model
+from penstock.partition.model import Example, cut_model, prospect_of
 from penstock.partition.outlining import sizes_on
 from penstock.partition.partition import Layers, Partition
 from penstock.partition.profile import layer_bytes, layer_times
@@ -28,6 +29,7 @@ from penstock.partition.sequential import (
     tensors_of,
 )
 from penstock.partition.setting import is_on_meta
+from penstock.partition.share import settled, share_of
 from penstock.partition.tied import Tie, tied_names, ties_between, ties_in_words
 from penstock.schedules.choice import placement_of, stages_per_rank
 from penstock.stage.places import Place, place_at
@@ -56,9 +58,11 @@ class Split:
     @property
     def talking(self) -> frozenset[tuple[int, int]]:
         """The pairs of ranks of which the one sends messages to the other."""
-        ranks = [
-            (self.placement[src], self.placement[dst]) for src, dst in self.partition.graph.edges
-        ]
+        return self.talking_over(self.partition.graph)
+
+    def talking_over(self, graph: StageGraph) -> frozenset[tuple[int, int]]:
+        """The same, if other stages feed each other."""
+        ranks = [(self.placement[src], self.placement[dst]) for src, dst in graph.edges]
         return frozenset(p for a, b in ranks if a != b for p in ((a, b), (b, a)))
 
     @property
@@ -77,7 +81,7 @@ class Site:
     rank: int
     ranks: int
     place: Place
-    settled: Callable[[Callable[[], Sequence[int]]], Sequence[int]]
+    settled: Callable[[Callable[[], Sequence[Any]]], Any]
 
 
 @dataclass(frozen=True)
@@ -166,10 +170,7 @@ def parted(
 ) -> Partition:
     """The model cut as wished, a place for each stage; nothing is moved."""
     if not is_layered(module):
-        devices = tuple(place.device for place in places)
-        flying = tuple(min(wish.chunks, len(devices) - stage) for stage in range(len(devices)))
-        room = Room(devices, flying, wish.memory)
-        example = Example.read(wish.example, wish.chunks)
+        room, example = _room(wish, places), Example.read(wish.example, wish.chunks)
         return cut_model(module, stages, example, wish.units, wish.balance, room)
     partition = cut(module, _counts(module, stages, wish, places[0]))
     if wish.example is None:
@@ -178,12 +179,20 @@ def parted(
     return replace(partition, outline=partition.outline.with_sizes(sizes))
 
 
+def _room(wish: Wish, places: Sequence[Place]) -> Room:
+    devices = tuple(place.device for place in places)
+    flying = tuple(min(wish.chunks, len(devices) - stage) for stage in range(len(devices)))
+    return Room(devices, flying, wish.memory)
+
+
 def _among_processes(
     module: nn.Module, wish: Wish, schedule: str | Schedule | None, site: Site
 ) -> Split:
     """This process's share: it keeps no layer of another's."""
     stages = site.ranks * stages_per_rank(schedule) if wish.stages is None else wish.stages
     placement = placement_of(schedule, site.ranks, number_of(stages))
+    if not is_layered(module):
+        return _part_among_processes(module, wish, stages, placement, site)
     counts = site.settled(lambda: _counts(module, stages, wish, site.place))
     whole = cut(module, counts)
     ties = ties_between(whole.stages, placement, site.rank)
@@ -194,6 +203,32 @@ def _among_processes(
     seen = [stage if stage in mine else stage.elsewhere() for stage in whole.stages]
     partition = replace(whole, stages=tuple(seen))
     return Split(partition, {site.rank: site.place}, placement, ties, same, blanks)
+
+
+def _part_among_processes(
+    module: nn.Module,
+    wish: Wish,
+    stages: int | Sequence[int],
+    placement: tuple[int, ...],
+    site: Site,
+) -> Split:
+    """The same of a whole forward: every process follows it, and keeps its own units."""
+    example, device = Example.read(wish.example, wish.chunks), site.place.device
+    if not isinstance(example, Prospect):
+        example = prospect_of(module, example, wish.units, len(placement), device)
+    prospect, room = example.onto(module), _room(wish, [site.place for _ in placement])
+    found = site.settled(lambda: settled(prospect, stages, wish.balance, room))
+    blanks = []
+
+    def make_ready(mine: Sequence[Stage]) -> None:
+        blanks.append(_give_memory(module, mine, [device for _ in mine]))
+        _move(mine, [device for _ in mine])
+
+    share = share_of(prospect, found, placement, site.rank, device, make_ready)
+    here = [s for s in share.partition.stages if placement[s.index] == site.rank]
+    _move(here, [device for _ in here])  # a copy that a stage had for a draft was moved for it
+    places = {site.rank: site.place}
+    return Split(share.partition, places, placement, share.ties, share.same, *blanks)
 
 
 def number_of(stages: int | Sequence[int]) -> int:

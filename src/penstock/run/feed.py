@@ -44,6 +44,7 @@ class Fed:
     chunks: int
     graph: StageGraph  # who feeds whom in this call
     target: bool = False  # is the last value of the last stage's
+    divided: str = ""  # how: the same on every rank that divides the forward in the same way
     counting: Counting | None = None  # what counts of targets that the model's own loss has
 
     def rule(self, known: Reduction) -> Reduction:
@@ -144,7 +145,8 @@ def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, whe
         targets, counting = [moved(one, where(last)) for one in own[0]], own[1]
     if targets and last in given:
         given[last] = [(*v, one) for v, one in zip(given[last], targets, strict=True)]
-    return Fed(given, rows, len(pieces), graph, bool(targets) and last in given, counting)
+    has_target, ways = bool(targets) and last in given, " ".join(one.digest for one in dealt)
+    return Fed(given, rows, len(pieces), graph, has_target, ways, counting)
 
 
 def _own_targets(dealt: Sequence[Dealt]) -> tuple[list[Tensor], Counting] | None:

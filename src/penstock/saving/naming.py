@@ -68,12 +68,13 @@ class Named:
     besides  what the model has nothing for
     """
 
+    stored: tuple[str, ...]
     recipes: Mapping[str, Recipe]
     covers: frozenset[str]
     besides: tuple[str, ...]
 
 
-def named(model: nn.Module, stored: Iterable[str], names: Collection[str]) -> Named:
+def named(model: nn.Module, stored: Collection[str], names: Collection[str]) -> Named:
     """`names` are those of all tensors that the model saves, on whatever rank."""
     if not adapted(model):
         return _named(model, stored, {name: name for name in names})
@@ -107,7 +108,7 @@ def adapters_of(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
     return found
 
 
-def _named(model: Any, stored: Iterable[str], names: Mapping[str, str]) -> Named:
+def _named(model: Any, stored: Collection[str], names: Mapping[str, str]) -> Named:
     rename = _renaming(model, names)
     recipes: dict[str, Recipe] = {}
     besides = []
@@ -123,7 +124,7 @@ def _named(model: Any, stored: Iterable[str], names: Mapping[str, str]) -> Named
             )
             recipe.sources.append(key)
             recipe.patterns.append(pattern)
-    return Named(recipes, frozenset(names.values()), tuple(besides))
+    return Named(tuple(stored), recipes, frozenset(names.values()), tuple(besides))
 
 
 def _naturally(name: str) -> list[tuple[bool, int, str]]:
@@ -175,13 +176,15 @@ class Differences:
     outside: tuple[str, ...]
 
     @staticmethod
-    def of(model: nn.Module, names: Iterable[str], ignored: str) -> Differences:
-        """`ignored` says whether that is about what is missing, or unexpected."""
-        patterns = [*(getattr(model, f"_keys_to_ignore_on_load_{ignored}", None) or ())]
-        if ignored == "unexpected":  # buffers that older versions have saved
+    def of(
+        model: nn.Module, names: Iterable[str], everything: Iterable[str], kind: str
+    ) -> Differences:
+        """Of these names, among all that are there; `kind`: they are missing, or unexpected."""
+        patterns = [*(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())]
+        if kind == "unexpected":  # buffers that older versions have saved
             patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
-        prefix = getattr(model, "base_model_prefix", "")
-        has_head = bool(prefix) and prefix in dict(model.named_children())
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        has_head = prefix != "." and any(name.startswith(prefix) for name in everything)
         found = [n for n in names if not any(re.search(p, n) for p in patterns)]
-        inside = [n for n in found if not has_head or n.startswith(f"{prefix}.")]
+        inside = [n for n in found if not has_head or n.startswith(prefix)]
         return Differences(tuple(inside), tuple(n for n in found if n not in inside))

@@ -115,10 +115,11 @@ def _check_pretrained(
     source: Source, reader: PretrainedReader, names: Collection[str], same: Mapping[str, str]
 ) -> None:
     """The base model has to be there as it is; what is around it may be another: that is told."""
-    there = {same.get(name, name) for name in reader.named.recipes}
-    gone = [n for n in names if n in reader.named.covers and same.get(n, n) not in there]
-    missing = Differences.of(reader.model, gone, "missing")
-    strange = Differences.of(reader.model, reader.named.besides, "unexpected")
+    named = reader.named
+    there = {same.get(name, name) for name in named.recipes}
+    gone = [n for n in names if n in named.covers and same.get(n, n) not in there]
+    missing = Differences.of(reader.model, gone, names, "missing")
+    strange = Differences.of(reader.model, named.besides, named.stored, "unexpected")
     told = []
     for inside, outside, what in (
         (missing.inside, missing.outside, "has nothing for"),
@@ -157,9 +158,26 @@ def read_model(holding: Holding, source: Source) -> None:
     wanted = {chosen[name]: value for name, (_, value) in state.items()}
     nested = {MODEL: wanted} if source.prefix else wanted
     read(source, nested)
+    if isinstance(source.reader, PretrainedReader):
+        _check_ties(holding, source, {chosen[n]: value for n, (_, value) in state.items()})
     holding.module.load_state_dict(
         {**holding.module.state_dict(), **{k: wanted[chosen[n]] for n, (k, _) in state.items()}}
     )
+
+
+def _check_ties(holding: Holding, source: Source, found: Mapping[str, Any]) -> None:
+    """What the model has once may be stored twice, and then it has to be the same."""
+    for name, value in found.items():
+        for other in holding.names(name):
+            if other == name or other not in source.entries:
+                continue
+            room = {other: torch.empty_like(value)}
+            read(source, room)
+            if not torch.equal(room[other], value):
+                raise ArgumentError(
+                    f"'{source.path}' has other numbers for '{other}' than for '{name}', and the "
+                    "model ties them: build it untied (config.tie_word_embeddings = False)"
+                )
 
 
 def _check_fits(

@@ -167,7 +167,7 @@ def other_model() -> Pipe:
 
 
 def no_model() -> Pipe:
-    return Pipe(nn.Linear(2, 2), 3, group=dist.group.WORLD)  # type: ignore[arg-type]
+    return Pipe(nn.Linear(2, 2), 3, group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

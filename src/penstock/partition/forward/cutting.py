@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.division import Division, divide
+from penstock.partition.forward.excerpt import Excerpt
 from penstock.partition.forward.part import Part
 from penstock.partition.forward.skeleton import Skeleton, absent_of, front, twin
 from penstock.partition.forward.survey import Survey
@@ -46,10 +47,15 @@ class Prospect:
         return {name: m for name, m in self.model.named_modules() if id(m) not in inside}
 
 
-def cut_at(prospect: Prospect, counts: Sequence[int]) -> tuple[Cut, Division]:
-    """So many calls for each stage: where everything is at home, and who does what."""
+def cut_at(
+    prospect: Prospect, counts: Sequence[int], calls_in_order: Sequence[CallOf] = ()
+) -> tuple[Cut, Division]:
+    """So many calls for each stage: where everything is at home, and who does what.
+
+    The order is the model's own, unless another is given: that of the first of several processes.
+    """
     calls: dict[CallOf, int] = {}
-    order = iter(prospect.calls)
+    order = iter(calls_in_order or prospect.calls)
     for stage, count in enumerate(counts):
         for _ in range(count):
             calls[next(order)] = stage
@@ -97,18 +103,33 @@ def _homes_of_parameters(
 
 
 def stages_of(
-    prospect: Prospect, cut: Cut, survey: Survey, devices: Mapping[int, torch.device]
+    prospect: Prospect,
+    cut: Cut,
+    survey: Survey,
+    devices: Mapping[int, torch.device],
+    excerpt: Excerpt | None = None,
 ) -> tuple[list[Stage], Whole]:
-    """The stages, those on `devices` ready to compute."""
-    parents, division = prospect.parents(), survey.division
-    shared_fronts = {id(m): front(name, m) for name, m in prospect.units.items()}
-    stages = [
-        _stage(index, prospect, cut, division, parents, shared_fronts, device)
-        for index, device in devices.items()
-    ]
-    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, prospect.plans)
-    whole.learn(prospect.example, prospect.trace, division, prospect.constants)
+    """The stages on `devices`; the excerpt is of the model, if not all of it is in this process."""
+    parents = prospect.parents() if excerpt is None else excerpt.parents
+    stages = drafts_of(prospect, cut, survey.division, devices, parents)
+    known = prospect.plans if excerpt is None else OrderedDict()
+    whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, excerpt, known)
+    whole.learn(prospect.example, prospect.trace, survey.division, prospect.constants)
     return stages, whole
+
+
+def drafts_of(
+    prospect: Prospect,
+    cut: Cut,
+    division: Division,
+    devices: Mapping[int, torch.device],
+    parents: Mapping[str, nn.Module],
+) -> list[Stage]:
+    """The stages alone."""
+    shared_fronts = {id(m): front(name, m) for name, m in prospect.units.items()}
+    return [
+        _stage(index, prospect, cut, division, parents, shared_fronts, devices) for index in devices
+    ]
 
 
 def _stage(
@@ -118,14 +139,16 @@ def _stage(
     division: Division,
     parents: Mapping[str, nn.Module],
     shared_fronts: Mapping[int, nn.Module],
-    device: torch.device,
+    devices: Mapping[int, torch.device],
 ) -> Stage:
     layers: dict[str, nn.Module] = {}
-    fronts = dict(shared_fronts)
+    twins: list[tuple[nn.Module, nn.Module]] = []
+    fronts, device = dict(shared_fronts), devices[index]
     for name, unit in prospect.units.items():
-        homes = cut.units[name]
+        homes = [home for home in cut.units[name] if home in devices]
         if index in homes:
             layers[name] = unit if index == homes[0] else twin(unit)
+            twins += zip(unit.modules(), layers[name].modules(), strict=True)
         elif shell := _shell(name, unit, index, division, device):
             layers[name] = shell
             fronts[id(unit)] = front(name, shell)
@@ -137,7 +160,7 @@ def _stage(
         index,
         tuple(layers),
         tuple(layers.values()),
-        Part(index, skeleton, targets),
+        Part(index, skeleton, targets, [(a, b) for a, b in twins if a is not b]),
         tuple(
             type(parents[name]).__name__ if name in parents else type(prospect.units[name]).__name__
             for name in layers

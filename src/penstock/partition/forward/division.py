@@ -7,8 +7,10 @@ follows from the inputs alone is computed by every stage that needs it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.errors import CutError
 from penstock.partition.forward.tables import called
@@ -75,6 +77,18 @@ def divide(
     reads = _users(trace, portions, lambda v: v.buffer)
     writes = _writers(trace, where.stages, reads)
     return Division(trace, tuple(portions), dict(where.stages), uses, reads, writes)
+
+
+def digest_of(division: Division) -> str:
+    """A few letters: the same where units are on the same stages, and the same values go there."""
+    trace = division.trace
+    told: list[Any] = sorted((str(trace.steps[at].func), division.stages[at]) for at in trace.calls)
+    for portion in division.portions:
+        for source, values in sorted(portion.arriving.items()):
+            those = [trace.values[value] for value in values]
+            told.append((source, [f"{value.name} {value.look}" for value in those]))
+        told.append(portion.given)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
 class _Placing:

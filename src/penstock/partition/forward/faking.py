@@ -20,7 +20,9 @@ class Fakes:
         if isinstance(tensor, FakeTensor) and tensor.device == self.device:
             return tensor
         if tensor.device == self.device:
-            return self.mode.from_tensor(tensor)
+            if tensor.is_leaf:
+                return self.mode.from_tensor(tensor)
+            return self.mode.from_tensor(tensor.detach()).requires_grad_()  # else it would warn
         if id(tensor) not in self._moved:
             with self.mode:
                 made = torch.empty_strided(

@@ -1,4 +1,4 @@
-"""What a value came of: the steps before it, and what that means for the host."""
+"""What a value came of, and what that means: for the host, and where it cannot be followed."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def is_check(value: Value, steps: Sequence[Step]) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def check_open(leaf: Any, what: str, where: str) -> None:
+    """No tensor of a unit is in an object that cannot be taken apart."""
+    if isinstance(leaf, Tensor | nn.Module):
+        return
+    for tensor in hidden_in(leaf):
+        if isinstance(tensor, FakeTensor):
+            raise CutError(
+                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
+                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
+                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
+            )
 
 
 def _steps_before(value: int, steps: Sequence[Step], values: Sequence[Value]) -> Iterator[Step]:

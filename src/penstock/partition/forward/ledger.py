@@ -27,23 +27,18 @@ class Leak(Exception):
 class Ledger:
     """Tensors are known by identity; a change in place makes them other values."""
 
-    def __init__(self, model: nn.Module, fakes: Fakes) -> None:
+    def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
+        """Names are those of the last of the models that has a tensor."""
         self.values: list[Value] = []
         self.fakes = fakes
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
-        self._copies: list[Tensor] = []  # of buffers
         self._fakes: dict[int, Tensor] = {}  # by value
         self._of_fakes: dict[int, int] = {}  # back, by identity
         self._homes: dict[int, list[Tensor]] = {}  # the tensors in one memory
         self._names: Counter[str] = Counter()
-        self._parameters = {id(p): name for name, p in model.named_parameters()}
-        self._buffers = {id(b): name for name, b in model.named_buffers()}
-
-    def also(self, tensor: Tensor, buffer: str) -> None:
-        """A copy of a buffer, on the device of the dry run."""
-        self._copies.append(tensor)
-        self._buffers[id(tensor)] = buffer
+        self._parameters = {id(p): name for m in models for name, p in m.named_parameters()}
+        self._buffers = {id(b): name for m in models for name, b in m.named_buffers()}
 
     def given(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The inputs."""

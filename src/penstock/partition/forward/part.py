@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,15 @@ class Part:
     From outside come a `Handed` and the inputs that it takes; from other stages, values.
     """
 
-    def __init__(self, index: int, skeleton: Skeleton, targets: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        index: int,
+        skeleton: Skeleton,
+        targets: Mapping[str, nn.Module],
+        twins: Sequence[tuple[nn.Module, nn.Module]] = (),
+    ) -> None:
         self._index, self._skeleton, self._targets = index, skeleton, targets
+        self._twins = twins  # of units that another stage calls as well: original and copy
         self._state: State | None = None
 
     def refresh(self, device: torch.device) -> None:
@@ -41,6 +48,8 @@ class Part:
         if self._state is not handed.state:
             self._skeleton.follow()
             self._state = handed.state
+        for original, copy in self._twins:
+            copy.training = original.training
         leaves = list(handed.leaves)
         for place, stand_in in zip(handed.places, score.inputs, strict=True):
             leaves[place] = stand_in

@@ -21,7 +21,7 @@ from penstock.partition.forward.dry import numberless
 from penstock.partition.forward.score import Act, Score
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
 from penstock.partition.forward.trace import Kind, New, Same
-from penstock.partition.forward.trees import flatten, mapped, tensors_in, unflatten
+from penstock.partition.forward.trees import changed_in_call, flatten, mapped, tensors_in, unflatten
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
@@ -105,15 +105,15 @@ class Performer(Watcher):
             raise _Muted
         act = self._next(name)
         if not act.runs:
-            tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-            if act.rebinds:
-                self._rebind(act, tensors)
-            found = act.ready if act.plain else self._given(act, tensors)
+            found = act.ready
+            if act.rebinds or not act.plain:
+                tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+                if act.rebinds:
+                    self._rebind(act, tensors)
+                found = act.ready if act.plain else self._given(act, tensors)
             self._tell_hooks(name, target, args, kwargs, found)
             return found
-        leaves, spec = flatten((args, kwargs))
-        leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        some_args, some_kwargs = unflatten(leaves, spec)
+        some_args, some_kwargs = changed_in_call(args, kwargs, self._real)
         run = with_hooks(self._targets[name], self.hooks.get(name))
         with aside(self):
             if self.checkpointed is None:
@@ -122,7 +122,8 @@ class Performer(Watcher):
                 how = {"use_reentrant": False, **self.checkpointed}
                 found = checkpoint(run, *some_args, **how, **some_kwargs)
         if act.keeps:
-            self._keep(act, found, lambda: [t for t in leaves if isinstance(t, Tensor)])
+            given = some_args, some_kwargs
+            self._keep(act, found, lambda: [t for t in flatten(given)[0] if isinstance(t, Tensor)])
         return found
 
     def finished(self, output: Any) -> Any:

@@ -52,7 +52,14 @@ from penstock.partition.forward.trace import (
     Trace,
     Value,
 )
-from penstock.partition.forward.trees import flatten, hidden_in, mapped, tensors_in, unflatten
+from penstock.partition.forward.trees import (
+    flatten,
+    hidden_in,
+    mapped,
+    said_in,
+    tensors_in,
+    unflatten,
+)
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
@@ -82,9 +89,9 @@ class _Extremes:
 class Recorder(Watcher):
     """Writes steps and values."""
 
-    def __init__(self, model: nn.Module, fakes: Fakes) -> None:
+    def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
         super().__init__()
-        self.ledger = Ledger(model, fakes)
+        self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
         self._turns: Counter[str] = Counter()
@@ -105,7 +112,7 @@ class Recorder(Watcher):
         """Compute it, with numbers if they are there, and write it down."""
         asked = _Called(args, kwargs, call, list(tensors_in((args, kwargs))))
         takes = tuple(map(self.ledger.value_of, asked.tensors))
-        step = Step(Kind.GLUE, func, takes, None, where_now())
+        step = Step(Kind.GLUE, func, takes, None, where_now(), said=said_in((args, kwargs)))
         if func in ANSWERED:
             found = call(*args, **kwargs)
             self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
@@ -313,7 +320,7 @@ class Recorder(Watcher):
         if step.kind is Kind.UNIT:
             return f"{step.func}.{position}"
         taken = ", ".join(self.ledger.values[at].name for at in step.takes)
-        return self.ledger.new_name(f"{called(step.func)}({taken})")
+        return self.ledger.new_name(f"{called(step.func)}({taken}){step.said}")
 
     def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -95,19 +96,22 @@ class Skeleton:
         for key, method in uncached(type(module)):
             made.__dict__.setdefault(key, MethodType(method, made))
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
-        made.__dict__["_parameters"] = dict(module._parameters)
-        made.__dict__["_buffers"] = dict(module._buffers)
+        rest = elsewhere(module)
+        made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
+        made.__dict__["_buffers"] = {**module._buffers, **rest.buffers}
         made.__dict__["_modules"] = {
             key: None if child is None else self._of(child, f"{name}.{key}".strip("."), known)
-            for key, child in module._modules.items()
+            for key, child in (rest.children or module._modules).items()
         }
         return made
 
     def _hooks(self, fronts: Iterable[Any]) -> dict[str, Hooks]:
         """Of units, those that know a parent or one of its lists."""
         own: dict[int, Any] = {id(original): own for original, own in self.parents.values()}
+        origins = [(elsewhere(original).origin(), own) for original, own in self.parents.values()]
+        own.update((id(origin), copy) for origin, copy in origins if origin is not None)
         own.update((at, box.own) for at, box in self._boxes.items())
-        found = {front._unit: Hooks.of(front._target, own) for front in fronts}
+        found = {f._unit: Hooks.of(f._target, own) for f in fronts if isinstance(f, Front)}
         return {name: hooks for name, hooks in found.items() if hooks is not None}
 
     def _uncache(self, own: nn.Module) -> None:
@@ -125,7 +129,7 @@ class Skeleton:
         for original, own in self.parents.values():
             mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
-                if key not in _KEPT and not _holds_module(value):
+                if key not in (*_KEPT, ELSEWHERE) and not holds_module(value):
                     box = self._boxes.get(id(value))
                     mine[key] = value if box is None else box.own
             self._uncache(own)
@@ -153,7 +157,7 @@ class Skeleton:
     def refresh(self, device: torch.device) -> None:
         """Take the originals' buffers anew: they were cast."""
         for original, own in self.parents.values():
-            for key in own._buffers:
+            for key in own._buffers.keys() & original._buffers.keys():
                 buffer = original._buffers[key]
                 own._buffers[key] = None if buffer is None else buffer.to(device)
 
@@ -172,11 +176,12 @@ _KEPT = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 def _hold_copies(original: nn.Module, own: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Also in plain lists and bound methods, where nothing is registered."""
     for key, value in original.__dict__.items():
-        if key not in _KEPT and _holds_module(value):
+        if key not in _KEPT and holds_module(value):
             own.__dict__[key] = _mapped(value, made)
 
 
-def _holds_module(value: Any) -> bool:
+def holds_module(value: Any) -> bool:
+    """Is it a module, or a list of some, or a method of one?"""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, list | tuple):
@@ -185,7 +190,7 @@ def _holds_module(value: Any) -> bool:
         return any(isinstance(one, nn.Module) for one in value.values())
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
-    return isinstance(value, partial) and _holds_module((value.func, *value.args))
+    return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
 def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
@@ -203,14 +208,32 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
     return value
 
 
-def hollow(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy that has no numbers: what a process keeps of another's unit."""
-    return _remade(module, lambda tensor: absent_of(tensor, device))
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a parent has in other processes, to look at, and all of its children in order.
+
+    `origin` is the model's own module, of which the parent is a copy, if it is still there.
+    """
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    children: Mapping[str, nn.Module | None] = field(default_factory=dict)
+    origin: Callable[[], nn.Module | None] = lambda: None
+
+
+def elsewhere(parent: nn.Module) -> Elsewhere:
+    """Nothing, if the whole model is here."""
+    found: Elsewhere = parent.__dict__.get(ELSEWHERE, _NOTHING)
+    return found
+
+
+ELSEWHERE = "_elsewhere"  # the attribute
+_NOTHING = Elsewhere()
 
 
 def twin(module: nn.Module) -> nn.Module:
     """A copy with the same parameters and buffers: for a second stage that calls the module."""
-    return _remade(module, lambda tensor: tensor)
+    return remade(module, lambda tensor: tensor)
 
 
 def absent_of(tensor: Tensor, device: torch.device) -> Absent:
@@ -223,7 +246,7 @@ def absent_of(tensor: Tensor, device: torch.device) -> Absent:
 NOWHERE = -1
 
 
-def _remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+def remade(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """The tree copied, each tensor changed, and each once."""
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}

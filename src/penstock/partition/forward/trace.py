@@ -88,6 +88,7 @@ class Step:
     draws: bool = False  # random numbers; of a unit that is not known
     asks: bool = False  # the outcome is a fact about numbers, on which the rest depends
     outcome: Any = None
+    said: str = ""  # the arguments that are no tensors, as text
     arguments: Any = None  # of a unit, or one that is free: with a Ref where a value was
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.partition.forward.dry import left_as_it_was
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.hollow import faked, is_hollow
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.meta import standing_in
 from penstock.partition.forward.recorder import Recorder
@@ -38,7 +39,7 @@ def traced(
     leaves = [_copied(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     fakes = Fakes(device)
     with standing_in(model, units.values(), fakes) as unset:
-        found = _followed(model, units, leaves, spec, Recorder(model, fakes))
+        found = _followed(model, units, leaves, spec, fakes)
     unset.check(found[0])
     return found
 
@@ -48,20 +49,19 @@ def _followed(
     units: Mapping[str, nn.Module],
     leaves: list[Any],
     spec: Any,
-    recorder: Recorder,
+    fakes: Fakes,
 ) -> tuple[Trace, dict[int, Tensor]]:
     fronts = {id(module): front(name, module) for name, module in units.items()}
     skeleton = Skeleton(model, fronts)
-    skeleton.refresh(recorder.ledger.fakes.device)
-    for name, (_, copy) in skeleton.parents.items():
-        for key, buffer in copy._buffers.items():
-            if buffer is not None:
-                recorder.ledger.also(buffer, f"{name}.{key}" if name else key)
+    skeleton.refresh(fakes.device)
     args, kwargs = unflatten(leaves, spec)
-    inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
-    with left_as_it_was(model, [original for original, _ in skeleton.parents.values()]):
+    parents = [original for original, _ in skeleton.parents.values()]
+    copies = [copy for _, copy in skeleton.parents.values()]
+    with left_as_it_was(model, parents), faked([*copies, *_away(units)], fakes):
+        recorder = Recorder([model, skeleton.model], fakes)
         recorder.hooks = skeleton.hooks
+        inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
             output = skeleton.model(*args, **kwargs)
         lasting = {
@@ -73,6 +73,11 @@ def _followed(
         trace = recorder.trace(inputs, output, lasting)
         rehearse(trace, Skeleton(model, fronts), leaves, spec)
     return trace, recorder.ledger.constants()
+
+
+def _away(units: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The modules of units that another process has."""
+    return [m for unit in units.values() if is_hollow(unit) for m in unit.modules()]
 
 
 def traced_open(

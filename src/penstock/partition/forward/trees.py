@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -55,6 +56,24 @@ def _record(kind: type) -> Callable[[Any, Any], Any]:
     return together
 
 
+def changed_in_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a unit, each tensor changed; most hold none that must be sought."""
+    if all(isinstance(v, _SIMPLE) for v in (*args, *kwargs.values())):
+        return (
+            tuple([change(v) if isinstance(v, Tensor) else v for v in args]),
+            {k: change(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()},
+        )
+    leaves, spec = flatten((args, kwargs))
+    leaves = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
+    return found
+
+
+_SIMPLE = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors among the arguments of an operation, in order."""
     if isinstance(value, Tensor):
@@ -84,6 +103,18 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
         leaves, spec = pytree.tree_flatten(value)
         return pytree.tree_unflatten([mapped(leaf, change) for leaf in leaves], spec)
     return value
+
+
+def said_in(arguments: Any) -> str:
+    """What is plain among the arguments of an operation, as text: the same on every rank.
+
+    >>> said_in((("x", 2), {"dim": -1}))
+    "'x' 2 -1"
+    """
+    leaves = pytree.tree_leaves(arguments)
+    parts = [(v.start, v.stop, v.step) if isinstance(v, slice) else (v,) for v in leaves]
+    plain = (bool, int, float, str)
+    return " ".join(repr(one) for part in parts for one in part if isinstance(one, plain))
 
 
 def hidden_in(leaf: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError, RunError
 from penstock.partition.forward.counted import Counted, counted_in
-from penstock.partition.forward.division import Division, Homes, divide
+from penstock.partition.forward.division import Division, Homes, digest_of, divide
+from penstock.partition.forward.excerpt import Cast, Excerpt
+from penstock.partition.forward.hollow import is_hollow
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.replay import Questions, Replay
 from penstock.partition.forward.score import Score, score_of
@@ -40,7 +42,7 @@ class Cut:
     def placed(self, call: CallOf, before: int) -> int:
         """The stage of a call, after others on the stage before."""
         found = self.calls.get(call)
-        if found is not None and found >= before:
+        if found is not None and (found >= before or len(self.units[call.unit]) == 1):
             return found
         homes = [home for home in self.units[call.unit] if home >= before]
         if not homes:
@@ -71,6 +73,7 @@ class _Known:
     scores: Mapping[int, Score]
     counted: Counted | None
     targets: Replay  # leads to those of the loss, if they are counted
+    digest: str  # of the division
 
 
 Plans = OrderedDict[Any, list[_Known]]  # by the kind of micro-batch
@@ -86,6 +89,7 @@ class Whole:
     cut: Cut
     devices: Mapping[int, torch.device]  # of the stages that are here
     survey: Survey
+    excerpt: Excerpt | None = None  # in one of several processes
     _known: Plans = field(default_factory=OrderedDict, repr=False)
     _state: State = ()
 
@@ -124,7 +128,7 @@ class Whole:
         """The units are those that were cut."""
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
-            if self.parents[path]._modules.get(key) is not unit:
+            if self.parents[path]._modules.get(key) is not unit and not is_hollow(unit):
                 raise RunError(
                     f"unit '{name}' was replaced after the pipe was made, and would not run: make "
                     "the Pipe after the change, or change what is inside the unit"
@@ -185,6 +189,7 @@ class Whole:
             scores,
             counted,
             Replay(trace, constants, self._buffer, [m for m in makers if m is not None]),
+            digest_of(division),
         )
         self._known.setdefault(key, []).append(known)
         if len(self._known) > KINDS:
@@ -193,9 +198,20 @@ class Whole:
 
     def _buffer(self, name: str) -> Tensor:
         path, _, key = name.rpartition(".")
-        found = self.model.get_submodule(path)._buffers[key]
+        unit, inner = path, ""
+        while unit and unit not in self.units:
+            unit, _, last = unit.rpartition(".")
+            inner = f"{last}.{inner}".strip(".")
+        holder = self.units[unit].get_submodule(inner) if unit else self.parents[path]
+        found = holder._buffers[key]
         assert found is not None
         return found
+
+    def cast(self, cast: Cast) -> None:
+        """The model was cast: what was seen of it holds no longer."""
+        if self.excerpt is not None:
+            self.excerpt.cast(cast)
+        self._known = OrderedDict()
 
     def _key(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State
@@ -218,6 +234,11 @@ class Dealt:
     def edges(self) -> list[tuple[int, int]]:
         """Who sends to whom."""
         return self.known.division.edges
+
+    @property
+    def digest(self) -> str:
+        """The same in every process that divides in the same way."""
+        return self.known.digest
 
     def counted(self) -> tuple[Tensor, Counting] | None:
         """The targets of the model's own loss, and what of them counts; None: not known."""

@@ -15,7 +15,10 @@ from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError
 from penstock.gradients.replicas import Replicas
-from penstock.partition.split import Site
+from penstock.partition.forward.division import digest_of
+from penstock.partition.forward.whole import Whole
+from penstock.partition.sequential import is_layered
+from penstock.partition.split import Site, Split
 from penstock.partition.tied import Tie
 from penstock.run.asking import Settings
 from penstock.run.processes.agreement import agree
@@ -73,18 +76,38 @@ def site_in(team: Team) -> Site:
 
 def described(module: nn.Module) -> dict[str, str]:
     """Each layer: its class, and a digest of the names, shapes and dtypes of all it has."""
-    layers = module.named_children()
-    return {f"layer {name}": f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers}
+    layers = {f"layer {name}": layer for name, layer in module.named_children()}
+    if not is_layered(module):
+        layers["the model"] = module
+    return {name: f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers.items()}
+
+
+def _division_of(split: Split) -> dict[str, str]:
+    """How a whole forward is divided: all ranks must do so in the same way."""
+    how = split.partition.how
+    if not isinstance(how, Whole):
+        return {}
+    told = {
+        f"stage {stage.index}": ", ".join(name or "the model" for name in stage.names)
+        for stage in split.partition.stages
+    }
+    return {**told, "what goes between the stages": digest_of(how.survey.division)}
 
 
 def check_same(
-    team: Team, name: str, settings: Settings, sharing: Sharing, more: Mapping[str, str]
+    team: Team,
+    name: str,
+    settings: Settings,
+    sharing: Sharing,
+    split: Split,
+    more: Mapping[str, str],
 ) -> None:
     """All ranks are making the same pipe, and all copies."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": torch.__version__.split("+")[0],
         **facts_of(settings, **asdict(sharing)),
+        **_division_of(split),
         **more,
     }
     agree(team.peers, name, facts)

@@ -258,11 +258,11 @@ def links_of(
     rank: int,
     place: Place,
     group: Group,
-    open_nccl: Callable[[], dict[tuple[int, int], Group]] | None,
+    communicators: dict[tuple[int, int], Group] | None,
 ) -> Links:
-    """The best there is for the place."""
+    """The best there is for the place; communicators of NCCL are by sender and receiver."""
     if not isinstance(place, Gpu):
         return HostLinks(group)
-    if open_nccl is None:
+    if communicators is None:
         return StagedLinks(group, place)
-    return NcclLinks(rank, place, open_nccl())
+    return NcclLinks(rank, place, communicators)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,23 +19,17 @@ from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
 from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
-from penstock.run.feed import Batch, Fed, feed
+from penstock.run.feed import Batch
 from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
-from penstock.run.processes.agreement import Facts, agree, sampled
+from penstock.run.processes.agreement import Facts, agree
+from penstock.run.processes.beginning import Beginning, Opened
 from penstock.run.processes.book import Book
 from penstock.run.processes.carrying import carried_here, carry_away, cells_away
 from penstock.run.processes.copies import begin_together
 from penstock.run.processes.lane import OneRank
 from penstock.run.processes.links import HostLinks, Links
-from penstock.run.processes.opening import (
-    Announcement,
-    facts_of,
-    facts_of_data,
-    layout_of,
-    own_state,
-    tensors_in,
-)
+from penstock.run.processes.opening import facts_of
 from penstock.run.processes.results import Ending, Told, tell
 from penstock.run.processes.sharing import Sharing
 from penstock.run.processes.team import LEARNING, SLOW, Team
@@ -48,23 +42,10 @@ from penstock.stage.batchnorm import deferred_in
 from penstock.stage.loss import ending_in_loss
 from penstock.stage.parcel import Parcel, put_together
 from penstock.stage.places import Place
-from penstock.stage.randomness import move_on, next_seed
+from penstock.stage.randomness import move_on
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import Stage
 from penstock.timeline import Timeline
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A call that all ranks have agreed on."""
-
-    fed: Fed
-    facts: Facts  # that do not depend on the data
-    announced: Announcement
-    learned: Learned
-    seed: int
-    key: str
-    first: bool  # call of its kind
 
 
 class ManyProcesses:
@@ -76,6 +57,7 @@ class ManyProcesses:
         self._replicas = arranged.replicas
         self._deferred = deferred_in(self._split.stages_here)
         team.link(self._split.talking)
+        self._beginning = Beginning(team, self._split, sharing)
         self._last: HasTimeline | None = None
 
     # ---- the two doors --------------------------------------------------------------------
@@ -159,44 +141,14 @@ class ManyProcesses:
     def _place(self) -> Place:
         return self._split.places[self.team.rank]
 
-    def _open(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> _Opened:
+    def _open(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> Opened:
         """Agree on what is about to be done; then every rank knows the sizes of it."""
         self._arranged.check()
-        apart = self._sharing.data == "first"
-        first = self._split.placement[0] == self.team.rank
-        modules = [m for stage in self._split.stages_here for m in stage.modules()]
-        own += own_state(modules) + layout_of(batch)
-        general, fed, sample = facts, None, None
-        if first or not apart:
-            fed = feed(self._split.partition, settings.chunks, batch, self._feeding)
-            own += str(facts_of_data(batch)) if apart else ""
-        if not apart:
-            facts, sample = {**facts, **facts_of_data(batch)}, sampled(tensors_in(batch))
-        agreed = agree(self.team.peers, name, facts, sample, own, next_seed())
-        remembered = self.team.learned(agreed.key)
-        first_call = not remembered.known
-        learned = Learned() if self._sharing.shapes == "sent" else remembered
-        if apart:
-            if not learned.announcement:
-                text = None if fed is None else Announcement.of(fed, bool(batch.target)).dumps()
-                told = self.team.peers.told(self._split.placement[0], text, f"the data of {name}")
-                learned.announcement = told
-            announced = Announcement.loads(learned.announcement)
-        else:
-            assert fed is not None
-            announced = Announcement.of(fed, bool(batch.target))
-        fed = fed or Fed({}, announced.rows, announced.chunks, self._split.partition.graph)
-        return _Opened(fed, general, announced, learned, agreed.seed, agreed.key, first_call)
+        opened = self._beginning.opened(name, settings, batch, facts, own)
+        self.team.link(self._split.talking_over(opened.fed.graph))
+        return opened
 
-    def _feeding(self, stage: int) -> torch.device | None:
-        """Where this rank feeds a stage; what it carries to others goes from the host."""
-        if self._split.is_here(stage):
-            return self._place.device
-        return torch.device("cpu") if self._sharing.data == "first" else None
-
-    def _call(
-        self, program: Program, stages: Sequence[Stage], opened: _Opened
-    ) -> tuple[Call, Wire]:
+    def _call(self, program: Program, stages: Sequence[Stage], opened: Opened) -> tuple[Call, Wire]:
         schedule, team = program.schedule, self.team
         for layer in self._deferred:
             layer.begin(schedule.chunks)
@@ -215,11 +167,11 @@ class ManyProcesses:
             links, self._split.placement, tags_of(program), learned, team.peers, team.watched
         )
 
-    def _take_inputs(self, call: Call, program: Program, opened: _Opened) -> None:
+    def _take_inputs(self, call: Call, program: Program, opened: Opened) -> None:
         """What comes from outside into this rank's cells, and from it into others'."""
         split, given = self._split, opened.fed.given
         call.desk.inputs = from_outside({s: v for s, v in given.items() if split.is_here(s)})
-        if self._sharing.data == "first":
+        if self._beginning.carries:
             wire = self._wire(HostLinks(self.team.peers.group), program, opened.learned)
             cells = cells_away(opened.announced, split)
             if self.team.rank == split.placement[0]:
@@ -227,7 +179,7 @@ class ManyProcesses:
             else:
                 call.desk.inputs |= carried_here(cells, split, wire, self._place.device)
 
-    def _end(self, told: Told, opened: _Opened, wire: Wire) -> None:
+    def _end(self, told: Told, opened: Opened, wire: Wire) -> None:
         """All went well: the generator moves on if any rank drew, and what was seen is known."""
         if told.drew:
             move_on()
@@ -244,9 +196,9 @@ class ManyProcesses:
     # ---- a training step ------------------------------------------------------------------
 
     def _train(
-        self, settings: Settings, lesson: Lesson, opened: _Opened, program: Program, phase: Phase
+        self, settings: Settings, lesson: Lesson, opened: Opened, program: Program, phase: Phase
     ) -> StepResult:
-        rule = reduction_of(lesson.loss_fn, settings.reduction)
+        rule = opened.fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
         target = opened.announced.target
         stages = ending_in_loss(self._stages, lesson.loss_fn, rule.counting, target, lesson.outputs)
         call, wire = self._call(program, stages, opened)
@@ -284,14 +236,12 @@ class ManyProcesses:
             self.team.twins.exchange(torch.zeros(1), "the end of its step")
             self.team.watch.at("the reduction of gradients")
 
-    def _targets(self, call: Call, opened: _Opened) -> list[tuple[Any, ...]]:
+    def _targets(self, call: Call, opened: Opened) -> list[tuple[Any, ...]]:
         cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
         parcels = [call.desk.inputs[cell] for cell in cells]
         return [put_together(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
 
-    def _result(
-        self, call: Call, opened: _Opened, wire: Wire, book: Book, told: Told
-    ) -> StepResult:
+    def _result(self, call: Call, opened: Opened, wire: Wire, book: Book, told: Told) -> StepResult:
         """After all ranks have told: the same result on each."""
         self._end(told, opened, wire)
         given = tensors_by_cell(opened.fed.given)

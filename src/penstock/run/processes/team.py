@@ -56,6 +56,7 @@ class Team:
     links: Links
     _store: Store  # for all copies, until the next fault
     _saves: Any
+    _communicators: dict[tuple[int, int], Any]
     _wakers: list[Callable[[], object]]
 
     def __init__(self, standing: Standing, place: Place, heartbeat: float, nccl: bool) -> None:
@@ -69,7 +70,7 @@ class Team:
         self._calls = 0
         self._turn = threading.Lock()
         self._caller: int | None = None
-        self._talking: frozenset[tuple[int, int]] | None = None
+        self._linked: frozenset[tuple[int, int]] | None = None
         self._learned: OrderedDict[str, Learned] = OrderedDict()
         self._open()
 
@@ -149,7 +150,7 @@ class Team:
         self._openings += 1
         self._calls = 0
         self._learned.clear()
-        self._wakers, self._saves = [], None
+        self._wakers, self._saves, self._communicators = [], None, {}
         self.watch = Watch(
             PrefixStore("watch", store),
             me,
@@ -165,16 +166,25 @@ class Team:
             ours = PrefixStore(f"copy{standing.copy}", store)
             self.peers = Peers(self._gloo_of(members, ours), self.watched)
             self._meet_copies(store)
-            if self._talking is not None:
-                self.link(self._talking)
+            linked, self._linked = self._linked, None
+            if linked is not None:
+                self.link(linked)
         self.watch.outside()
 
     def link(self, talking: frozenset[tuple[int, int]]) -> None:
-        """Open links for those pairs of ranks where the one sends to the other. Within a call."""
-        self._talking = talking
+        """Open links for those pairs of ranks where the one sends to the other. Within a call.
+
+        Those that are open stay so. All ranks ask for the same, at the same time.
+        """
+        before = self._linked or frozenset()
+        if self._linked is not None and talking <= before:
+            return
+        self._linked, new = before | talking, talking - before
         store = PrefixStore(f"nccl{self.standing.copy}", self._store)
-        nccl = partial(self._communicators, store) if self._nccl else None
-        self.links = links_of(self.rank, self.place, self.peers.group, nccl)
+        if self._nccl:
+            self._communicators |= self._opened(store, new)
+        opened = self._communicators if self._nccl else None
+        self.links = links_of(self.rank, self.place, self.peers.group, opened)
         self._wakers.append(self.links.abort)
 
     def _meet_copies(self, store: Store) -> None:
@@ -215,14 +225,14 @@ class Team:
         self._wakers.append(lambda: end().start())
         return group
 
-    def _communicators(self, store: Store) -> dict[tuple[int, int], Any]:
-        """One for each pair that talks, in the same order on every rank."""
-        members, talking = self.standing.copies[self.standing.copy], self._talking or ()
+    def _opened(self, store: Store, pairs: frozenset[tuple[int, int]]) -> dict[Any, Any]:
+        """A communicator for each pair that talks, in the same order on every rank."""
+        members = self.standing.copies[self.standing.copy]
         return {
             (src, dst): self._nccl_of(
                 (members[src], members[dst]), PrefixStore(f"{src}-{dst}", store)
             )
-            for src, dst in sorted(talking)
+            for src, dst in sorted(pairs)
             if self.rank in (src, dst)
         }
 

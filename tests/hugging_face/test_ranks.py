@@ -1,0 +1,77 @@
+"""Folders read and written by several processes, each of which has a part of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import distributed, nn
+
+from penstock.partition.tied import tied_names
+from penstock.saving.holding import Holding
+from penstock.saving.pending import Pending
+from penstock.saving.saver import Saver
+from penstock.saving.savers import Grouped
+from tests.hugging_face.tiny import llama, mixtral
+from tests.processes.ranks import ranks
+
+ELSEWHERE = (
+    ("model.layers.1", "model.layers.2", "model.norm", "lm_head"),
+    ("model.embed_tokens", "model.layers.0"),
+)
+
+
+def built(kind: str) -> Any:
+    torch.manual_seed(7)
+    if kind == "adapted":
+        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    return llama(tie_word_embeddings=True) if kind == "tied" else mixtral()
+
+
+def saver_here(kind: str, zeros: bool) -> Saver:
+    """Of a rank that has a part of the model; the model itself is on meta."""
+    rank = distributed.get_rank()
+    mine, prefix = built(kind), "base_model.model." if kind == "adapted" else ""
+    same = tied_names(mine)
+    for name in ELSEWHERE[rank]:
+        path, _, key = f"{prefix}{name}".rpartition(".")
+        mine.get_submodule(path)._modules[key] = None
+    if zeros:
+        for parameter in mine.parameters():
+            nn.init.zeros_(parameter)
+    with torch.device("meta"):
+        model = built(kind)
+    group: Any = distributed.group.WORLD
+    return Saver(Holding(mine, same, Grouped(group), model=model), Pending())
+
+
+def saved(kind: str, folder: Path) -> None:
+    saver_here(kind, zeros=False).save_pretrained(folder)
+
+
+def loaded(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    saver = saver_here(kind, zeros=True)
+    saver.load(folder, None)
+    return dict(saver.holding.module.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts", "adapted"])
+def test_ranks_save_and_load_their_parts(kind: str, tmp_path: Path) -> None:
+    model = built(kind)
+    model.save_pretrained(tmp_path / "given")
+    ranks(2).run(saved, kind, tmp_path / "made")
+    names = sorted(path.name for path in (tmp_path / "given").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "made").iterdir())
+    (weights,) = (name for name in names if name.endswith(".safetensors"))
+    given, made = (load_file(tmp_path / where / weights) for where in ("given", "made"))
+    assert set(given) == set(made)
+    assert all(torch.equal(given[key], made[key]) for key in given)
+    first, second = ranks(2).run(loaded, kind, tmp_path / "given")
+    expected = model.state_dict()
+    for name, tensor in (*first.items(), *second.items()):
+        if kind != "adapted" or "lora_" in name:
+            assert torch.equal(tensor, expected[name]), name

@@ -1,0 +1,157 @@
+"""Models that are no Sequentials, for tests over processes; their batches and their own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.functional import cross_entropy, dropout
+
+WIDE, WORDS = 8, 13
+
+Numbers = dict[str, Any]
+
+
+class Block(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.inner = nn.Linear(WIDE, 2 * WIDE)
+        self.outer = nn.Linear(2 * WIDE, WIDE)
+        self.register_buffer("scale", torch.full((WIDE,), 0.5))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.outer(torch.tanh(self.inner(self.norm(x)))) * self.scale
+        return x + (y if mask is None else y * mask)
+
+
+class Speaker(nn.Module):
+    """As GPT-2: learned positions, blocks in a list, an embedding that is used twice."""
+
+    weights: Tensor
+
+    def __init__(self, blocks: int = 4, tied: str = "layer", drop: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDE)
+        self.places = nn.Parameter(torch.randn(16, WIDE) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDE)
+        self.tied, self.drop = tied, drop
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, 16))
+        if tied != "glue":
+            self.head = nn.Linear(WIDE, WORDS, bias=False)
+        if tied == "layer":
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        length = ids.shape[1]
+        weights = self.weights[:length, None]
+        if mask is not None and not bool(mask.all()):
+            weights = weights * mask[..., None]
+        x = self.words(ids) + self.places[:length]
+        x = dropout(x, self.drop, self.training)
+        first = x
+        for block in self.blocks:
+            x = block(x, weights)
+        x = self.norm(x + first)
+        scores = x @ self.words.weight.T if self.tied == "glue" else self.head(x)
+        if labels is None:
+            return {"scores": scores}
+        return {"scores": scores, "loss": cross_entropy(scores.flatten(0, 1), labels.flatten())}
+
+
+class Translator(nn.Module):
+    """Encoder and decoder, whose blocks all take what the encoder gave. One block is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDE)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Joining() for _ in range(3))
+        self.head = nn.Linear(WIDE, WORDS)
+
+    def forward(self, ids: Tensor, said: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.words(ids)
+        for block in (*self.encoder, self.encoder[0]):
+            x = block(x)
+        y = self.words(said)
+        for joining in self.decoder:
+            y = joining(y, x)
+        scores = self.head(y)
+        if labels is None:
+            return scores
+        return cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+class Joining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks, self.block = nn.Linear(WIDE, WIDE), Block()
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = self.block(y + torch.softmax(self.asks(y) @ x.mT, -1) @ x)
+        return found
+
+
+def built(kind: str) -> nn.Module:
+    torch.manual_seed(7)
+    model = Translator() if kind == "translator" else Speaker(tied=kind)
+    return model.double()
+
+
+def spoken(rows: int, length: int, seed: int = 1) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(0, WORDS, (rows, length), generator=made)
+
+
+def inputs(kind: str) -> Iterator[dict[str, Any]]:
+    """Two lengths, a smaller batch, a mask with and without holes."""
+    for rows, length, seed in ((4, 5, 1), (6, 7, 2), (4, 5, 3), (3, 5, 4)):
+        ids = spoken(rows, length, seed)
+        if kind == "translator":
+            yield {
+                "ids": ids,
+                "said": spoken(rows, length + 1, seed),
+                "labels": spoken(rows, length + 1),
+            }
+            continue
+        mask = torch.ones(rows, length)
+        yield {"ids": ids, "mask": mask, "labels": ids}
+        mask = mask.clone()
+        mask[:, -2:] = 0
+        yield {"ids": ids, "mask": mask, "labels": ids}
+
+
+def numbers(model: nn.Module, loss: Tensor) -> Numbers:
+    found: Numbers = {"loss": loss.detach().clone()}
+    for name, parameter in model.named_parameters():
+        found[f"grad {name}"] = None if parameter.grad is None else parameter.grad.clone()
+    return found
+
+
+def unsplit(model: nn.Module, chunks: int, given: dict[str, Any]) -> Tensor:
+    """The mean over micro-batches, by their rows, as a pipe takes it."""
+    total = torch.zeros((), dtype=torch.float64)
+    rows = len(given["ids"])
+    pieces = {name: tensor.chunk(chunks) for name, tensor in given.items()}
+    for at in range(len(pieces["ids"])):
+        found = model(**{name: those[at] for name, those in pieces.items()})
+        loss = found if isinstance(found, Tensor) else found["loss"]
+        share = loss * len(pieces["ids"][at]) / rows
+        share.backward()
+        total += share.detach()
+    return total
+
+
+def expected(kind: str, chunks: int) -> list[Numbers]:
+    model = built(kind)
+    return [numbers(model, unsplit(model, chunks, given)) for given in inputs(kind)]
+
+
+def group() -> distributed.ProcessGroup:
+    assert distributed.group.WORLD is not None
+    return distributed.group.WORLD
