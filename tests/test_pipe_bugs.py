@@ -521,7 +521,7 @@ def test_deferred_batch_norm_leaves_the_given_model_alone() -> None:
 def test_a_pipe_may_be_a_layer_of_another() -> None:
     """Placing its layers moved it, which it denies, even to where it is."""
     model = nn.Sequential(plain(), nn.Linear(3, 3).double())
-    inner = Pipe(copy.deepcopy(model[0]), 1, stages=2)  # type: ignore[arg-type]
+    inner = Pipe(copy.deepcopy(model[0]), 1, stages=2)
     x, target = batch(7)
     pipe = Pipe(
         nn.Sequential(inner, copy.deepcopy(model[1])), 3, stages=2, loss_fn=functional.mse_loss

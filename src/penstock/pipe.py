@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Cost
-from penstock.errors import KindError, RunError
+from penstock.errors import RunError
 from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
@@ -25,6 +25,7 @@ from penstock.partition.forward.units import Asked as AskedUnits
 from penstock.partition.sequential import check_model
 from penstock.partition.side import names_in_chain
 from penstock.partition.split import Split, Wish, in_words, split
+from penstock.partition.staying import check_casts, check_stays, denied
 from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
@@ -310,31 +311,20 @@ class Pipe(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
-        try:
-            device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        except RuntimeError:  # a device that is not there
-            raise _denied() from None
-        if device is not None:
-            raise _denied()
+        check_casts(args, kwargs)
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Pipe:
         """Denied."""
-        raise _denied()
+        raise denied()
 
     def cpu(self) -> Pipe:
         """Denied."""
-        raise _denied()
+        raise denied()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """What every other conversion comes to, also that of a module with the pipe in it."""
-        for place in self._split.places.values():
-            try:
-                moved = fn(torch.empty(0, device=place.device)).device != place.device
-            except (RuntimeError, AssertionError):  # to a device that is not there
-                moved = True
-            if moved:
-                raise _denied()
+        check_stays(fn, self._split.places.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._split.partition.refresh(fn)
         return self
@@ -348,10 +338,3 @@ class _Noticed:
 
     def __reduce__(self) -> tuple[type[_Noticed], tuple[()]]:
         return _Noticed, ()
-
-
-def _denied() -> KindError:
-    return KindError(
-        "the stages of a pipe stay on the devices they were given, so moving it is denied: "
-        "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
-    )

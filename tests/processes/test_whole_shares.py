@@ -220,3 +220,42 @@ def copied() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_copy_of_a_pipe_is_another() -> None:
     for first, of_copy, after in ranks(2).run(copied):
         assert first == of_copy != after
+
+
+# ---- hooks --------------------------------------------------------------------------------
+
+
+class Collecting(Speaker):
+    """Hooks of its blocks, which know it or its list, put there what they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        seen = self.seen
+        self.blocks[1].register_forward_hook(
+            lambda block, args, found, none=None: seen.append(found)
+        )
+        self.blocks[2].register_forward_hook(lambda block, args, found: self.seen.append(found))
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        self.seen.clear()
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x + self.seen[0] - self.seen[1])
+        return found
+
+
+def collected() -> Tensor | None:
+    torch.manual_seed(3)
+    pipe = Pipe(Collecting(), 2, stages=[3, 3], example=spoken(4, 5), group=group())
+    with torch.no_grad():
+        pipe(spoken(4, 5))
+        found: Tensor | None = pipe(spoken(6, 7))
+    return found
+
+
+def test_hooks_may_know_a_parent() -> None:
+    found = ranks(2).run(collected)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found[1], Collecting()(spoken(6, 7)))

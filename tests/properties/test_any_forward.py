@@ -46,7 +46,8 @@ class Forward(nn.Module):
         for unit in turns:
             values.append(torch.tanh(unit(values[-1])))
         total = values[-1] + sum(values[1::2])
-        return self.head(total).square().mean(0).sum()
+        found: Tensor = self.head(total).square().mean(0).sum()
+        return found
 
     def _carried_out(
         self, kind: str, a: Tensor, b: Tensor, which: int, turns: Any, factor: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,13 @@ def _usual(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class _Run(threading.local):
+    number = 0
+
+
+RUN = _Run()  # which forward this thread is in
+
+
 class Absent(Tensor):
     """Looks like the tensor that it stands for; whoever computes with it is told."""
 
@@ -74,6 +82,10 @@ class Absent(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Absent.of, (Look.of(self), self.device, self.value)
+
+    def __hash__(self) -> int:
+        """Another one in each run, as a tensor would be: what was remembered of it is not found."""
+        return hash((id(self), RUN.number))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"

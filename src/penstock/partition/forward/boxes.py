@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, partial
 from types import CellType, FunctionType, MethodType
@@ -160,6 +160,11 @@ def hooks_after(unit: nn.Module, anew: Hooks | None) -> Mapping[int, Any]:
     new = anew.anew if anew is not None else ()
     own = (hooks for path, key, hooks in new if not path and key == "_forward_hooks")
     return next(own, unit._forward_hooks)
+
+
+def hooks_on(unit: nn.Module, anew: Hooks | None) -> AbstractContextManager[None]:
+    """Within, the unit computes with a stage's own hooks."""
+    return nullcontext() if anew is None else anew.on(unit)
 
 
 def with_hooks(unit: nn.Module, anew: Hooks | None) -> Callable[..., Any]:

@@ -130,7 +130,8 @@ class _Placing:
                 self.stages[at] = self._placed(at, early[at])
 
     def _is_everywhere(self, step: Step) -> bool:
-        return step.free or step.kind in (Kind.READ, Kind.CALL)
+        reads = step.kind is Kind.READ and not step.lasting  # else it is a check, made once
+        return step.free or reads or step.kind is Kind.CALL
 
     def _earliest(self, step: Step, early: Mapping[int, int | None]) -> int | None:
         makers = [self.trace.values[value].maker for value in step.takes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,22 +119,21 @@ def computed_without_numbers(
     target: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    modules: Sequence[nn.Module] = (),
+    known: Mapping[int, Tensor],
 ) -> tuple[Any, bool]:
     """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
 
-    Where a unit needs numbers, it gets some; a function between units does not. `modules` are a
-    unit's.
+    Where a unit needs numbers, it gets some: those that are `known`, by fake arguments, and any
+    others. A function between units does not, if what it gives depends on them.
     """
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
         with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
             return target(*args, **kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
-    found = _computed_with_any(target, modules, args, kwargs)
-    leaves, spec = flatten(found)
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec), True
+    return computed_with_any(fakes, unit, target, args, kwargs, known), True
 
 
 @contextmanager
@@ -163,11 +162,20 @@ def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
     return made
 
 
-def _computed_with_any(target: Any, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
-    """On numbers that are there for their shapes alone; the unit's own are as before, after it."""
+def computed_with_any(
+    fakes: Fakes, unit: str, target: Any, args: Any, kwargs: Any, known: Mapping[int, Tensor]
+) -> Any:
+    """The same, on numbers that are there for their shapes alone, but for those that are known."""
     leaves, spec = flatten((args, kwargs))
-    real_args, real_kwargs = unflatten([_any_numbers(leaf) for leaf in leaves], spec)
-    with _swapped(modules, lambda t: _any_numbers(t) if isinstance(t, FakeTensor) else t):
+    some = [known[id(x)].clone() if id(x) in known else any_numbers(x) for x in leaves]
+    leaves, spec = flatten(_really_computed(target, *unflatten(some, spec)))
+    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+
+
+def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
+    """The unit's own buffers are as before, after it."""
+    modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    with _swapped(modules, lambda t: any_numbers(t) if isinstance(t, FakeTensor) else t):
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         copies = [buffer.detach().clone() for buffer in buffers]
         try:
@@ -178,7 +186,8 @@ def _computed_with_any(target: Any, modules: Sequence[nn.Module], args: Any, kwa
                     buffer.copy_(copy)
 
 
-def _any_numbers(leaf: Any) -> Any:
+def any_numbers(leaf: Any) -> Any:
+    """Of a tensor's shape and kind."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.is_floating_point() or leaf.is_complex():

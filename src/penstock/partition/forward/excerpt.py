@@ -7,6 +7,7 @@ and the model itself need not be kept.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent, Look
+from penstock.partition.forward.boxes import boxes_of
 from penstock.partition.forward.hollow import hollow
 from penstock.partition.forward.skeleton import (
     ELSEWHERE,
@@ -23,6 +25,7 @@ from penstock.partition.forward.skeleton import (
     Skeleton,
     absent_of,
     elsewhere,
+    holds_module,
     twin,
 )
 
@@ -98,8 +101,9 @@ def excerpt_of(
             _fill(name, kept[name], unit, own, here)
             shells[id(kept[name])] = _shell(name, kept[name], own)
     skeleton = Skeleton(model, {id(unit): kept[name] for name, unit in units.items()})
-    for name, (_, parent) in skeleton.parents.items():
+    for name, (original, parent) in skeleton.parents.items():
         _prune(f"{name}." if name else "", parent, own, absent, shells, device)
+        _hold_originals(original, parent)
     parents = {name: parent for name, (_, parent) in skeleton.parents.items()}
     away = tuple(unit for name, unit in kept.items() if name not in own.units)
     return Excerpt(skeleton.model, kept, parents, away)
@@ -145,6 +149,15 @@ def _shell(name: str, unit: nn.Module, own: Own) -> nn.Module | None:
             if f"{path}.{key}" not in own.parameters:
                 module.__dict__[key] = module._parameters.pop(key)
     return made
+
+
+def _hold_originals(original: nn.Module, parent: nn.Module) -> None:
+    """The lists and dicts of the model's own, as hooks of units may know them, and itself."""
+    for key, box in boxes_of(original):
+        if not holds_module(box):
+            parent.__dict__[key] = box
+    rest = elsewhere(parent)
+    parent.__dict__[ELSEWHERE] = replace(rest, origin=weakref.ref(original))
 
 
 def _prune(

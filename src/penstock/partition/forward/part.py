@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.partition.forward.absent import RUN
 from penstock.partition.forward.performer import Ended, Performer
 from penstock.partition.forward.skeleton import Skeleton
 from penstock.partition.forward.state import State
@@ -39,6 +40,7 @@ class Part:
 
     def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """As a stage computes."""
+        RUN.number += 1
         handed: Handed
         handed, *tensors = arrived[OUTSIDE]
         score = handed.scores[self._index]

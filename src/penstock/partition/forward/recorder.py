@@ -13,26 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import with_hooks
+from penstock.partition.forward.boxes import hooks_on
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
     changed_among,
+    computed_with_any,
     computed_without_numbers,
     numberless,
     random_state,
     versions,
 )
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.history import check_open, goes_on, is_check, looked
 from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
     COMPARING,
+    COUNTING,
     SHAPED,
     TYING,
     UNIFORM,
@@ -125,6 +127,9 @@ class Recorder(Watcher):
             return Handle() if func in TYING else None
         if all(map(self.ledger.is_free, takes)):
             return self._with_numbers(step, asked)
+        if func is Tensor.__bool__ and is_check(self.ledger.values[takes[0]], self.steps):
+            self.steps.append(replace(step, kind=Kind.READ, lasting=True, outcome=True))
+            return True
         if func in COMPARING and any(at in self._drawn for at in takes):
             settled = self._follow_draws(step, asked)
             if settled is not None:
@@ -169,20 +174,41 @@ class Recorder(Watcher):
         inside = [fakes[id(t)] for t in asked.tensors]
         before = versions(inside)
         args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
+        known = {id(fakes[id(t)]): t for t in asked.tensors if self._is_known(t)}
+        how = (self.ledger.fakes, "", asked.call, args, kwargs, known)
         try:
-            found, drew = computed_without_numbers(self.ledger.fakes, "", asked.call, args, kwargs)
+            found, drew = computed_without_numbers(*how)
         except DATA_DECIDES as error:
-            raise self._looked(step) from error
+            if not self._known_decides(step, asked):
+                raise looked(step, self.steps, self.ledger.values) from error
+            found, drew = computed_with_any(*how), False
+            step = self._asking(step, asked, found)
         changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
-                raise self._looked(step)
+                raise looked(step, self.steps, self.ledger.values)
             self.steps.append(replace(step, lasting=True))
             return None
         step = replace(step, lasting=any(map(self.ledger.stays, changed)), draws=drew)
         if step.func in LOSSES:
             step = replace(step, arguments=self._refs(asked))
         return self._write(step, found, asked.tensors, changed, inside)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return self.ledger.is_free(self.ledger.value_of(tensor))
+
+    def _known_decides(self, step: Step, asked: _Called) -> bool:
+        """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
+        if step.func in COUNTING:
+            return bool(asked.kwargs.get("minlength"))
+        unknown = [t for t in asked.tensors if not self._is_known(t)]
+        return len(unknown) < len(asked.tensors) and all(t.is_floating_point() for t in unknown)
+
+    def _asking(self, step: Step, asked: _Called, found: Any) -> Step:
+        shapes = [tuple(t.shape) for t in tensors_in(found)]
+        if step.func in COUNTING or not any(shapes):
+            return step
+        return replace(step, asks=True, outcome=shapes, arguments=self._refs(asked))
 
     def _refs(self, asked: _Called) -> Any:
         return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
@@ -236,19 +262,16 @@ class Recorder(Watcher):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
-            _check_open(leaf, f"unit '{name}' is given", where)
+            check_open(leaf, f"unit '{name}' is given", where)
         takes = tuple(map(self.ledger.value_of, tensors))
         fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
-        run = with_hooks(target, self.hooks.get(name))
-        found, _ = computed_without_numbers(
-            self.ledger.fakes,
-            name,
-            run,
-            *unflatten(fakes, spec),
-            modules=list(target.modules()),
-        )
+        known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
+        args, kwargs = unflatten(fakes, spec)
+        with hooks_on(target, self.hooks.get(name)):
+            how = (self.ledger.fakes, name, target, args, kwargs, known)
+            found, _ = computed_without_numbers(*how)
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
@@ -299,51 +322,16 @@ class Recorder(Watcher):
         taken = ", ".join(self.ledger.values[at].name for at in step.takes)
         return self.ledger.new_name(f"{called(step.func)}({taken}){step.said}")
 
-    def _looked(self, step: Step) -> CutError:
-        """The host wanted to look at numbers that only one stage has."""
-        unit = self._unit_before([self.ledger.values[at].maker for at in step.takes])
-        whose = f"unit '{unit}'" if unit else "a parameter"
-        return CutError(
-            f"at {step.where}, {called(step.func)} looks at the numbers of a value that follows "
-            f"from {whose}, which only one stage has, and what the forward does next, or the "
-            "shape of it, depends on them: compute it inside a unit, on tensors (torch.where), or "
-            "put all that depends on it into one unit with units="
-        )
-
-    def _unit_before(self, makers: Sequence[int | None]) -> str:
-        waiting, seen = list(makers), set[int | None]({None})
-        while waiting:
-            at = waiting.pop()
-            if at is None or at in seen:
-                continue
-            seen.add(at)
-            if self.steps[at].kind is Kind.UNIT:
-                return str(self.steps[at].func)
-            waiting += [self.ledger.values[value].maker for value in self.steps[at].takes]
-        return ""
-
-    def _goes_on(self, buffer: str, value: int) -> bool:
-        """Is it more than what was kept for the next time, and can as well be made again?"""
-        waiting, seen = [value], set[int]()
-        while waiting and self.ledger.is_free(value):
-            at = waiting.pop()
-            if self.ledger.values[at].buffer == buffer:
-                return True
-            maker = self.ledger.values[at].maker
-            if maker is not None and maker not in seen:
-                seen.add(maker)
-                waiting += self.steps[maker].takes
-        return not self.ledger.is_free(value)
-
     def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
         for leaf in leaves:
-            _check_open(leaf, "the model gives", "its end")
+            check_open(leaf, "the model gives", "its end")
         value_of = self.ledger.value_of
         written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
-        anew = {name: value for name, value in anew.items() if self._goes_on(name, value)}
+        values = self.ledger.values
+        anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
         return Trace(
             tuple(self.steps),
             tuple(self.ledger.values),
@@ -351,18 +339,6 @@ class Recorder(Watcher):
             Result(tuple(written), spec),
             anew,
         )
-
-
-def _check_open(leaf: Any, what: str, where: str) -> None:
-    if isinstance(leaf, Tensor | nn.Module):
-        return
-    for tensor in hidden_in(leaf):
-        if isinstance(tensor, FakeTensor):
-            raise CutError(
-                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
-                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
-                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
-            )
 
 
 def _outside(

@@ -43,6 +43,9 @@ class Replay:
 
         def found(value: int) -> Tensor:
             given, buffer = values[value].given, values[value].buffer
+            if not values[value].free:  # only its shape counts
+                look, device = values[value].look, inputs[0].device if inputs else None
+                return torch.zeros(look.shape, dtype=look.dtype, device=device)
             if given is not None:
                 tensor = inputs[given]
             else:
@@ -108,8 +111,8 @@ def _needed(trace: Trace, goals: Iterable[int]) -> list[int]:
         if at in found:
             continue
         found.add(at)
-        makers = [trace.values[value].maker for value in trace.steps[at].takes]
-        waiting += [maker for maker in makers if maker is not None]
+        takes = [trace.values[value] for value in trace.steps[at].takes]
+        waiting += [v.maker for v in takes if v.maker is not None and v.free]
     return sorted(found)
 
 

@@ -77,11 +77,13 @@ class Skeleton:
         known = dict(fronts)
         self.model = self._of(model, "", known)
         self._boxes: dict[int, Box] = {}
+        self._configs: dict[int, Any] = {}
         for original, own in self.parents.values():
             _hold_copies(original, own, known)
             for key, box in boxes_of(own):
                 made = self._boxes.setdefault(id(original.__dict__[key]), Box.of(box))
                 own.__dict__[key] = made.own
+            self._uncache(own)
         self.hooks = self._hooks(fronts.values())
 
     def _of(self, module: nn.Module, name: str, known: dict[int, nn.Module]) -> nn.Module:
@@ -106,18 +108,31 @@ class Skeleton:
     def _hooks(self, fronts: Iterable[Any]) -> dict[str, Hooks]:
         """Of units, those that know a parent or one of its lists."""
         own: dict[int, Any] = {id(original): own for original, own in self.parents.values()}
+        origins = [(elsewhere(original).origin(), own) for original, own in self.parents.values()]
+        own.update((id(origin), copy) for origin, copy in origins if origin is not None)
         own.update((at, box.own) for at, box in self._boxes.items())
-        found = {front._unit: Hooks.of(front._target, own) for front in fronts}
+        found = {f._unit: Hooks.of(f._target, own) for f in fronts if isinstance(f, Front)}
         return {name: hooks for name, hooks in found.items() if hooks is not None}
+
+    def _uncache(self, own: nn.Module) -> None:
+        """A cache of keys and values is filled inside units: a parent is told not to have one."""
+        config = own.__dict__.get("config")
+        if getattr(config, "use_cache", None) is True:
+            if id(config) not in self._configs:
+                self._configs[id(config)] = copy.copy(config)
+                self._configs[id(config)].use_cache = False
+            own.__dict__["config"] = self._configs[id(config)]
 
     def follow(self) -> None:
         """Set what can be set on the originals: whether they train, and their plain attributes."""
+        self._configs = {}
         for original, own in self.parents.values():
             mine, theirs = own.__dict__, original.__dict__
             for key, value in theirs.items():
-                if key not in (*_KEPT, ELSEWHERE) and not _holds_module(value):
+                if key not in (*_KEPT, ELSEWHERE) and not holds_module(value):
                     box = self._boxes.get(id(value))
                     mine[key] = value if box is None else box.own
+            self._uncache(own)
 
     @contextmanager
     def running(self, anew: Sequence[str] = ()) -> Iterator[None]:
@@ -161,11 +176,12 @@ _KEPT = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 def _hold_copies(original: nn.Module, own: nn.Module, made: Mapping[int, nn.Module]) -> None:
     """Also in plain lists and bound methods, where nothing is registered."""
     for key, value in original.__dict__.items():
-        if key not in _KEPT and _holds_module(value):
+        if key not in _KEPT and holds_module(value):
             own.__dict__[key] = _mapped(value, made)
 
 
-def _holds_module(value: Any) -> bool:
+def holds_module(value: Any) -> bool:
+    """Is it a module, or a list of some, or a method of one?"""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, list | tuple):
@@ -174,7 +190,7 @@ def _holds_module(value: Any) -> bool:
         return any(isinstance(one, nn.Module) for one in value.values())
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
-    return isinstance(value, partial) and _holds_module((value.func, *value.args))
+    return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
 def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
@@ -194,11 +210,15 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What a parent has in other processes, to look at, and all of its children in order."""
+    """What a parent has in other processes, to look at, and all of its children in order.
+
+    `origin` is the model's own module, of which the parent is a copy, if it is still there.
+    """
 
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     children: Mapping[str, nn.Module | None] = field(default_factory=dict)
+    origin: Callable[[], nn.Module | None] = lambda: None
 
 
 def elsewhere(parent: nn.Module) -> Elsewhere:

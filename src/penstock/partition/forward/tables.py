@@ -72,6 +72,9 @@ COMPARING = frozenset(
 # They draw numbers from 0 up to 1.
 UNIFORM = frozenset([torch.rand, torch.rand_like])
 
+# They count up to the largest number that they find, but at least as far as they are told.
+COUNTING = frozenset([torch.bincount, Tensor.bincount])
+
 
 def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
     """Does it need nothing but what an absent value can tell?"""

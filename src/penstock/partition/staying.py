@@ -1,0 +1,40 @@
+"""The stages of a pipe stay on their devices: what would move them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from penstock.errors import KindError
+from penstock.stage.places import Place
+
+
+def check_casts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What `Module.to` was given names no device."""
+    try:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    except RuntimeError:  # a device that is not there
+        raise denied() from None
+    if device is not None:
+        raise denied()
+
+
+def check_stays(change: Any, places: Iterable[Place]) -> None:
+    """What is done to each tensor leaves it on its device."""
+    for place in places:
+        try:
+            moved = change(torch.empty(0, device=place.device)).device != place.device
+        except (RuntimeError, AssertionError):  # to a device that is not there
+            moved = True
+        if moved:
+            raise denied()
+
+
+def denied() -> KindError:
+    """Says what would work."""
+    return KindError(
+        "the stages of a pipe stay on the devices they were given, so moving it is denied: "
+        "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
+    )
