@@ -40,6 +40,7 @@ class Flow:
     end: int
     size: int | None = None  # bytes; None: not known
     where: str = ""  # the line of the forward, where no unit made it
+    value: int = 0  # the same for one that goes to several stages
 
     @property
     def is_skip(self) -> bool:

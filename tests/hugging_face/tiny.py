@@ -110,7 +110,7 @@ def agree(model: nn.Module, *batches: dict[str, Any], **options: Any) -> Pipe:
         assert abs(result.loss - loss) < (LIMIT_OF_SINGLE if single else LIMIT)
         _check_gradients(pipe, alone)
         assert type(result.outputs) is type(outputs[0])
-        for name in outputs[0].keys() - {"loss"} if hasattr(outputs[0], "keys") else ():
+        for name in outputs[0].keys() - {"loss", "aux_loss"} if hasattr(outputs[0], "keys") else ():
             mine, both = result.outputs[name], [one[name] for one in outputs]
             for value, *halves in zip(_listed(mine), *map(_listed, both), strict=True):
                 torch.testing.assert_close(value, torch.cat(halves), rtol=0, atol=LIMIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,24 @@ def test_skips_of_a_sequential_have_their_size() -> None:
     assert skips
     assert {flow.size for flow in partition.outline.flows if flow.name == "skip"} == {8192, 4096}
     assert "skips    skip, 8.19 KB: stage 0 straight to stage" in str(partition)
+
+
+def test_values_that_look_alike_are_counted() -> None:
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8 * n, 8) for n in range(1, 7)])
+
+        def forward(self, x: Tensor) -> Any:
+            kept = [x]
+            for block in self.blocks:
+                kept.append(torch.relu(block(torch.cat(kept, -1))))
+            return kept[-1]
+
+    said = str(penstock.split(Dense(), [3, 1, 2], torch.randn(4, 8)))
+    assert re.search(r"stage 0 to 1: relu \(test_summary.py:\d+\), 128 B, 2 times\n", said)
+    skip = r"relu \(test_summary.py:\d+\), 128 B: stage 0 straight to stage 2, 2 times\n"
+    assert re.search(skip, said)
 
 
 def test_without_an_example_a_sequential_has_no_sizes() -> None:

@@ -67,7 +67,7 @@ def _flows_of_layers(
             if src == stage:
                 users = range(ends[dst] - counts[dst], ends[dst])
                 user = next(at for at in users if key in _keys(layers[at], popped_keys))
-                yield Flow(key.name, src, dst, makers[key], user)
+                yield Flow(key.name, src, dst, makers[key], user, value=makers[key])
 
 
 def _keys(layer: nn.Module, of: Any) -> list[Any]:
@@ -134,7 +134,7 @@ def _flows_of_parts(division: Division, stages: Sequence[int]) -> Iterator[Flow]
                 if is_unit and maker.result and len(maker.result.made) > 1:
                     name = f"{name}, value {maker.result.made.index(at)}"
                 where = "" if is_unit else maker.where.rpartition("/")[2].partition(",")[0]
-                yield Flow(name, src, dst, made, used, value.look.size, where)
+                yield Flow(name, src, dst, made, used, value.look.size, where, at)
 
 
 # ---- both ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
@@ -27,8 +28,8 @@ def summary(outline: Outline) -> str:
     """All of it, line by line."""
     lines = [_title(outline), "", *_table(outline), ""]
     for head, said in (
-        ("sends", [_sent(flow) for flow in outline.flows if not flow.is_skip]),
-        ("skips", list(_skips(outline))),
+        ("sends", _once([_sent(flow) for flow in outline.flows if not flow.is_skip])),
+        ("skips", _once(list(_skips(outline)))),
         ("shared", list(_shared(outline))),
         ("slowest" if outline.measured else "largest", [_slowest(outline)]),
         ("advice", [advice(outline)]),
@@ -118,13 +119,19 @@ def _value(flow: Flow) -> str:
 
 def _skips(outline: Outline) -> Iterator[str]:
     """Each value once, with all stages that it jumps to."""
-    found: dict[tuple[str, int], list[Flow]] = {}
+    found: dict[tuple[str, int, int], list[Flow]] = {}
     for flow in outline.flows:
         if flow.is_skip:
-            found.setdefault((flow.name, flow.src), []).append(flow)
-    for (_, src), flows in found.items():
+            found.setdefault((flow.name, flow.src, flow.value), []).append(flow)
+    for flows in found.values():
         to = stages_said(sorted({flow.dst for flow in flows}))
-        yield f"{_value(flows[0])}: stage {src} straight to {to}"
+        yield f"{_value(flows[0])}: stage {flows[0].src} straight to {to}"
+
+
+def _once(lines: Sequence[str]) -> list[str]:
+    """Those that are alike as one."""
+    counts = Counter(lines)
+    return [line + (f", {times} times" if times > 1 else "") for line, times in counts.items()]
 
 
 def _shared(outline: Outline) -> Iterator[str]:

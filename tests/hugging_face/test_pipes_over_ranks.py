@@ -1,0 +1,53 @@
+"""A model built on meta over processes: each rank reads and writes its own stages of a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from penstock import Pipe
+from tests.hugging_face.test_folders import on_meta, stored_in
+from tests.hugging_face.tiny import ALL, batch_for
+from tests.processes.ranks import ranks
+
+
+def through(name: str, folder: Path) -> tuple[float, int]:
+    """Load, step, save; gives the loss, and how many parameters this rank has."""
+    torch.manual_seed(3)
+    batch = batch_for(name)
+    model = on_meta(ALL[name]()).eval()
+    pipe = Pipe(
+        model,
+        chunks=2,
+        stages=2,
+        example=batch,
+        schedule="1f1b",
+        balance="parameters",
+        group=distributed.group.WORLD,
+        outputs="all",
+    )
+    pipe.load(folder / "given")
+    loss = float(pipe.step(**batch).loss)
+    pipe.save_pretrained(folder / "made")
+    return loss, sum(p.numel() for p in pipe.parameters() if not p.is_meta)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_folder_goes_through_a_pipe_of_processes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = ALL[name]().eval()
+    model.save_pretrained(tmp_path / "given")
+    (loss, mine), (other, theirs) = ranks(2).run(through, name, tmp_path)
+    torch.manual_seed(3)
+    batch = batch_for(name)
+    expected = model(**batch).loss
+    assert loss == other
+    assert abs(loss - float(expected.detach())) < 1e-5
+    whole = sum(p.numel() for p in model.parameters())
+    assert max(mine, theirs) < whole
+    given, made = stored_in(tmp_path / "given"), stored_in(tmp_path / "made")
+    assert set(given) == set(made)
+    assert all(torch.equal(given[key], made[key]) for key in given)
