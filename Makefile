@@ -4,6 +4,7 @@
 #                PROCESSES=1 runs them over processes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
+# make zoo       rewrite docs/models.md: every model of the zoo in every trial; ten minutes
 # make bench     measure; prints tables
 
 VENV := .venv
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test lint fuzz docs features bench format clean
+.PHONY: demo test lint fuzz docs features zoo bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -34,6 +35,9 @@ docs: $(READY)
 
 features: $(READY)
 	$(BIN)/python -m tests.features
+
+zoo: $(READY)
+	$(BIN)/python -m tests.zoo.table
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -52,15 +52,6 @@ def written(rows: int, size: int) -> dict[str, Any]:
     return {"pixel_values": numbers(rows, 3, 8, 8), "labels": tokens(rows, size)}
 
 
-def questions(rows: int, size: int) -> dict[str, Any]:
-    """An image, a question, and which answers are right."""
-    return {
-        "input_ids": tokens(rows, size),
-        "pixel_values": numbers(rows, 3, 8, 8),
-        "labels": torch.ones(rows, 2),
-    }
-
-
 def chats(rows: int, size: int) -> dict[str, Any]:
     """A text with the four patches of an image in it."""
     ids = tokens(rows, size + 4, of=36)
@@ -140,13 +131,6 @@ BOTH = [
         projection_dim=16,
     ),
     exhibit("GIT", "GitForCausalLM", captions, vision_config=IMAGE),
-    exhibit(
-        "ViLT",
-        "ViltForQuestionAnswering",
-        questions,
-        base={**BASE, **IMAGE},
-        max_image_length=-1,
-    ),
     Architecture("ViT with GPT-2", "transformers", reader, written),
     chat(
         "LLaVA",

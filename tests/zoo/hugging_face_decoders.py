@@ -141,7 +141,7 @@ DECODERS = [
         chunk_size=4,
     ),
     causal("FalconMamba", "FalconMamba", state_size=4, expand=2, conv_kernel=3),
-    causal("RWKV", "Rwkv", attention_hidden_size=16, context_length=64),
+    causal("RWKV", "Rwkv", attention_hidden_size=16, context_length=64, use_cache=False),
     causal("RecurrentGemma", "RecurrentGemma", lru_width=16, attention_window_size=8),
     causal(
         "Jamba",
@@ -188,19 +188,5 @@ DECODERS = [
         **EXPERTS,
         intermediate_size_mlp=24,
         num_hidden_layers=4,
-    ),
-    causal(
-        "Gemma 3n",
-        "Gemma3n",
-        config="Gemma3nTextConfig",
-        num_hidden_layers=4,
-        vocab_size_per_layer_input=40,
-        hidden_size_per_layer_input=4,
-        altup_num_inputs=2,
-        num_kv_shared_layers=2,
-        laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        activation_sparsity_pattern=[0.0] * 4,
-        sliding_window=4,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -235,60 +234,6 @@ class Configured(nn.Module):
         if options.get("twice"):
             return self.outer(h), self.outer(h.flip(1))
         return (self.outer(h),)
-
-
-# ---- what a pipe refuses ------------------------------------------------------------------
-
-
-class Dropping(nn.Module):
-    """LayerDrop: which blocks run is drawn on the host."""
-
-    def __init__(self, dim: int = 6, layers: int = 4, rate: float = 0.5) -> None:
-        super().__init__()
-        self.rate = rate
-        self.inner = nn.Linear(4, dim)
-        self.blocks = nn.ModuleList(mlp(dim, dim) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            if self.training and random.random() < self.rate:
-                continue
-            x = x + block(x)
-        return x
-
-
-class Peeking(nn.Module):
-    """Goes on only while what a block has computed is large."""
-
-    def __init__(self, dim: int = 6, layers: int = 4) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, dim)
-        self.blocks = nn.ModuleList(mlp(dim, dim) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + block(x)
-            if x.abs().mean() > 100:
-                break
-        return x
-
-
-class Selecting(nn.Module):
-    """Keeps the rows that a block likes: how many depends on what it computed."""
-
-    def __init__(self, dim: int = 6, layers: int = 4) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, dim)
-        self.blocks = nn.ModuleList(mlp(dim, dim) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x).flatten(0, 1)
-        x = x[x.mean(-1) > 0]
-        for block in self.blocks:
-            x = x + block(x)
-        return x.sum()
 
 
 class Region(nn.Module):
