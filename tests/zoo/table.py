@@ -128,9 +128,9 @@ def listed(page: str) -> set[tuple[str, str]]:
 
 
 def main(names: Iterable[str]) -> None:
-    """Try them in two processes."""
+    """Try them, as many at once as there are cores."""
     chosen = [name for name in ZOO if not names or any(n in name for n in names)]
-    with multiprocessing.get_context("spawn").Pool(2, _begin) as pool:
+    with multiprocessing.get_context("spawn").Pool(initializer=_begin) as pool:
         lines = {}
         for name, line in zip(chosen, pool.imap(tried, chosen), strict=True):
             lines[name] = line
