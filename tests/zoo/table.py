@@ -36,8 +36,8 @@ make zoo
 
 does all of it, and writes this page. The models are tiny and have random weights, in float64,
 without dropout. The last column is the largest difference seen anywhere, against the unsplit model
-run over the same micro-batches. Where rows do not meet in a batch (as they do in BatchNorm, or where
-a loss compares them), the numbers are also those of the whole batch at once.
+run over the same micro-batches. Where rows do not meet in a batch (as they do in BatchNorm, or if a
+loss compares them), the numbers are also those of the whole batch at once.
 
 *Units* are what a stage takes whole. *Between stages* says what is sent for each micro-batch when
 there are four: values from a stage to the next, skips straight to a later one, and parameters that
