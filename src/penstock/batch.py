@@ -6,7 +6,7 @@ could be meant in two ways is refused, with the two ways to say it, `NoChunk` an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -231,11 +231,12 @@ def _problem(name: str, leaf: Any, rows: Rows) -> str:
 # ---- putting together ---------------------------------------------------------------------
 
 
-def gather(outputs: Sequence[Any], rows: Rows) -> Any:
+def gather(outputs: Sequence[Any], rows: Rows, known: Mapping[int, Any] | None = None) -> Any:
     """One output from those of the micro-batches: tensors by rows, other values as a list.
 
-    A tensor has rows if its dim 0 has as many as the micro-batch, or so many times as many. If the
-    batch was cut on another dim, it has them there or on dim 0, and just as many.
+    What some of its leaves are may be `known`, by their numbers. A tensor has rows if its dim 0 has
+    as many as the micro-batch, or so many times as many. If the batch was cut on another dim, it
+    has them there or on dim 0, and just as many.
 
     >>> gather([(torch.zeros(2), "a"), (torch.ones(1), "b")], Rows((2, 1)))
     (tensor([0., 0., 1.]), ['a', 'b'])
@@ -246,7 +247,9 @@ def gather(outputs: Sequence[Any], rows: Rows) -> Any:
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_joined(column, rows) for column in columns], flat[0][1])
+    known = known or {}
+    leaves = [known[at] if at in known else _joined(c, rows) for at, c in enumerate(columns)]
+    return pytree.tree_unflatten(leaves, flat[0][1])
 
 
 def _joined(column: tuple[Any, ...], rows: Rows) -> Any:

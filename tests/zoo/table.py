@@ -36,8 +36,8 @@ make zoo
 
 does all of it, and writes this page. The models are tiny and have random weights, in float64,
 without dropout. The last column is the largest difference seen anywhere, against the unsplit model
-run over the same micro-batches. Where rows do not meet in a batch (as in BatchNorm, or where
-a loss compares them), the numbers are also those of the whole batch at once.
+run over the same micro-batches. Where rows do not meet in a batch (as they do in BatchNorm, or if a
+loss compares them), the numbers are also those of the whole batch at once.
 
 *Units* are what a stage takes whole. *Between stages* says what is sent for each micro-batch when
 there are four: values from a stage to the next, skips straight to a later one, and parameters that
@@ -135,10 +135,10 @@ def listed(page: str) -> set[tuple[str, str]]:
 
 
 def main(names: Iterable[str]) -> None:
-    """Try them in two processes."""
+    """Try them, as many at once as there are cores."""
     chosen = [name for name in ZOO if not names or any(n in name for n in names)]
-    with multiprocessing.get_context("spawn").Pool(2, _begin) as pool:
-        found = {}
+    with multiprocessing.get_context("spawn").Pool(initializer=_begin) as pool:
+        found: dict[str, Line | str] = {}
         for name, line in zip(chosen, pool.imap(tried, chosen), strict=True):
             found[name] = line
             print(f"{name}: {line}", flush=True)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from penstock.batch import Rows, check_inputs, moved, scatter
+from penstock.batch import Rows, check_inputs, gather, moved, scatter
 from penstock.ir import StageGraph
 from penstock.partition.forward.whole import Dealt, Whole
 from penstock.partition.partition import Layers, Partition
 from penstock.partition.side import Side, check_named
+from penstock.stage.loss import own_loss
 from penstock.stage.reduction import Counting, Reduction
 
 Given = Mapping[int, list[tuple[Any, ...]]]  # by stage, the values of each micro-batch
@@ -46,12 +48,24 @@ class Fed:
     target: bool = False  # is the last value of the last stage's
     divided: str = ""  # how: the same on every rank that divides the forward in the same way
     counting: Counting | None = None  # what counts of targets that the model's own loss has
+    shares: Sequence[float | Tensor] = ()  # of the micro-batches in that loss, outside of a step
 
     def rule(self, known: Reduction) -> Reduction:
         """How losses make one, if the model's own says what counts in it."""
         if self.counting is None or known.sums:
             return known
         return replace(known, counting=self.counting)
+
+    def together(self, outputs: Sequence[Any]) -> Any:
+        """One output of those of the micro-batches; a loss of the model's own is one number."""
+        losses = [own_loss(output) for output in outputs]
+        if not self.shares or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
+            return gather(outputs, self.rows)
+        parts = [_part(*pair) for pair in zip(losses, self.shares, strict=True)]
+        total = torch.stack(parts).sum().to(losses[0].dtype)
+        leaves = pytree.tree_leaves(outputs[0])
+        at = next(number for number, leaf in enumerate(leaves) if leaf is losses[0])
+        return total if outputs[0] is losses[0] else gather(outputs, self.rows, {at: total})
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
@@ -140,13 +154,29 @@ def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, whe
                 for told, one in zip(handed, dealt, strict=True)
             ]
     targets, counting = [piece[-1] for piece in pieces] if target else [], None
-    own = _own_targets(dealt) if batch.scores_itself and not target else None
-    if own is not None:
+    own = None if target else _own_targets(dealt)
+    shares = _shares(rows, own, where(last)) if not batch.scores_itself else ()
+    if own is not None and batch.scores_itself:
         targets, counting = [moved(one, where(last)) for one in own[0]], own[1]
     if targets and last in given:
         given[last] = [(*v, one) for v, one in zip(given[last], targets, strict=True)]
     has_target, ways = bool(targets) and last in given, " ".join(one.digest for one in dealt)
-    return Fed(given, rows, len(pieces), graph, has_target, ways, counting)
+    return Fed(given, rows, len(pieces), graph, has_target, ways, counting, shares)
+
+
+def _shares(
+    rows: Rows, own: tuple[list[Tensor], Counting] | None, device: torch.device | None
+) -> Sequence[float | Tensor]:
+    """The micro-batches' parts in the model's own loss: by what counts, or by rows."""
+    if own is None:
+        return rows.shares()
+    counts = torch.stack([own[1](target) for target in own[0]])
+    return list((counts / counts.sum()).to(device).unbind())
+
+
+def _part(loss: Tensor, share: float | Tensor) -> Tensor:
+    """What counts for nothing may be no number."""
+    return loss * share if isinstance(share, float) else (loss * share).masked_fill(share == 0, 0)
 
 
 def _own_targets(dealt: Sequence[Dealt]) -> tuple[list[Tensor], Counting] | None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.batch import gather
 from penstock.cost import Cost
 from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
 from penstock.gradients.overflow import agree_on_overflow
@@ -56,7 +55,7 @@ class OneProcess:
         passage = Passage(call, (phases[0], phases[1]), fed.given)
         with self._replicas.held():
             tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
-        return gather(passage.outputs(tensors), fed.rows)
+        return fed.together(passage.outputs(tensors))
 
     def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
         """Forward, loss and backward of a batch under the schedule."""

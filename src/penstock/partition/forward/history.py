@@ -55,19 +55,6 @@ def is_check(value: Value, steps: Sequence[Step]) -> bool:
     return False
 
 
-def check_open(leaf: Any, what: str, where: str) -> None:
-    """No tensor of a unit is in an object that cannot be taken apart."""
-    if isinstance(leaf, Tensor | nn.Module):
-        return
-    for tensor in hidden_in(leaf):
-        if isinstance(tensor, FakeTensor):
-            raise CutError(
-                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
-                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
-                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
-            )
-
-
 def _steps_before(value: int, steps: Sequence[Step], values: Sequence[Value]) -> Iterator[Step]:
     """All that it follows from, the last ones first."""
     waiting, seen = [values[value].maker], set[int | None]({None})
@@ -78,3 +65,16 @@ def _steps_before(value: int, steps: Sequence[Step], values: Sequence[Value]) ->
         seen.add(at)
         yield steps[at]
         waiting += [values[taken].maker for taken in steps[at].takes]
+
+
+def check_open(leaf: Any, what: str, where: str) -> None:
+    """Tensors of units are not in objects that cannot be taken apart."""
+    if isinstance(leaf, Tensor | nn.Module):
+        return
+    for tensor in hidden_in(leaf):
+        if isinstance(tensor, FakeTensor):
+            raise CutError(
+                f"at {where}, {what} a {type(leaf).__name__} with a tensor of a unit inside, where "
+                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
+                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
+            )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.batch import gather, moved
+from penstock.batch import moved
 from penstock.cost import Cost
 from penstock.errors import RunError
 from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
@@ -82,7 +82,7 @@ class ManyProcesses:
             if self._split.is_here(self._last_stage):
                 cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
                 values = [_value(call.desk.outputs.pop(cell)) for cell in cells]
-                outputs = gather(values, opened.fed.rows)
+                outputs = opened.fed.together(values)
             told = tell(self.team.peers, program, call, Ending(drew=call.drew))
             self._end(told, opened, wire)
             return self._spread(outputs) if self._sharing.outputs == "all" else outputs
