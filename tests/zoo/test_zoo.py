@@ -18,11 +18,10 @@ pytestmark = [  # transformers' own
     pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
 ]
-NAMES = [name for name, one in ZOO.items() if not one.slow]
 NUMBERS = {name: number for number, name in enumerate(ZOO)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO)
 def test_an_exhibit_gives_its_own_numbers(name: str) -> None:
     """Both schedules, sizes and modes; each number of stages, with one or the other of them."""
     if ZOO[name].warns:
