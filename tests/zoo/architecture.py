@@ -28,6 +28,7 @@ class Architecture:
     meets: str = ""  # why rows of a batch meet, so that parts of it give other numbers
     single: bool = False  # some of it, beside its loss, computes in float32
     slow: bool = False
+    warns: str = ""  # what it is warned of, rightly
     units: Any = None  # what a unit is, where the rule does not say it well
 
     def made(self) -> nn.Module:

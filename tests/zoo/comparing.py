@@ -44,11 +44,10 @@ class Trial:
 def trials(number: int) -> list[Trial]:
     """Those of the exhibit of that number: all have 2, 3 and 4 stages, and both schedules."""
     one, other = ("1f1b", "zb-h1") if number % 2 else ("zb-h1", "1f1b")
-    chunks, more = (2, 3) if number % 3 else (3, 2)
     return [
-        Trial(2, one, "inline", chunks, "never"),
-        Trial(3, other, "threads", more),
-        Trial(4, one, "threads" if number % 2 else "inline", chunks),
+        Trial(2, one, "inline", checkpoint="never"),
+        Trial(3, other, "threads", chunks=2 + number % 2),
+        Trial(4, one, "threads" if number % 2 else "inline"),
     ]
 
 

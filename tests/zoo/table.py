@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from penstock import Pipe
-from tests.zoo.comparing import Exhibited, every_trial
+from penstock import PenstockError, Pipe
+from tests.zoo.comparing import Different, Exhibited, every_trial
 from tests.zoo.exhibits import ZOO
 from tests.zoo.refused import REFUSED
 
@@ -62,8 +62,15 @@ class Line:
     worst: float
 
 
-def tried(name: str) -> Line:
-    """Compare it in every trial; raises if it differs."""
+def tried(name: str) -> Line | str:
+    """What was seen, or what is wrong."""
+    try:
+        return _compared(name)
+    except (PenstockError, Different) as error:
+        return f"{error}"
+
+
+def _compared(name: str) -> Line:
     exhibited = Exhibited(ZOO[name])
     worst, pipe = 0.0, None
     for trial in every_trial():
@@ -131,10 +138,13 @@ def main(names: Iterable[str]) -> None:
     """Try them, as many at once as there are cores."""
     chosen = [name for name in ZOO if not names or any(n in name for n in names)]
     with multiprocessing.get_context("spawn").Pool(initializer=_begin) as pool:
-        lines = {}
+        found: dict[str, Line | str] = {}
         for name, line in zip(chosen, pool.imap(tried, chosen), strict=True):
-            lines[name] = line
-            print(f"{name}: {line.units} units; {line.between}; {size(line.worst)}", flush=True)
+            found[name] = line
+            print(f"{name}: {line}", flush=True)
+    lines = {name: line for name, line in found.items() if isinstance(line, Line)}
+    if len(lines) < len(found):
+        sys.exit(f"{len(found) - len(lines)} of {len(found)} differ, or are refused")
     if not names:
         PAGE.write_text(written(lines))
         print(f"wrote {PAGE.name}: {len(lines)} models")
