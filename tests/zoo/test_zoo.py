@@ -21,9 +21,9 @@ pytestmark = [  # transformers' own
 # Those of transformers and peft that `make test` tries beside all that are written here: each has
 # something that the others have not. `make zoo` tries every one.
 EVERY_DAY = """
-    GPT-2; GPT-2, all hidden states; GPT-NeoX; GPT-J; OPT; BLOOM; Falcon; Llama; Mistral; Qwen2; Qwen3;
-    Gemma; Gemma 2; Phi; Phi-3; Cohere; Mixtral; Mixtral, balanced experts; Qwen2-MoE; DeepSeek-V3;
-    Mamba; Mamba 2; RWKV; BERT; BERT, spans; RoBERTa; DistilBERT; ALBERT; ELECTRA; DeBERTa;
+    GPT-2; GPT-2, all hidden states; GPT-NeoX; GPT-J; OPT; BLOOM; Falcon; Llama; Mistral; Qwen2;
+    Qwen3; Gemma; Gemma 2; Phi; Phi-3; Cohere; Mixtral; Mixtral, balanced experts; DeepSeek-V3;
+    Qwen2-MoE; Mamba; Mamba 2; RWKV; BERT; BERT, spans; RoBERTa; DistilBERT; ALBERT; ELECTRA; DeBERTa;
     DeBERTa-v2; ModernBERT; XLNet; T5; BART; Pegasus; Whisper; Wav2Vec 2, CTC; ViT; Swin; ConvNeXt;
     SegFormer; CLIP; SigLIP; LLaVA; Llama, LoRA; GPT-2, LoRA
 """
