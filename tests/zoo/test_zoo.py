@@ -23,9 +23,9 @@ pytestmark = [  # transformers' own
 EVERY_DAY = """
     GPT-2; GPT-2, all hidden states; GPT-NeoX; GPT-J; OPT; BLOOM; Falcon; Llama; Mistral; Qwen2;
     Qwen3; Gemma; Gemma 2; Phi; Phi-3; Cohere; Mixtral; Mixtral, balanced experts; DeepSeek-V3;
-    Qwen2-MoE; Mamba; Mamba 2; RWKV; BERT; BERT, spans; RoBERTa; DistilBERT; ALBERT; ELECTRA; DeBERTa;
-    DeBERTa-v2; ModernBERT; XLNet; T5; BART; Pegasus; Whisper; Wav2Vec 2, CTC; ViT; Swin; ConvNeXt;
-    SegFormer; CLIP; SigLIP; LLaVA; Llama, LoRA; GPT-2, LoRA
+    Qwen2-MoE; Mamba; Mamba 2; RWKV; BERT; BERT, spans; RoBERTa; DistilBERT; ALBERT; ELECTRA;
+    DeBERTa; DeBERTa-v2; ModernBERT; XLNet; T5; BART; Pegasus; Whisper; Wav2Vec 2, CTC; ViT; Swin;
+    ConvNeXt; SegFormer; CLIP; SigLIP; LLaVA; Llama, LoRA; GPT-2, LoRA
 """
 CHOSEN = {" ".join(name.split()) for name in EVERY_DAY.split(";")}
 NAMES = [
