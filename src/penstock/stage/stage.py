@@ -44,8 +44,9 @@ class Stage:
     def __str__(self) -> str:
         kinds = ", ".join(self.kinds[:4])
         more = ", ..." if len(self.kinds) > 4 else ""
-        ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
-        return f"stage {self.index} (layer{'s' * (len(self.names) > 1)} {ends}: {kinds}{more})"
+        names = [name or "the model's own" for name in self.names]  # what is in no part of it
+        ends = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        return f"stage {self.index} (layer{'s' * (len(names) > 1)} {ends}: {kinds}{more})"
 
     def modules(self) -> list[nn.Module]:
         """All of its layers' modules, each once."""

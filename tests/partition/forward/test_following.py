@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock import Pipe
 from penstock.partition.forward.whole import WAYS, Whole
@@ -52,6 +52,35 @@ def test_what_is_set_on_the_model_later_counts(change: Any) -> None:
     pipe = piped(model, batch, 3)
     pipe(batch)
     change(model)
+    torch.testing.assert_close(pipe(batch), model(batch))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * self.scale
+
+
+class Twice(nn.Module):
+    """The same unit on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.twice = nn.Linear(4, 4), nn.Linear(4, 4), Scaled()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.twice(self.b(self.twice(self.a(x))))
+
+
+def test_what_is_set_on_a_unit_of_two_stages_counts_on_both() -> None:
+    """The second stage's copy had the attributes of when the pipe was made."""
+    (batch,) = batches(5)
+    model: Any = made(Twice)
+    pipe = piped(model, batch, 2)
+    model.twice.scale = 2.0
     torch.testing.assert_close(pipe(batch), model(batch))
 
 

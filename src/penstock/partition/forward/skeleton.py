@@ -129,16 +129,13 @@ class Skeleton:
         self._configs = {}
         boxes = {at: box for at, box in self._boxes.items() if holds_module(box.original)}
         for original, own in self.parents.values():
-            mine, theirs = own.__dict__, original.__dict__
-            for key, value in theirs.items():
-                if key not in _NOT_FOLLOWED and not holds_module(value):
-                    mine[key] = value
+            follow(original, own)
             for key, value in boxes_of(original):
                 if not holds_module(value):
                     known = self._boxes.get(id(value)) or Box.of(value, value)
                     boxes[id(value)] = known
                     known.follow()
-                    mine[key] = known.own
+                    own.__dict__[key] = known.own
             self._uncache(own)
         self._boxes = boxes
 
@@ -236,8 +233,16 @@ def elsewhere(parent: nn.Module) -> Elsewhere:
 
 
 ELSEWHERE = "_elsewhere"  # the attribute
-_NOT_FOLLOWED = frozenset((*_KEPT, ELSEWHERE))
 _NOTHING = Elsewhere()
+
+_NOT_FOLLOWED = frozenset((*_KEPT, ELSEWHERE))
+
+
+def follow(original: nn.Module, copy: nn.Module) -> None:
+    """Whether it trains, and its own attributes; those with modules are the copy's own."""
+    for key, value in original.__dict__.items():
+        if key not in _NOT_FOLLOWED and not holds_module(value):
+            copy.__dict__[key] = value
 
 
 def twin(module: nn.Module) -> nn.Module:

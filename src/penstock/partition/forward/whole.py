@@ -22,7 +22,7 @@ from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
-from penstock.partition.forward.trees import flatten
+from penstock.partition.forward.trees import Itself, flatten
 from penstock.partition.hugging_face import defaults_of
 from penstock.stage.reduction import Counting
 
@@ -273,18 +273,5 @@ def _sign(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf), _Held(leaf)
+        return type(leaf), Itself(leaf)  # held, so that no other one has its place
     return type(leaf), leaf
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """One that cannot be compared is itself alone, and held: no other one has its place."""
-
-    leaf: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.leaf is other.leaf
-
-    def __hash__(self) -> int:
-        return id(self.leaf)
