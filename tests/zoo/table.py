@@ -28,7 +28,7 @@ Each of these was split as it is, without a change to its code, and trained besi
 in 2, 3 and 4 stages, under `1f1b` and `zb-h1`, inline and in threads, with and without
 recomputation, on batches of two lengths (or sizes of images, or numbers of rows), and forward only.
 Loss, outputs, buffers and the gradient of every parameter are compared. `make test` does a part of
-that for each model, and
+that for eighty-odd of them, and
 
 ```bash
 make zoo

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.partition.forward.trees import Itself
+
 _WHICH_ONE = re.compile(r"(^|_)(idx|index|id|number|name)$")
 _OF_TORCH = frozenset(vars(nn.Module()))  # hooks, and what is named below
 
@@ -76,9 +78,9 @@ def _value(value: Any, around: set[int]) -> Hashable:
     if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, MethodType):
-        return _Same(value.__func__)
+        return Itself(value.__func__)
     if isinstance(value, partial):
-        return _Same(value.func), _value(value.args, around), _value(value.keywords, around)
+        return Itself(value.func), _value(value.args, around), _value(value.keywords, around)
     if is_dataclass(value) and not isinstance(value, type | dict) and hasattr(value, "__dict__"):
         return type(value), _value(vars(value), around)
     if isinstance(value, list | tuple | dict | set | frozenset):
@@ -92,8 +94,8 @@ def _value(value: Any, around: set[int]) -> Hashable:
             return type(value), frozenset(_value(entry, inside) for entry in value)
         return type(value), tuple(_value(entry, inside) for entry in value)
     if isinstance(value, nn.Module):
-        return type(value), _Same(value)
-    return _Same(value)
+        return type(value), Itself(value)
+    return Itself(value)
 
 
 def _tensor(tensor: Tensor) -> Hashable:
@@ -106,18 +108,3 @@ def _tensor(tensor: Tensor) -> Hashable:
         tensor.device,
         tensor.requires_grad,
     )
-
-
-class _Same:
-    """An object that is like no other; a function, say, or a configuration that blocks share."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._of is self._of
-
-    def __hash__(self) -> int:
-        return id(self._of)

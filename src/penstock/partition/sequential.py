@@ -135,7 +135,7 @@ def check_children(module: nn.Module) -> None:
     if not isinstance(module, nn.Sequential):
         raise KindError(
             f"a pipe is made of an nn.Sequential, not of {type(module).__name__}: write the model "
-            "as nn.Sequential(layer, layer, ...)"
+            "as nn.Sequential(layer, layer, ...), or take penstock.Pipe, which cuts any module"
         )
     if not is_layered(module):
         raise KindError(

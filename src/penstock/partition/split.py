@@ -1,4 +1,4 @@
-"""A Sequential on devices: where to cut it, which rank gets which stage, and moving it there."""
+"""A model on devices: where to cut it, which rank gets which stage, and moving it there."""
 
 from __future__ import annotations
 

@@ -149,6 +149,7 @@ def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, whe
         device = where(stage)
         if device is not None:
             partition.stages[stage].watched |= any(one.draws(stage) for one in dealt)
+            partition.stages[stage].mutates |= any(one.mutates(stage) for one in dealt)
             given[stage] = [
                 (told, *(moved(tensor, device) for tensor in one.taken(stage)))
                 for told, one in zip(handed, dealt, strict=True)

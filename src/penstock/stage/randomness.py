@@ -102,9 +102,10 @@ class OwnRandom(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, args, kwargs):
-            return func(*args, **(kwargs or {}))
-        return self._draw(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _in_a_cell():  # of a pipe around this one: what is drawn here is not its affair
@@ -118,8 +119,6 @@ class OwnRandom(TorchDispatchMode):
                     "or set checkpoint='never'"
                 )
             return func(*args, **kwargs)  # its own affair
-        if _draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
         _refuse_inside_checkpoint()
         mine = self._generator(_device_of(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -139,15 +138,6 @@ class OwnRandom(TorchDispatchMode):
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             self._fresh[device] = self._generators[device].get_state()
         return self._generators[device]
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Attention may drop some of its weights; with dropout_p=0 it draws nothing."""
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[at] if at < len(args) else (kwargs or {}).get("dropout_p", 0.0)
-            return bool(given == 0.0)
-    return False
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

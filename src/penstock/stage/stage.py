@@ -35,6 +35,7 @@ class Stage:
     around: tuple[nn.Module, ...] = ()  # what the user has put around the layers
     shifting: frozenset[nn.Module] = frozenset()  # whose parameters come and go while it computes
     watched: bool = False  # it may draw random numbers, though it was seen to draw none
+    mutates: bool = False  # it may change its inputs in place, though it was seen to change none
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -43,8 +44,9 @@ class Stage:
     def __str__(self) -> str:
         kinds = ", ".join(self.kinds[:4])
         more = ", ..." if len(self.kinds) > 4 else ""
-        ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
-        return f"stage {self.index} (layer{'s' * (len(self.names) > 1)} {ends}: {kinds}{more})"
+        names = [name or "the model's own" for name in self.names]  # what is in no part of it
+        ends = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        return f"stage {self.index} (layer{'s' * (len(names) > 1)} {ends}: {kinds}{more})"
 
     def modules(self) -> list[nn.Module]:
         """All of its layers' modules, each once."""
@@ -56,7 +58,8 @@ class Stage:
     def habits(self, modules: Iterable[nn.Module]) -> Habits:
         """Of its modules as they are set now: in training or not, and with which chances."""
         manner = tuple([(m.training, _chances(m)) for m in modules])
-        return self._habits.setdefault((type(self.compute), manner), Habits())
+        fresh = Habits(mutates=True if self.mutates else None)
+        return self._habits.setdefault((type(self.compute), self.mutates, manner), fresh)
 
     def elsewhere(self) -> Stage:
         """The same, as a process knows it that does not compute it."""

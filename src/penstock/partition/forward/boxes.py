@@ -28,13 +28,19 @@ Made = Mapping[int, Any]  # by the identity of an original: what a stage has in 
 class Box:
     """A list or a dict that a stage has of its own."""
 
+    original: Any
     own: Any
     before: Any
 
     @staticmethod
-    def of(original: Any) -> Box:
-        """With the same in it."""
-        return Box(_copied(original), _copied(original))
+    def of(original: Any, inside: Any) -> Box:
+        """`inside` is what the stage finds in it."""
+        return Box(original, _copied(inside), _copied(inside))
+
+    def follow(self) -> None:
+        """The same in it as the original has now."""
+        self.before = _copied(self.original)
+        self.restore()
 
     def restore(self) -> None:
         """As it was."""

@@ -84,7 +84,8 @@ def _no_new_gradients(model: nn.Module) -> Iterator[None]:
 def _random_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(enabled=True):
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):
         try:
             yield
         finally:

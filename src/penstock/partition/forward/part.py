@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.partition.forward.absent import RUN
 from penstock.partition.forward.performer import Ended, Performer
-from penstock.partition.forward.skeleton import Skeleton
+from penstock.partition.forward.skeleton import Skeleton, follow
 from penstock.partition.forward.state import State
 from penstock.partition.forward.trees import unflatten
 from penstock.partition.forward.whole import Handed
@@ -47,9 +47,9 @@ class Part:
         score = handed.scores[self._index]
         if self._state is not handed.state:
             self._skeleton.follow()
+            for original, copy in self._twins:
+                follow(original, copy)
             self._state = handed.state
-        for original, copy in self._twins:
-            copy.training = original.training
         leaves = list(handed.leaves)
         for place, stand_in in zip(handed.places, score.inputs, strict=True):
             leaves[place] = stand_in

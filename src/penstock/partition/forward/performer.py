@@ -88,7 +88,7 @@ class Performer(Watcher):
             return act.ready if act.plain else self._given(act, tensors)
         if step.kind is Kind.CALL:
             return call(*args, **kwargs)
-        change = self._shaped if func in SHAPED else self._real
+        change = self._shaped if func in SHAPED and not step.takes else self._real
         some_args, some_kwargs = mapped((args, kwargs), change)
         if func in TYING and not some_args[0].requires_grad:  # in a forward without a graph
             call = _tied_to_nothing
@@ -107,7 +107,7 @@ class Performer(Watcher):
         if not act.runs:
             found = act.ready
             if act.rebinds or not act.plain:
-                tensors = [t for t in flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+                tensors = _tensors_of((args, kwargs))
                 if act.rebinds:
                     self._rebind(act, tensors)
                 found = act.ready if act.plain else self._given(act, tensors)
@@ -121,9 +121,9 @@ class Performer(Watcher):
             else:
                 how = {"use_reentrant": False, **self.checkpointed}
                 found = checkpoint(run, *some_args, **how, **some_kwargs)
-        if act.keeps:
-            given = some_args, some_kwargs
-            self._keep(act, found, lambda: [t for t in flatten(given)[0] if isinstance(t, Tensor)])
+            if act.keeps:  # a copy that is made of one is no step of the forward
+                given = some_args, some_kwargs
+                self._keep(act, found, lambda: _tensors_of(given))
         return found
 
     def finished(self, output: Any) -> Any:
@@ -227,3 +227,8 @@ class Performer(Watcher):
                 pass
             finally:
                 self._mute = False
+
+
+def _tensors_of(given: Any) -> list[Tensor]:
+    """The tensors that a unit is given, wherever they are in its arguments."""
+    return [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]

@@ -117,7 +117,7 @@ class Recorder(Watcher):
             found = call(*args, **kwargs)
             self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
             return found
-        if func in SHAPED:
+        if func in SHAPED and len(takes) == 1:  # else it takes the numbers of the others
             found, plain = asked.with_each(numberless)
             arguments = mapped((args, kwargs), lambda t: plain.pop(0))
             step = replace(step, takes=(), free=True, arguments=arguments)

@@ -53,6 +53,7 @@ class Score:
     anew: tuple[str, ...]  # buffers that it assigns anew
     device: torch.device
     draws: bool  # random numbers, between units
+    mutates: bool  # what arrives, or is given, in place
 
 
 def score_of(division: Division, stage: int, device: torch.device) -> Score:
@@ -88,6 +89,7 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         tuple(name for name in trace.lasting if division.writes[name] == stage),
         device,
         any(trace.steps[at].draws for at in portion.runs),
+        changing.mutates(trace.inputs),
     )
 
 
@@ -105,6 +107,7 @@ class _Changing:
     def __init__(self, division: Division, stage: int) -> None:
         steps, self._portion = division.trace.steps, division.portions[stage]
         self._leaving = {v for values in self._portion.departing.values() for v in values}
+        self._arriving = {v for values in self._portion.arriving.values() for v in values}
         self._shared = Counter(v for portion in division.portions for v in portion.needs)
         self._changed: set[int] = set()  # by this stage
         self._held: set[int] = set()
@@ -131,8 +134,13 @@ class _Changing:
 
     def copied(self) -> tuple[int, ...]:
         """What arrives here, is changed here, and is elsewhere, too."""
-        arriving = {v for values in self._portion.arriving.values() for v in values}
-        return tuple(sorted(v for v in arriving & self._changed if self._shared[v] > 1))
+        found = self._arriving & self._changed
+        return tuple(sorted(value for value in found if self._shared[value] > 1))
+
+    def mutates(self, inputs: Sequence[int]) -> bool:
+        """Does the stage change what is not its own?"""
+        given = {inputs[at] for at in self._portion.given}
+        return not self._changed.isdisjoint(self._arriving | given)
 
 
 def _ready(step: Step, absent: Callable[[int], Absent]) -> tuple[Any, bool]:

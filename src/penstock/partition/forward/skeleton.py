@@ -81,7 +81,8 @@ class Skeleton:
         for original, own in self.parents.values():
             _hold_copies(original, own, known)
             for key, box in boxes_of(own):
-                made = self._boxes.setdefault(id(original.__dict__[key]), Box.of(box))
+                theirs = original.__dict__[key]
+                made = self._boxes.setdefault(id(theirs), Box.of(theirs, box))
                 own.__dict__[key] = made.own
             self._uncache(own)
         self.hooks = self._hooks(fronts.values())
@@ -124,15 +125,19 @@ class Skeleton:
             own.__dict__["config"] = self._configs[id(config)]
 
     def follow(self) -> None:
-        """Set what can be set on the originals: whether they train, and their plain attributes."""
+        """Set what can be set on the originals: whether they train, and their own attributes."""
         self._configs = {}
+        boxes = {at: box for at, box in self._boxes.items() if holds_module(box.original)}
         for original, own in self.parents.values():
-            mine, theirs = own.__dict__, original.__dict__
-            for key, value in theirs.items():
-                if key not in (*_KEPT, ELSEWHERE) and not holds_module(value):
-                    box = self._boxes.get(id(value))
-                    mine[key] = value if box is None else box.own
+            follow(original, own)
+            for key, value in boxes_of(original):
+                if not holds_module(value):
+                    known = self._boxes.get(id(value)) or Box.of(value, value)
+                    boxes[id(value)] = known
+                    known.follow()
+                    own.__dict__[key] = known.own
             self._uncache(own)
+        self._boxes = boxes
 
     @contextmanager
     def running(self, anew: Sequence[str] = ()) -> Iterator[None]:
@@ -229,6 +234,15 @@ def elsewhere(parent: nn.Module) -> Elsewhere:
 
 ELSEWHERE = "_elsewhere"  # the attribute
 _NOTHING = Elsewhere()
+
+_NOT_FOLLOWED = frozenset((*_KEPT, ELSEWHERE))
+
+
+def follow(original: nn.Module, copy: nn.Module) -> None:
+    """Whether it trains, and its own attributes; those with modules are the copy's own."""
+    for key, value in original.__dict__.items():
+        if key not in _NOT_FOLLOWED and not holds_module(value):
+            copy.__dict__[key] = value
 
 
 def twin(module: nn.Module) -> nn.Module:

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (
+    *(bool, int, float, str, type(None), Enum, torch.dtype, torch.device),
+    *(type, FunctionType, BuiltinFunctionType),
+)
 
 State = tuple[Any, ...]
 
 
 def state_of(parents: Iterable[nn.Module]) -> State:
-    """Whether they train, and their plain attributes, with those of their configurations."""
+    """Whether they train, and their plain attributes, with those of their configurations.
+
+    Tensors and other objects are left out: what follows from these is not what is done next.
+    """
     seen: set[int] = set()
     found: list[Any] = []
     for module in parents:
-        found.append(_plain(module.__dict__))
+        found.append(tuple(_plain(module.__dict__)))
         config = module.__dict__.get("config")
         if config is not None and id(config) not in seen and hasattr(config, "__dict__"):
             seen.add(id(config))
-            found.append(_plain(vars(config)))
+            found.append(tuple(_plain(vars(config))))
     return tuple(found)
 
 
-def _plain(attributes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple([(key, value) for key, value in attributes.items() if isinstance(value, _PLAIN)])
+def _plain(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in attributes.items():
+        if isinstance(value, _PLAIN):
+            yield key, value
+        elif isinstance(value, tuple | list) and all(isinstance(one, _PLAIN) for one in value):
+            yield key, tuple(value)
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -36,4 +48,5 @@ def surroundings() -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
     )
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocasts
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, torch.get_default_dtype(), *autocasts

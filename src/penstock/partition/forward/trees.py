@@ -128,3 +128,18 @@ def hidden_in(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
         yield from hidden_in(list(leaf.values()), depth)
     elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
         yield from hidden_in(list(vars(leaf).values()), depth)
+
+
+class Itself:
+    """An object that is like no other; a function, say, or a configuration that blocks share."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other._of is self._of
+
+    def __hash__(self) -> int:
+        return id(self._of)

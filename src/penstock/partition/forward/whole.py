@@ -22,11 +22,12 @@ from penstock.partition.forward.state import State, state_of, surroundings
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.trace import CallOf, Trace
 from penstock.partition.forward.tracing import traced
-from penstock.partition.forward.trees import flatten
+from penstock.partition.forward.trees import Itself, flatten
 from penstock.partition.hugging_face import defaults_of
 from penstock.stage.reduction import Counting
 
 KINDS = 64  # of micro-batches that are remembered
+WAYS = 16  # of each kind: how the forward went on, as its questions were answered
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,6 @@ class Whole:
     survey: Survey
     excerpt: Excerpt | None = None  # in one of several processes
     _known: Plans = field(default_factory=OrderedDict, repr=False)
-    _state: State = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": OrderedDict()}
@@ -114,11 +114,8 @@ class Whole:
         return dict(self.model._modules)
 
     def state(self) -> State:
-        """How the model is set now: the same object, as long as it is set so."""
-        now = state_of(self.parents.values())
-        if now != self._state:
-            self._state = now
-        return self._state
+        """How the model is set now. Stages follow it for each new one: not all of it is told."""
+        return state_of(self.parents.values())
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs that the model is given besides, unless the caller gives them."""
@@ -191,7 +188,9 @@ class Whole:
             Replay(trace, constants, self._buffer, [m for m in makers if m is not None]),
             digest_of(division),
         )
-        self._known.setdefault(key, []).append(known)
+        ways = self._known.setdefault(key, [])
+        ways.insert(0, known)
+        del ways[WAYS:]
         if len(self._known) > KINDS:
             self._known.popitem(last=False)
         return known
@@ -259,6 +258,10 @@ class Dealt:
         """Does the stage draw random numbers between units?"""
         return self.known.scores[stage].draws
 
+    def mutates(self, stage: int) -> bool:
+        """Does the stage change what it takes, in place?"""
+        return self.known.scores[stage].mutates
+
     def taken(self, stage: int) -> list[Tensor]:
         """The tensors that a stage takes of the inputs."""
         return [self.tensors[at] for at in self.known.scores[stage].given]
@@ -270,5 +273,5 @@ def _sign(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf), id(leaf)
+        return type(leaf), Itself(leaf)  # held, so that no other one has its place
     return type(leaf), leaf
