@@ -92,7 +92,7 @@ class Unsplit:
         pieces, rows = cut(batch, chunks)
         losses, columns = [], []
         with torch.set_grad_enabled(training):
-            for piece, share in zip(pieces, rows.shares(), strict=True):
+            for piece, share in zip(pieces, self._shares(pieces, rows), strict=True):
                 output = called(self.model, piece)
                 columns.append(dict(shown(output)))
                 if training:
@@ -105,6 +105,12 @@ class Unsplit:
             found["loss"] = torch.stack(losses).sum()
             found |= learned(self.model)
         return found
+
+    def _shares(self, pieces: list[Batch], rows: Rows) -> list[float]:
+        if self.architecture.counts is None:
+            return rows.shares()
+        counts = [self.architecture.counts(piece) for piece in pieces]
+        return [count / sum(counts) for count in counts]
 
 
 def loss_of(architecture: Architecture, output: Any) -> Tensor:

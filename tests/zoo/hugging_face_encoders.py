@@ -38,6 +38,25 @@ def two_sentences(rows: int, size: int) -> dict[str, Any]:
     return {**padded_texts(rows, size), "token_type_ids": kinds}
 
 
+def asked(rows: int, size: int) -> dict[str, Any]:
+    """The loss is of some tokens alone: in the first rows of more than in the last."""
+    batch = padded_texts(rows, size)
+    some = torch.arange(size) % (1 + torch.arange(rows)[:, None] // 2) == 0
+    return {**batch, "labels": batch["labels"].where(some, -100)}
+
+
+def padded_pairs(rows: int, size: int) -> dict[str, Any]:
+    """Answers of different lengths."""
+    batch = pairs(rows, size)
+    there = torch.arange(size - 1) < 1 + torch.arange(rows)[:, None] % (size - 1)
+    return {**batch, "labels": batch["labels"].where(there, -100)}
+
+
+def answers(batch: dict[str, Any]) -> int:
+    """The labels that count."""
+    return int((batch["labels"] != -100).sum())
+
+
 def shuffled(rows: int, size: int) -> dict[str, Any]:
     """All there is for a model that replaces tokens: was this one replaced?"""
     ids = tokens(rows, size)
@@ -57,6 +76,7 @@ long = {"sizes": (8, 12)}
 
 ENCODERS = [
     exhibit("BERT", "BertForMaskedLM", two_sentences),
+    exhibit("BERT, some tokens", "BertForMaskedLM", asked, made={"counts": answers}),
     exhibit("BERT, a class a text", "BertForSequenceClassification", classified_texts),
     exhibit("BERT, a class a token", "BertForTokenClassification", labelled_tokens),
     exhibit("BERT, spans", "BertForQuestionAnswering", spans),
@@ -134,6 +154,13 @@ ENCODERS = [
     ),
     # from text to text
     t5("T5", "T5ForConditionalGeneration"),
+    exhibit(
+        "T5, padded answers",
+        "T5ForConditionalGeneration",
+        padded_pairs,
+        base=T5,
+        made={"counts": answers},
+    ),
     t5("T5, gated", "T5ForConditionalGeneration", feed_forward_proj="gated-gelu"),
     t5("mT5", "MT5ForConditionalGeneration"),
     t5("UMT5", "UMT5ForConditionalGeneration"),

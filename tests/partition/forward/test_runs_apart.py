@@ -109,7 +109,30 @@ class ByHooks(Four):
         return self.d(y + self.found["a"] + self.found["b"] + self.found["c"])
 
 
-KINDS = [Attribute, Dict, Cached, History, ByHooks]
+@lru_cache(maxsize=8)
+def remembered(length: int) -> Tensor:
+    return torch.ones(length, 4, dtype=torch.float64).cumsum(0)
+
+
+class Remembered(Four):
+    """Masks that a function remembers, for whoever calls it."""
+
+    def forward(self, x: Tensor) -> Any:
+        table = remembered(x.shape[1])
+        return self.d(self.c(self.b(self.a(x) + table))) + remembered(x.shape[1])
+
+
+class Unlearned(Four):
+    """A unit runs without gradients: a stage may end inside that block."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        with torch.no_grad():
+            z = self.b(y)
+        return self.d(self.c(y) + z)
+
+
+KINDS = [Attribute, Dict, Cached, History, ByHooks, Remembered, Unlearned]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Buffer], ids=lambda kind: kind.__name__)

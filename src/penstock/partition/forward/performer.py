@@ -20,7 +20,7 @@ from penstock.partition.forward.boxes import hooks_after, with_hooks
 from penstock.partition.forward.dry import numberless
 from penstock.partition.forward.score import Act, Score
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
-from penstock.partition.forward.trace import Kind, New, Same
+from penstock.partition.forward.trace import Kind, New, Same, Step
 from penstock.partition.forward.trees import changed_in_call, flatten, mapped, tensors_in, unflatten
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
@@ -35,6 +35,11 @@ class _Muted(Exception):
 
 def _tied_to_nothing(*_: Any, **__: Any) -> Handle:
     return Handle()
+
+
+def _is_of(step: Step, func: Any) -> bool:
+    known = step.func
+    return known is func or bool(known.unit == func if step.kind is Kind.UNIT else known == func)
 
 
 class Performer(Watcher):
@@ -77,7 +82,7 @@ class Performer(Watcher):
             return call(*args, **kwargs)
         if self._mute:
             raise _Muted
-        act = self._next(func)
+        act = self._next(func, (args, kwargs))
         step = act.step
         if not act.runs:
             if act.plain and not act.rebinds:
@@ -103,7 +108,7 @@ class Performer(Watcher):
             raise Ended
         if self._mute:
             raise _Muted
-        act = self._next(name)
+        act = self._next(name, (args, kwargs))
         if not act.runs:
             found = act.ready
             if act.rebinds or not act.plain:
@@ -137,20 +142,35 @@ class Performer(Watcher):
         leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return unflatten(leaves, spec)
 
-    def _next(self, func: Any) -> Act:
+    def _next(self, func: Any, given: Any) -> Act:
         at = self._at
         if at >= self._end:  # and not before: the forward may still assign what it has computed
             self._over = True
             raise Ended
-        if at < len(self._acts):
+        if at < len(self._acts) and _is_of(self._acts[at].step, func):
+            self._at = at + 1
+            return self._acts[at]
+        return self._skip_to(func, given)
+
+    def _skip_to(self, func: Any, given: Any) -> Act:
+        """What follows from the inputs alone may be remembered from before, and not made again."""
+        tensors = [tensor for tensor in flatten(given)[0] if isinstance(tensor, Tensor)]
+        for at in range(self._at, len(self._acts)):
             act = self._acts[at]
-            known = act.step.func
-            if known is func or (
-                known.unit == func if act.step.kind is Kind.UNIT else known == func
-            ):
+            if _is_of(act.step, func) and self._takes(act.step, tensors):
                 self._at = at + 1
                 return act
+            if not act.step.free:
+                break
         raise self._elsewhere(f"unit '{func}'" if isinstance(func, str) else called(func))
+
+    def _takes(self, step: Step, tensors: Sequence[Tensor]) -> bool:
+        """Are these what it takes? Of what is not here it can be told."""
+        return len(tensors) == len(step.takes) and all(
+            self._roots.get(value, value) == tensor.value
+            for value, tensor in zip(step.takes, tensors, strict=True)
+            if type(tensor) is Absent
+        )
 
     def _elsewhere(self, found: str) -> CutError:
         at = self._at
