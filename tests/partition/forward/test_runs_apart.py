@@ -168,6 +168,34 @@ class Norms(Four):
         return self.d(self.c(self.b(self.lstm(y)[0])))
 
 
+class Caching(nn.Module):
+    """A block that keeps its mask by length, for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.kept:
+            self.kept[x.shape[1]] = mask(x.shape[1], x)
+        return self.linear(x + self.kept[x.shape[1]])
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caching() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_dry_run_leaves_nothing_in_a_block() -> None:
+    assert_same(Blocks)
+
+
 def test_a_dry_run_counts_no_batches() -> None:
     model, given = made(Norms), batches(5, 7)
     pipe = piped(model, given[0], 3)

@@ -7,8 +7,9 @@ is made again, and no value of one micro-batch is found by another.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, partial
@@ -53,6 +54,31 @@ def boxes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in module.__dict__.items():
         if key not in _OF_MODULES and type(value) in _BOXES:
             yield key, value
+
+
+@contextmanager
+def boxes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, what is put into modules' own lists and dicts is taken out again."""
+    before = [(box, copy.copy(box)) for module in modules for _, box in boxes_of(module)]
+    try:
+        yield
+    finally:
+        for box, then in before:
+            if not _same_inside(box, then):
+                box.clear()
+                _fill(box, then)
+
+
+def _same_inside(box: Any, then: Any) -> bool:
+    """By identity: there may be tensors."""
+    if isinstance(box, set):
+        return bool(box == then)
+    if len(box) != len(then):
+        return False
+    pairs = zip(box, then, strict=True)
+    if isinstance(box, dict):
+        pairs = zip([*box, *box.values()], [*then, *then.values()], strict=True)
+    return all(a is b for a, b in pairs)
 
 
 def _copied(value: Any, depth: int = 3) -> Any:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.partition.forward.boxes import boxes_kept
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.tables import works_in_place
 from penstock.partition.forward.trees import flatten, unflatten
@@ -41,7 +42,7 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
         )
     )
     copies = [buffer.detach().clone() for buffer in buffers]
-    with _random_kept(), _no_new_gradients(model), _uncompiled():
+    with _random_kept(), _no_new_gradients(model), _uncompiled(), boxes_kept(modules):
         try:
             yield
         finally:
