@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,7 @@ def devices_of(
 ) -> Iterator[balancing.Device]:
     """How fast each is, measured by the costliest unit, if they are of several kinds."""
     memory = room.memory
+    _check_memory(memory)
     count = len(room.devices)
     bounds = list(memory) if isinstance(memory, Sequence) else [memory] * count
     if len(bounds) != count:
@@ -124,6 +126,19 @@ def devices_of(
         yield balancing.Device(
             speeds[_kind(device)], _bound(device) if bound is None else float(bound)
         )
+
+
+def _check_memory(memory: Any) -> None:
+    given = (
+        list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory]
+    )
+    for one in given:
+        number = isinstance(one, int | float) and not isinstance(one, bool)
+        if one is not None and not (number and one > 0):
+            raise ArgumentError(
+                f"memory is a number of bytes above 0, such as 16e9, or a list with one for each "
+                f"stage, not {memory!r}"
+            )
 
 
 def _kind(device: torch.device) -> str:

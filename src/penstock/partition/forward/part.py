@@ -67,7 +67,8 @@ class Part:
         anew = () if is_recomputing() else score.anew
         output: Any = None
         try:
-            with self._skeleton.running(anew), performer:
+            grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+            with grad_mode, self._skeleton.running(anew), performer:
                 output = self._skeleton.model(*args, **kwargs)
         except Ended:
             pass

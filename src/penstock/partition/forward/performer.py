@@ -139,7 +139,7 @@ class Performer(Watcher):
 
     def _next(self, func: Any) -> Act:
         at = self._at
-        if at >= self._end:  # and not before: the forward may still assign what it has computed
+        if at >= self._end and not self._only_sets(at):
             self._over = True
             raise Ended
         if at < len(self._acts):
@@ -151,6 +151,13 @@ class Performer(Watcher):
                 self._at = at + 1
                 return act
         raise self._elsewhere(f"unit '{func}'" if isinstance(func, str) else called(func))
+
+    def _only_sets(self, at: int) -> bool:
+        """A step that has to do with no tensor: it may leave `no_grad`, and must not be missed.
+
+        Nor does a forward end before its next step: it may still assign what it has computed.
+        """
+        return at < len(self._acts) and self._acts[at].step.kind is Kind.CALL
 
     def _elsewhere(self, found: str) -> CutError:
         at = self._at
