@@ -169,11 +169,14 @@ class Performer(Watcher):
         return CutError(
             f"the forward took another path at its step {at}: with inputs like these there came "
             f"{planned}, and now {found} ({where_now()}). What a forward does may depend on the "
-            "inputs, on settings and on whether it trains, and not on anything else that changes"
+            "inputs, on settings and on whether it trains, and not on anything else that changes: "
+            "let it go by these, or put what decides into one unit with units="
         )
 
     def _real(self, tensor: Tensor) -> Tensor:
         if type(tensor) is Absent:
+            if tensor.value not in self._received:
+                raise self._elsewhere("a value that no stage sends to this one")
             return self._received[tensor.value]
         return self._instead.get(id(tensor), tensor) if self._instead else tensor
 
