@@ -27,7 +27,6 @@ class Architecture:
     loss: OfMicrobatch | None = None  # of the output; without it the model gives its own
     meets: str = ""  # why rows of a batch meet, so that parts of it give other numbers
     single: bool = False  # some of it, beside its loss, computes in float32
-    slow: bool = False
     warns: str = ""  # what it is warned of, rightly
     units: Any = None  # what a unit is, where the rule does not say it well
 

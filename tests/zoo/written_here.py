@@ -146,7 +146,7 @@ HERE = [
     here("in-place glue", habits.InPlace, ids),
     here("checkpoint around blocks", habits.Checkpointed, of_width(5)),
     here("checkpoint around all blocks", habits.Region, of_width(6)),
-    here("compiled blocks", habits.Compiled, of_width(5), slow=True),
+    here("compiled blocks", habits.Compiled, of_width(5), warns="The .grad attribute of a Tensor"),
     here("hooks", habits.Hooked, of_width(4)),
     here("features by hooks", habits.Features, of_width(4)),
     here("buffers that count", habits.Counting, of_width(4), meets=NORM),

@@ -41,7 +41,7 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
         )
     )
     copies = [buffer.detach().clone() for buffer in buffers]
-    with _random_kept(), _no_new_gradients(model):
+    with _random_kept(), _no_new_gradients(model), _uncompiled():
         try:
             yield
         finally:
@@ -92,6 +92,16 @@ def _random_kept() -> Iterator[None]:
             random.setstate(python)
             if numpy is not None:
                 numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Within, what is compiled runs as it was written: else the compiler would give it up."""
+    if "torch._dynamo" not in sys.modules:  # it takes seconds to load
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class Marking(TorchDispatchMode):
