@@ -50,7 +50,8 @@ class CutInsideWithoutGrad(Chain):
         with torch.no_grad():
             weight = self.layers[1](a).exp()
             norm = a.norm()
-        return (self.layers[3](self.layers[2](a)) * weight / norm).square().mean()
+        y: Tensor = self.layers[3](self.layers[2](a)) * weight / norm
+        return y.square().mean()
 
 
 def piped(model: nn.Module, x: Any, **options: Any) -> Pipe:
