@@ -143,6 +143,7 @@ class Pipe(nn.Module):
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
         self._modules.update(self._split.partition.children(self._split.stages_here))
+        self._split.partition.begin()
         own = ("_parameters", "_buffers", "_non_persistent_buffers_set")
         root = vars(self._split.partition.root(module))
         self.__dict__.update((key, root[key]) for key in own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,20 @@ _SECOND_A_BYTE = 1 / 20e9  # between GPUs, about what PCIe does; on one host's m
 class Room:
     """What there is to compute with: a device and the micro-batches in flight for each stage.
 
-    `memory` are the bytes that each device may have; left out, what a GPU has, or no bound.
+    `placement` is the rank of each stage. `memory` are the bytes that each rank may have; left out,
+    what a GPU has, or no bound.
     """
 
     devices: tuple[torch.device, ...]
     in_flight: tuple[int, ...]
+    placement: tuple[int, ...]
     memory: float | Sequence[float] | None = None
+
+    @property
+    def by_rank(self) -> list[torch.device]:
+        """The device of each rank."""
+        ranks = range(max(self.placement) + 1)
+        return [self.devices[self.placement.index(rank)] for rank in ranks]
 
 
 def counts_of(
@@ -61,6 +70,7 @@ def counts_of(
         tuple(balancing.Unit(c.seconds, c.holds, c.keeps) for c in costs),
         tuple(devices_of(room, made, costs)),
         tuple(values_of(prospect.trace)),
+        placement=room.placement,
         in_flight=room.in_flight,
         second_a_byte=_SECOND_A_BYTE if room.devices[0].type == "cuda" else 0.0,
     )
@@ -108,22 +118,37 @@ def devices_of(
 ) -> Iterator[balancing.Device]:
     """How fast each is, measured by the costliest unit, if they are of several kinds."""
     memory = room.memory
-    count = len(room.devices)
+    _check_memory(memory)
+    devices = room.by_rank
+    count = len(devices)
     bounds = list(memory) if isinstance(memory, Sequence) else [memory] * count
     if len(bounds) != count:
         raise ArgumentError(
-            f"memory has {len(bounds)} entries, and there are {count} stages: give the bytes of "
-            "each stage's device, or one number for all"
+            f"memory has {len(bounds)} entries, and there are {count} ranks: give the bytes of "
+            "each rank's device, or one number for all"
         )
     at = max(range(len(costs)), key=lambda number: costs[number].seconds)
     speeds: dict[str, float] = {_kind(room.devices[0]): 1.0}
-    for device, bound in zip(room.devices, bounds, strict=True):
+    for device, bound in zip(devices, bounds, strict=True):
         if _kind(device) not in speeds:
             seconds = measure(*calls[at], device).seconds
             speeds[_kind(device)] = costs[at].seconds / seconds
         yield balancing.Device(
             speeds[_kind(device)], _bound(device) if bound is None else float(bound)
         )
+
+
+def _check_memory(memory: Any) -> None:
+    given = (
+        list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory]
+    )
+    for one in given:
+        number = isinstance(one, int | float) and not isinstance(one, bool)
+        if one is not None and not (number and one > 0):
+            raise ArgumentError(
+                f"memory is a number of bytes above 0, such as 16e9, or a list with one for each "
+                f"rank, not {memory!r}"
+            )
 
 
 def _kind(device: torch.device) -> str:

@@ -76,6 +76,11 @@ class Partition:
         """The model whose forward is divided; None of a Sequential."""
         return self.how.model if isinstance(self.how, Whole) else None
 
+    def begin(self) -> None:
+        """From here on, what is around the units stays what it is."""
+        if isinstance(self.how, Whole):
+            self.how.check_unchanged()
+
     @property
     def around(self) -> list[nn.Module]:
         """The modules that compute, and are not among a pipe's children."""

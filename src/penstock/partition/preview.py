@@ -54,4 +54,5 @@ def split(
     check_wish(wish)
     tensor = next((t for t in (*model.parameters(), *model.buffers())), torch.empty(0))
     here = place_at("cpu" if tensor.is_meta else tensor.device)
-    return parted(model, wish, stages, [here] * number_of(stages))
+    number = number_of(stages)
+    return parted(model, wish, stages, [here] * number, tuple(range(number)))

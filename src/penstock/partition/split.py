@@ -159,18 +159,22 @@ def _as_wished(module: nn.Module, wish: Wish, schedule: str | Schedule | None) -
     places = tuple(map(place_at, wish.devices or _devices_at_hand(ranks)))
     placement = placement_of(schedule, len(places), number)
     devices = [places[rank].device for rank in placement]
-    partition = parted(module, wish, stages, [places[rank] for rank in placement])
+    partition = parted(module, wish, stages, [places[rank] for rank in placement], placement)
     blanks = _give_memory(module, partition.stages, devices)
     _move(partition.stages, devices)
     return Split(partition, dict(enumerate(places)), placement, blanks=blanks)
 
 
 def parted(
-    module: nn.Module, wish: Wish, stages: int | Sequence[int], places: Sequence[Place]
+    module: nn.Module,
+    wish: Wish,
+    stages: int | Sequence[int],
+    places: Sequence[Place],
+    placement: tuple[int, ...],
 ) -> Partition:
     """The model cut as wished, a place for each stage; nothing is moved."""
     if not is_layered(module):
-        room, example = _room(wish, places), Example.read(wish.example, wish.chunks)
+        room, example = _room(wish, places, placement), Example.read(wish.example, wish.chunks)
         return cut_model(module, stages, example, wish.units, wish.balance, room)
     partition = cut(module, _counts(module, stages, wish, places[0]))
     if wish.example is None:
@@ -179,10 +183,10 @@ def parted(
     return replace(partition, outline=partition.outline.with_sizes(sizes))
 
 
-def _room(wish: Wish, places: Sequence[Place]) -> Room:
+def _room(wish: Wish, places: Sequence[Place], placement: tuple[int, ...]) -> Room:
     devices = tuple(place.device for place in places)
     flying = tuple(min(wish.chunks, len(devices) - stage) for stage in range(len(devices)))
-    return Room(devices, flying, wish.memory)
+    return Room(devices, flying, placement, wish.memory)
 
 
 def _among_processes(
@@ -216,7 +220,7 @@ def _part_among_processes(
     example, device = Example.read(wish.example, wish.chunks), site.place.device
     if not isinstance(example, Prospect):
         example = prospect_of(module, example, wish.units, len(placement), device)
-    prospect, room = example.onto(module), _room(wish, [site.place for _ in placement])
+    prospect, room = example.onto(module), _room(wish, [site.place for _ in placement], placement)
     found = site.settled(lambda: settled(prospect, stages, wish.balance, room))
     blanks = []
 

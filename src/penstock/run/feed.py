@@ -49,6 +49,7 @@ class Fed:
     divided: str = ""  # how: the same on every rank that divides the forward in the same way
     counting: Counting | None = None  # what counts of targets that the model's own loss has
     shares: Sequence[float | Tensor] = ()  # of the micro-batches in that loss, outside of a step
+    labels: Sequence[tuple[Any, ...]] = ()  # that it may count, and it is not known how
 
     def rule(self, known: Reduction) -> Reduction:
         """How losses make one, if the model's own says what counts in it."""
@@ -71,7 +72,7 @@ class Fed:
     def targets(self) -> list[tuple[Any, ...]]:
         """Those of the micro-batches; empty, if there is none."""
         if not self.target:
-            return [()] * self.chunks
+            return list(self.labels) or [()] * self.chunks
         return [values[-1:] for values in self.given[max(self.given)]]
 
 
@@ -161,8 +162,16 @@ def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, whe
         targets, counting = [moved(one, where(last)) for one in own[0]], own[1]
     if targets and last in given:
         given[last] = [(*v, one) for v, one in zip(given[last], targets, strict=True)]
+    labels = (
+        [()]
+        if own or target
+        else [
+            tuple(v for name, v in zip(names, piece, strict=False) if "label" in name)
+            for piece in pieces
+        ]
+    )
     has_target, ways = bool(targets) and last in given, " ".join(one.digest for one in dealt)
-    return Fed(given, rows, len(pieces), graph, has_target, ways, counting, shares)
+    return Fed(given, rows, len(pieces), graph, has_target, ways, counting, shares, labels)
 
 
 def _shares(

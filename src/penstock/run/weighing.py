@@ -194,8 +194,8 @@ class Ledger:
         if not self._sums and not self._weights and _ignores(self._targets):
             warnings.warn(
                 f"there is a {IGNORED} among the targets, which PyTorch's losses ignore, and this "
-                "loss_fn, which is none of them, gives no weight, so that each micro-batch counts "
-                "by its rows: return (loss, weight), with the number of targets that count",
+                "loss, which is not one of them alone, gives no weight, so that each micro-batch "
+                "counts by its rows: return (loss, weight), with the number of targets that count",
                 stacklevel=5,
             )
         return total.detach()

@@ -76,6 +76,17 @@ class Gathered(Four):
         return self.d(out.sum(0))
 
 
+class SideBySide(Four):
+    """Two views of what is made from nothing, of which one is changed."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = torch.zeros(2, *x.shape, dtype=x.dtype)
+        first, second = out[0], out[1]
+        y = self.a(x)
+        first += y
+        return self.d(self.c(self.b(y)) + second + out.sum(0))
+
+
 class Chained(Four):
     """In-place methods, one after the other, on what the next stage goes on changing."""
 
@@ -110,7 +121,10 @@ class Counted(Four):
 
 @pytest.mark.parametrize(
     "kind",
-    [ChangedTwice, ChangedByAView, FreeThenChanged, Slices, Gathered, Chained, Counted],
+    [
+        *(ChangedTwice, ChangedByAView, FreeThenChanged, Slices, Gathered, SideBySide, Chained),
+        Counted,
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_changes_in_place(kind: type[nn.Module]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.partition.forward.trace import New, Ref, Step, Trace
@@ -19,6 +20,17 @@ from penstock.stage.reduction import IGNORED
 
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 LOSSES = frozenset([functional.cross_entropy, functional.nll_loss])
+
+# Of one tensor, and perhaps a number: what they give is as many times as large.
+_SCALING = frozenset(
+    getattr(home, name)
+    for home in (torch, Tensor)
+    for name in (
+        *("mul", "div", "neg", "clone", "squeeze", "reshape", "__mul__", "__rmul__", "__neg__"),
+        *("__truediv__", "float", "double", "half", "bfloat16", "to", "type", "contiguous", "view"),
+    )
+    if hasattr(home, name)
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,9 @@ class Counted:
 def counted_in(trace: Trace) -> Counted | None:
     """None, if the model's loss is another, or it has none."""
     step = _loss_step(trace)
+    while step is not None and step.func in _SCALING and len(step.takes) == 1:
+        maker = trace.values[step.takes[0]].maker
+        step = None if maker is None else trace.steps[maker]
     if step is None or step.func not in LOSSES or step.arguments is None:
         return None
     args, kwargs = step.arguments

@@ -29,7 +29,7 @@ class Prospect:
     trace: Trace
     constants: Mapping[int, Tensor]
     example: tuple[tuple[Any, ...], dict[str, Any]]
-    plans: Plans = field(default_factory=OrderedDict, repr=False)
+    plans: dict[Any, Plans] = field(default_factory=dict, repr=False)  # by cut and devices
 
     def onto(self, model: nn.Module) -> Prospect:
         """The same for a copy of the model, to be cut alike: no plan has to be made twice."""
@@ -112,7 +112,8 @@ def stages_of(
     """The stages on `devices`; the excerpt is of the model, if not all of it is in this process."""
     parents = prospect.parents() if excerpt is None else excerpt.parents
     stages = drafts_of(prospect, cut, survey.division, devices, parents)
-    known = prospect.plans if excerpt is None else OrderedDict()
+    key = survey.counts, tuple(devices.items())
+    known = OrderedDict() if excerpt else prospect.plans.setdefault(key, OrderedDict())
     whole = Whole(prospect.model, prospect.units, parents, cut, devices, survey, excerpt, known)
     whole.learn(prospect.example, prospect.trace, survey.division, prospect.constants)
     return stages, whole

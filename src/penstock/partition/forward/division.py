@@ -62,6 +62,9 @@ def divide(
     for at, stage in where.stages.items():
         portions[stage].runs.add(at)
         portions[stage].needs.update(where.takes(at))
+        changed = [(old, trace.values[old]) for old in trace.steps[at].changes]
+        # others that share the memory: made here, so that they can be sent as they are then
+        portions[stage].needs.update(old for old, v in changed if v.free and v.maker is not None)
     last = portions[stages - 1]
     last.needs.update(trace.output.made)
     for value in trace.lasting.values():

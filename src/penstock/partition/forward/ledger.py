@@ -89,15 +89,18 @@ class Ledger:
         return f"{stem} #{self._names[stem]}"
 
     def faked(self, tensor: Tensor) -> Tensor:
-        """The same without numbers."""
+        """The same without numbers.
+
+        What shares its memory is made so with it: not when one of them was changed already.
+        """
         if isinstance(tensor, FakeTensor):
             return tensor
-        value = self.value_of(tensor)
-        if value not in self._fakes:
-            made = self.fakes.of(tensor)
-            self._fakes[value] = made
-            self._of_fakes.setdefault(id(made), value)
-        return self._fakes[value]
+        for one in (tensor, *self._homes.get(_home(tensor) or 0, ())):
+            value = self.value_of(one)
+            if not isinstance(one, FakeTensor) and value not in self._fakes:
+                self._fakes[value] = made = self.fakes.of(one)
+                self._of_fakes.setdefault(id(made), value)
+        return self._fakes[self.value_of(tensor)]
 
     def change(self, at: int, free: bool, changed: Sequence[Tensor]) -> dict[int, int]:
         """All tensors in the memory of what a step changed in place are other values after it."""

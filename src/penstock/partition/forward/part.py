@@ -66,16 +66,14 @@ class Part:
         performer.hooks = self._skeleton.hooks
         anew = () if is_recomputing() else score.anew
         output: Any = None
-        learns = torch.is_grad_enabled()
         try:
-            with self._skeleton.running(anew), performer:
+            grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+            with grad_mode, self._skeleton.running(anew), performer:
                 output = self._skeleton.model(*args, **kwargs)
         except Ended:
             pass
         else:
             output = performer.finished(output)
-        finally:  # it may have ended inside no_grad
-            torch.set_grad_enabled(learns)
         departing = {
             dst: tuple(performer.kept[value] for value in score.departing.get(dst, ()))
             for dst in handed.neighbours[self._index]

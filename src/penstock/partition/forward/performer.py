@@ -144,7 +144,7 @@ class Performer(Watcher):
 
     def _next(self, func: Any, given: Any) -> Act:
         at = self._at
-        if at >= self._end:  # and not before: the forward may still assign what it has computed
+        if at >= self._end and not self._only_sets(at):
             self._over = True
             raise Ended
         if at < len(self._acts) and _is_of(self._acts[at].step, func):
@@ -172,6 +172,13 @@ class Performer(Watcher):
             if type(tensor) is Absent
         )
 
+    def _only_sets(self, at: int) -> bool:
+        """A step that has to do with no tensor: it may leave `no_grad`, and must not be missed.
+
+        Nor does a forward end before its next step: it may still assign what it has computed.
+        """
+        return at < len(self._acts) and self._acts[at].step.kind is Kind.CALL
+
     def _elsewhere(self, found: str) -> CutError:
         at = self._at
         planned = "its end"
@@ -182,11 +189,14 @@ class Performer(Watcher):
         return CutError(
             f"the forward took another path at its step {at}: with inputs like these there came "
             f"{planned}, and now {found} ({where_now()}). What a forward does may depend on the "
-            "inputs, on settings and on whether it trains, and not on anything else that changes"
+            "inputs, on settings and on whether it trains, and not on anything else that changes: "
+            "let it go by these, or put what decides into one unit with units="
         )
 
     def _real(self, tensor: Tensor) -> Tensor:
         if type(tensor) is Absent:
+            if tensor.value not in self._received:
+                raise self._elsewhere("a value that no stage sends to this one")
             return self._received[tensor.value]
         return self._instead.get(id(tensor), tensor) if self._instead else tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ def _followed(
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
             output = skeleton.model(*args, **kwargs)
+        _warn_of_counters(skeleton)
         lasting = {
             f"{name}.{key}" if name else key: buffer
             for name, (_, copy) in skeleton.parents.items()
@@ -78,6 +80,23 @@ def _followed(
 def _away(units: Mapping[str, nn.Module]) -> list[nn.Module]:
     """The modules of units that another process has."""
     return [m for unit in units.values() if is_hollow(unit) for m in unit.modules()]
+
+
+def _warn_of_counters(skeleton: Skeleton) -> None:
+    """What a forward counts on its parents would be counted by every stage: it does not last."""
+    found = [
+        f"{name}.{key}".lstrip(".")
+        for name, (original, own) in skeleton.parents.items()
+        for key, value in own.__dict__.items()
+        if type(value) in (int, float) and value != original.__dict__.get(key, value)
+    ]
+    if found:
+        warnings.warn(
+            f"the forward changes {', '.join(found)}, and every stage runs it for every "
+            "micro-batch: what it sets on modules around the units does not last beyond one; keep "
+            "such a count inside a unit, or outside of the model",
+            stacklevel=2,
+        )
 
 
 def traced_open(

@@ -18,7 +18,9 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     if not new:
         return leaves, spec
     for kind in new:
-        pytree.register_pytree_node(kind, _fields, _record(kind))
+        pytree.register_pytree_node(
+            kind, _fields, _record(kind), flatten_with_keys_fn=_fields_with_keys
+        )
     return flatten(value)
 
 
@@ -44,6 +46,11 @@ def _fields(record: Any) -> tuple[list[Any], list[str]]:
     names = list(vars(record)) if hasattr(record, "__dict__") else []
     names += [f.name for f in dataclasses.fields(record) if f.name not in names]
     return [getattr(record, name, None) for name in names], names
+
+
+def _fields_with_keys(record: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[str]]:
+    values, names = _fields(record)
+    return [(pytree.GetAttrKey(name), v) for name, v in zip(names, values, strict=True)], names
 
 
 def _record(kind: type) -> Callable[[Any, Any], Any]:

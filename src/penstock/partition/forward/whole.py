@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,9 +92,10 @@ class Whole:
     survey: Survey
     excerpt: Excerpt | None = None  # in one of several processes
     _known: Plans = field(default_factory=OrderedDict, repr=False)
+    _before: list[Any] = field(default_factory=list, repr=False)  # what the parents had
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": OrderedDict()}
+        return {**self.__dict__, "_known": OrderedDict(), "_before": []}
 
     def learn(
         self,
@@ -122,7 +123,7 @@ class Whole:
         return defaults_of(self.model, given)
 
     def check_unchanged(self) -> None:
-        """The units are those that were cut."""
+        """The units are those that were cut, and the parents have what they had."""
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
             if self.parents[path]._modules.get(key) is not unit and not is_hollow(unit):
@@ -130,6 +131,16 @@ class Whole:
                     f"unit '{name}' was replaced after the pipe was made, and would not run: make "
                     "the Pipe after the change, or change what is inside the unit"
                 )
+        now = list(_held(self.parents, self.cut.written))
+        before = self._before = self._before or now
+        if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+            return
+        names = ", ".join(f"'{name}'" if name else "the model" for name in self.parents)
+        raise RunError(
+            "a parameter, a buffer or a part of what is around the units was replaced, added or "
+            f"taken away after the pipe was made, in one of {names}, and would not be used: make "
+            "the Pipe after the change, or change it in place (copy_, load_state_dict)"
+        )
 
     def divided(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State) -> Dealt:
         """How the forward of these inputs is divided: known, or found by a dry run."""
@@ -210,7 +221,7 @@ class Whole:
         """The model was cast: what was seen of it holds no longer."""
         if self.excerpt is not None:
             self.excerpt.cast(cast)
-        self._known = OrderedDict()
+        self._known, self._before = OrderedDict(), []
 
     def _key(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: State
@@ -265,6 +276,16 @@ class Dealt:
     def taken(self, stage: int) -> list[Tensor]:
         """The tensors that a stage takes of the inputs."""
         return [self.tensors[at] for at in self.known.scores[stage].given]
+
+
+def _held(parents: Mapping[str, nn.Module], written: Mapping[str, int]) -> Iterator[Any]:
+    """What the parents have, but for buffers that the forward itself assigns anew."""
+    for name, module in parents.items():
+        yield from module._modules.values()
+        yield from module._parameters.values()
+        for key, buffer in module._buffers.items():
+            if f"{name}.{key}".lstrip(".") not in written:
+                yield buffer
 
 
 def _sign(leaf: Any) -> Any:
