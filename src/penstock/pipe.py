@@ -192,7 +192,8 @@ class Pipe(nn.Module):
         The loss is `loss_fn(output, target)` of each micro-batch, and their mean (or their sum).
         It may come with a weight, as a tuple, or with a weight and metrics, as a dict. Under
         `torch.no_grad()` there is no backward. With `outputs`, the result has them. A `scaler`
-        scales the gradients, and not the loss.
+        scales the gradients, and not the loss. Without a `loss_fn` the loss is the model's own, and
+        `target` an input of its forward, if that names it.
         """
         active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
         if torch.is_grad_enabled() and (self._noticed.wrapped or active is not None):
@@ -204,6 +205,8 @@ class Pipe(nn.Module):
         check_loss(loss_fn)
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
         targets = () if target is None else (target,)
+        if targets and lesson.loss_fn is None and self._split.partition.takes("target"):
+            side, targets = {**side, "target": target}, ()  # the model's own input of that name
         batch = Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
         return self._runs.step(self._settings(), batch, lesson)
 

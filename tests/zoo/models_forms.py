@@ -31,7 +31,7 @@ class Prediction:
 
 
 class Regression(nn.Module):
-    """Gives a dataclass, with a loss if it is told what is wanted; keyword-only inputs."""
+    """Gives a dataclass, with a loss if there is a target; keyword-only inputs."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -39,15 +39,15 @@ class Regression(nn.Module):
         self.blocks = nn.ModuleList(mlp(dim, dim) for _ in range(layers))
         self.mean, self.spread = nn.Linear(dim, 2), nn.Linear(dim, 2)
 
-    def forward(self, *, features: Tensor, wanted: Tensor | None = None) -> Prediction:
+    def forward(self, *, features: Tensor, target: Tensor | None = None) -> Prediction:
         x, hidden = self.inner(features), []
         for block in self.blocks:
             x = x + block(x)
             hidden.append(x)
         mean, spread = self.mean(x), F.softplus(self.spread(x)) + 0.1
         loss = None
-        if wanted is not None:
-            loss = (((wanted - mean) / spread).square() / 2 + spread.log()).mean()
+        if target is not None:
+            loss = (((target - mean) / spread).square() / 2 + spread.log()).mean()
         return Prediction(mean, spread, tuple(hidden), loss)
 
 

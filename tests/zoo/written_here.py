@@ -74,7 +74,7 @@ def source_and_target(rows: int, size: int) -> Batch:
 
 
 def features(rows: int, size: int) -> Batch:
-    return {"features": numbers(rows, size, 3), "wanted": numbers(rows, size, 2)}
+    return {"features": numbers(rows, size, 3), "target": numbers(rows, size, 2)}
 
 
 def modalities(rows: int, size: int) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -80,6 +81,11 @@ class Partition:
         """From here on, what is around the units stays what it is."""
         if isinstance(self.how, Whole):
             self.how.check_unchanged()
+
+    def takes(self, name: str) -> bool:
+        """Has the forward of a whole model an input of that name?"""
+        model = self.model
+        return model is not None and name in inspect.signature(model.forward).parameters
 
     @property
     def around(self) -> list[nn.Module]:
