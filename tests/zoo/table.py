@@ -47,8 +47,8 @@ several stages share.
 REFUSALS = """\
 ## What is refused, and with which words
 
-No model is computed wrongly in silence. These are refused when the pipe is made, or when the
-forward does what it had not done before. [Restrictions](restrictions.md) says more on what to do.
+When the pipe is made, or when the forward does what it had not done before.
+[Restrictions](restrictions.md) says what to do, and what cannot be noticed.
 
 """
 
