@@ -82,7 +82,7 @@ class Performer(Watcher):
             return call(*args, **kwargs)
         if self._mute:
             raise _Muted
-        act = self._next(func, (args, kwargs))
+        act = self._next(func)
         step = act.step
         if not act.runs:
             if act.plain and not act.rebinds:
@@ -108,7 +108,7 @@ class Performer(Watcher):
             raise Ended
         if self._mute:
             raise _Muted
-        act = self._next(name, (args, kwargs))
+        act = self._next(name)
         if not act.runs:
             found = act.ready
             if act.rebinds or not act.plain:
@@ -142,7 +142,7 @@ class Performer(Watcher):
         leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return unflatten(leaves, spec)
 
-    def _next(self, func: Any, given: Any) -> Act:
+    def _next(self, func: Any) -> Act:
         at = self._at
         if at >= self._end and not self._only_sets(at):
             self._over = True
@@ -150,27 +150,7 @@ class Performer(Watcher):
         if at < len(self._acts) and _is_of(self._acts[at].step, func):
             self._at = at + 1
             return self._acts[at]
-        return self._skip_to(func, given)
-
-    def _skip_to(self, func: Any, given: Any) -> Act:
-        """What follows from the inputs alone may be remembered from before, and not made again."""
-        tensors = [tensor for tensor in flatten(given)[0] if isinstance(tensor, Tensor)]
-        for at in range(self._at, len(self._acts)):
-            act = self._acts[at]
-            if _is_of(act.step, func) and self._takes(act.step, tensors):
-                self._at = at + 1
-                return act
-            if not act.step.free:
-                break
         raise self._elsewhere(f"unit '{func}'" if isinstance(func, str) else called(func))
-
-    def _takes(self, step: Step, tensors: Sequence[Tensor]) -> bool:
-        """Are these what it takes? Of what is not here it can be told."""
-        return len(tensors) == len(step.takes) and all(
-            self._roots.get(value, value) == tensor.value
-            for value, tensor in zip(step.takes, tensors, strict=True)
-            if type(tensor) is Absent
-        )
 
     def _only_sets(self, at: int) -> bool:
         """A step that has to do with no tensor: it may leave `no_grad`, and must not be missed.

@@ -30,8 +30,8 @@ class _Muted(Exception):
     """A hook computes."""
 
 
-def rehearse(trace: Trace, skeleton: Skeleton, leaves: Sequence[Any], spec: Any) -> None:
-    """A Leak, where a result of a unit is missed that had been there sideways."""
+def rehearse(trace: Trace, skeleton: Skeleton, leaves: Sequence[Any], spec: Any) -> bool:
+    """Does it take the same path? A Leak, where a result of a unit is missed that came sideways."""
     device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
     watcher = _Passing(trace, device)
     watcher.hooks = skeleton.hooks
@@ -43,12 +43,15 @@ def rehearse(trace: Trace, skeleton: Skeleton, leaves: Sequence[Any], spec: Any)
             output = skeleton.model(*args, **kwargs)
     except Leak:
         raise
+    except _Lost:
+        return False
     except Exception:  # whatever comes of values that are not there
-        return
+        return True
     found = {x.value for x in flatten(output)[0] if isinstance(x, Absent)}
     for value in trace.output.made:
         if value not in found:
             watcher.check(value, None, "its end")
+    return True
 
 
 class _Passing(Watcher):
