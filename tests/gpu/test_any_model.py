@@ -13,6 +13,8 @@ from torch.nn import functional
 import penstock
 from penstock import Pipe
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 WIDTH, WORDS = 16, 32
 
 
