@@ -45,6 +45,15 @@ def hooked(hook: Callable[..., Any]) -> Block:
 def hook(*_: Any) -> None: ...
 
 
+def numbered(number: int) -> Callable[..., None]:
+    """As transformers makes one for each block."""
+
+    def hook(*_: Any) -> None:
+        assert number >= 0
+
+    return hook
+
+
 def loop(length: int) -> list[Any]:
     found: list[Any] = [None] * length
     found[0] = found
@@ -72,6 +81,7 @@ x = torch.ones(2, 4)
         (Block(sizes=[1, {"a": {2}}]), Block(sizes=[1, {"a": {2}}])),
         (Block(ring=loop(2)), Block(ring=loop(2))),
         (hooked(hook), hooked(hook)),
+        (hooked(numbered(0)), hooked(numbered(1))),
         (tied(), tied()),
         (nn.BatchNorm1d(4), nn.BatchNorm1d(4)),
     ],

@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -60,7 +60,12 @@ def _module(name: str, module: nn.Module, known: dict[int, int]) -> Hashable:
 def _hooks(module: nn.Module) -> Iterator[Hashable]:
     for kind, hooks in vars(module).items():
         if kind in _OF_TORCH and isinstance(hooks, dict) and kind.endswith("hooks") and hooks:
-            yield kind, tuple(_value(hook, set()) for hook in hooks.values())
+            yield kind, tuple(_written(hook) for hook in hooks.values())
+
+
+def _written(hook: Any) -> Hashable:
+    """A function that was made for each block, with the block's number in it, is one function."""
+    return hook.__code__ if isinstance(hook, FunctionType) else _value(hook, set())
 
 
 def _counts(name: Any, value: Any) -> bool:
