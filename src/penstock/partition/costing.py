@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
@@ -17,6 +17,7 @@ from penstock.partition.forward.cutting import Prospect
 from penstock.partition.forward.survey import UnitCost
 from penstock.partition.forward.trace import Kind, Ref, Trace
 from penstock.partition.forward.trees import unflatten
+from penstock.partition.forward.units import parameter_bytes
 from penstock.partition.measure import Call, measure, measure_each
 
 BALANCES = ("time", "memory", "parameters")
@@ -61,7 +62,7 @@ def counts_of(
         raise ArgumentError(f"balance is one of {', '.join(BALANCES)}, not '{balance}'")
     units = [prospect.units[call.unit] for call in calls]
     if balance == "parameters" or stages == 1:
-        return balancing.cut(list(map(_bytes, units)), stages), []
+        return balancing.cut(list(map(parameter_bytes, units)), stages), []
     made = list(calls_of(prospect))
     costs = measure_each(made, room.devices[0])
     if balance == "memory":
@@ -167,7 +168,3 @@ def _any(look: Look) -> Tensor:
         return (torch.randn(look.shape).to(look.dtype) * 0.1).requires_grad_(look.learns)
     made = torch.ones if look.dtype is torch.bool else torch.zeros
     return made(look.shape, dtype=look.dtype)
-
-
-def _bytes(unit: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in unit.parameters())

@@ -16,7 +16,7 @@ from penstock.partition.costing import Room, counts_of
 from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
 from penstock.partition.forward.survey import Survey
 from penstock.partition.forward.tracing import traced_open
-from penstock.partition.forward.units import Asked, has_list, parts_inside
+from penstock.partition.forward.units import Asked, has_list, parameter_bytes, parts_inside
 from penstock.partition.hugging_face import defaults_of, planned_units, prepare
 from penstock.partition.outlining import outline_of_parts
 from penstock.partition.partition import Partition
@@ -83,7 +83,7 @@ def _to_open(units: Mapping[str, nn.Module]) -> set[str]:
     lists = {name for name, unit in units.items() if has_list(unit)}
     if lists:
         return lists
-    sizes = {n: _bytes(u) for n, u in units.items() if parts_inside(u)}
+    sizes = {n: parameter_bytes(u) for n, u in units.items() if parts_inside(u)}
     return {max(sizes, key=lambda name: sizes[name])} if sizes else set()
 
 
@@ -109,13 +109,7 @@ def cut_model(
     return Partition(tuple(made), graph, whole, outline_of_parts(prospect, cut, survey))
 
 
-def _bytes(unit: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in unit.parameters())
-
-
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise KindError(f"a pipe is made of a module, not of {type(model).__name__}")
     if "_orig_mod" in model._modules or isinstance(model, torch.jit.ScriptModule):
         raise KindError(
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "

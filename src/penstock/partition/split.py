@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.ir import Schedule, StageGraph
 from penstock.partition.costing import BALANCES, Room
 from penstock.partition.forward.cutting import Prospect
-from penstock.partition.forward.units import Asked
+from penstock.partition.forward.units import Asked, parameter_bytes
 from penstock.partition.materialise import Blanks, materialise
 from penstock.partition.model import Example, cut_model, prospect_of
 from penstock.partition.outlining import sizes_on
@@ -300,7 +300,7 @@ def _counts(
     if stages == 1:
         return (len(module),)
     if wanted == "parameters":
-        return balancing.cut([_parameter_bytes(layer) for layer in module], stages)
+        return balancing.cut([parameter_bytes(layer) for layer in module], stages)
     if wish.example is None:
         raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
     if is_on_meta(module):
@@ -317,10 +317,6 @@ def _counts(
         else:
             costs = layer_bytes(layers, example, unpack=unpack, chunks=wish.chunks, device=device)
     return balancing.cut(costs, stages)
-
-
-def _parameter_bytes(layer: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in layer.parameters())
 
 
 def in_words(split: Split) -> list[str]:

@@ -22,15 +22,11 @@ from penstock.partition.forward.score import Act, Score
 from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
 from penstock.partition.forward.trace import Kind, New, Same, Step
 from penstock.partition.forward.trees import changed_in_call, flatten, mapped, tensors_in, unflatten
-from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
+from penstock.partition.forward.watching import Handle, Muted, Watcher, aside, where_now
 
 
 class Ended(BaseException):
     """The stage's part is done. No model catches it by mistake."""
-
-
-class _Muted(Exception):
-    """A hook of a unit that is not run here computes."""
 
 
 def _tied_to_nothing(*_: Any, **__: Any) -> Handle:
@@ -81,7 +77,7 @@ class Performer(Watcher):
         if self._over:
             return call(*args, **kwargs)
         if self._mute:
-            raise _Muted
+            raise Muted
         act = self._next(func)
         step = act.step
         if not act.runs:
@@ -107,7 +103,7 @@ class Performer(Watcher):
         if self._over:
             raise Ended
         if self._mute:
-            raise _Muted
+            raise Muted
         act = self._next(name)
         if not act.runs:
             found = act.ready
@@ -233,7 +229,7 @@ class Performer(Watcher):
                     hook(target, args, kwargs, found)
                 else:
                     hook(target, args, found)
-            except _Muted:
+            except Muted:
                 pass
             finally:
                 self._mute = False

@@ -19,15 +19,11 @@ from penstock.partition.forward.skeleton import Skeleton
 from penstock.partition.forward.tables import TYING, only_looks
 from penstock.partition.forward.trace import Kind, New, Same, Step, Trace
 from penstock.partition.forward.trees import flatten, tensors_in, unflatten
-from penstock.partition.forward.watching import Handle, Watcher
+from penstock.partition.forward.watching import Handle, Muted, Watcher
 
 
 class _Lost(Exception):
     """The forward does something else. A stage that runs tells of it better."""
-
-
-class _Muted(Exception):
-    """A hook computes."""
 
 
 def rehearse(trace: Trace, skeleton: Skeleton, leaves: Sequence[Any], spec: Any) -> bool:
@@ -106,7 +102,7 @@ class _Passing(Watcher):
             self._mute = True
             try:
                 hook(target, args, *more, found)
-            except _Muted:
+            except Muted:
                 pass
             finally:
                 self._mute = False
@@ -114,7 +110,7 @@ class _Passing(Watcher):
 
     def _next(self, func: Any) -> Step:
         if self._mute:
-            raise _Muted
+            raise Muted
         if self._at >= len(self._trace.steps):
             raise _Lost
         step = self._trace.steps[self._at]

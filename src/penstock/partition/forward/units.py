@@ -34,6 +34,11 @@ def parts_inside(module: nn.Module) -> bool:
     return any(_owns(child) for child in module.children())
 
 
+def parameter_bytes(module: nn.Module) -> int:
+    """Of all its parameters."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
 def has_list(module: nn.Module) -> bool:
     """Is there a list of parts in it?"""
     return any(_is_list(inner) for inner in module.modules())

@@ -83,6 +83,10 @@ def where_now() -> str:
     return "?"
 
 
+class Muted(Exception):
+    """A hook of a unit that is not run here computes."""
+
+
 class Handle:
     """In the place of a hook's handle, where the hook is on another stage."""
 
