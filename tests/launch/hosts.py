@@ -79,16 +79,16 @@ def children(pid: int) -> list[int]:
 
 def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
     """Wait for all, but not for longer than the limit; nothing of them is left."""
-    late = threading.Timer(LIMIT, _kill, [started])
+    late = threading.Timer(LIMIT, kill, [started])
     late.start()
     try:
         return [Ended(*(*process.communicate(), process.returncode)) for process in started]
     finally:
         late.cancel()
-        _kill(started)
+        kill(started)
 
 
-def _kill(started: Sequence[subprocess.Popen[str]]) -> None:
+def kill(started: Sequence[subprocess.Popen[str]]) -> None:
     """With its workers, which have sessions of their own."""
     todo = [process.pid for process in started if process.poll() is None]
     while todo:
