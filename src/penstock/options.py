@@ -7,7 +7,7 @@ from typing import Any
 from penstock.errors import ArgumentError, KindError
 from penstock.lower import CHECKPOINT_MODES
 
-RUNTIMES = ("threads", "inline")
+RUNTIMES = ("threads", "inline", "graph", "auto")
 REDUCTIONS = ("mean", "sum")
 DATA = ("all", "first")
 OUTPUTS = ("last", "all")

@@ -66,7 +66,8 @@ class Pipe(nn.Module):
                          of name and module); the bytes that each device may have
     schedule             a name, a Schedule or a file; gpipe if left out
     loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
-    runtime              threads, or inline for a debugger
+    runtime              threads; inline for a debugger; graph: each step is one launch, captured
+                         as a CUDA graph; auto: graph where that can be, else threads
     stage_fn             stage_fn(module, index) gives what computes in the place of a stage's
                          layers: the module in fully_shard, DistributedDataParallel, torch.compile
     mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
@@ -185,6 +186,7 @@ class Pipe(nn.Module):
         outputs: bool = False,
         loss_fn: LossFn | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         **side: Any,
     ) -> StepResult:
         """Forward, loss and backward of a batch under the schedule; adds to `.grad`.
@@ -192,8 +194,9 @@ class Pipe(nn.Module):
         The loss is `loss_fn(output, target)` of each micro-batch, and their mean (or their sum).
         It may come with a weight, as a tuple, or with a weight and metrics, as a dict. Under
         `torch.no_grad()` there is no backward. With `outputs`, the result has them. A `scaler`
-        scales the gradients, and not the loss. Without a `loss_fn` the loss is the model's own, and
-        `target` an input of its forward, if that names it.
+        scales the gradients, and not the loss. An `optimizer` takes its step, too: in a captured
+        step, in the same launch. Without a `loss_fn` the loss is the model's own, and `target` an
+        input of its forward, if that names it.
         """
         active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
         if torch.is_grad_enabled() and (self._noticed.wrapped or active is not None):
@@ -203,7 +206,7 @@ class Pipe(nn.Module):
                 "after each step with torch.distributed.all_reduce"
             )
         check_loss(loss_fn)
-        lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler)
+        lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler, optimizer)
         targets = () if target is None else (target,)
         if targets and lesson.loss_fn is None and self._split.partition.takes("target"):
             side, targets = {**side, "target": target}, ()  # the model's own input of that name

@@ -58,6 +58,19 @@ class Partition:
         layers = (layer for stage in self.stages for layer in stage.layers)
         return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
 
+    def names(self) -> dict[nn.Module, str]:
+        """The modules that compute, with their names in the model."""
+        roots = [(n, m) for s in self.stages for n, m in zip(s.names, s.layers, strict=True)]
+        if self.model is not None:
+            roots = [("", self.model)]
+        found: dict[nn.Module, str] = {}
+        for prefix, root in roots:
+            for name, module in root.named_modules(prefix=prefix):
+                found.setdefault(module, name)
+        for module in self.around:
+            found.setdefault(module, type(module).__name__)
+        return found
+
     def children(self, stages: Sequence[Stage]) -> dict[str, nn.Module | None]:
         """What a pipe of these stages has as its children, under the model's names."""
         if isinstance(self.how, Whole):

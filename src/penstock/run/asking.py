@@ -83,6 +83,17 @@ class Lesson:
     loss_fn: LossFn | None
     outputs: bool
     scaler: torch.amp.GradScaler | None
+    optimizer: torch.optim.Optimizer | None = None  # takes its step, too
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A training step, made ready: what is fed, and what the gradients are multiplied by."""
+
+    settings: Settings
+    lesson: Lesson
+    fed: Fed
+    scale: Tensor | None
 
 
 class Fellows(NamedTuple):

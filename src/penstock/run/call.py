@@ -18,7 +18,13 @@ from penstock.run.transport import Transport
 from penstock.run.worker import Desk, Mark, Worker
 from penstock.stage.context import Context
 from penstock.stage.places import Gpu, Moment, Place, Streams
-from penstock.stage.randomness import move_on, next_seed, shared_states
+from penstock.stage.randomness import (
+    Source,
+    move_on,
+    next_seed,
+    seed_of_cell,
+    shared_states,
+)
 from penstock.stage.stage import Stage
 from penstock.stage.stand_ins import StandIns
 from penstock.stage.tape import Keep, Tape
@@ -55,10 +61,15 @@ class Manner(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Where the seed of a call comes from, and what is done once it was used."""
+    """Where the random numbers of a call come from, and what is done once some were used."""
 
     seed: Callable[[], int] = next_seed
     used: Callable[[], None] = move_on
+    source: Callable[[int, int, int], Source | int] = seed_of_cell  # of seed, stage, micro-batch
+    watched: bool = True  # is it noticed if others draw while the call runs?
+
+
+AS_EVER = Draws()
 
 
 class Call:
@@ -72,7 +83,7 @@ class Call:
         manner: Manner,
         runtime: Runtime,
         shared: Shared,
-        draws: Draws = Draws(),  # noqa: B008 (a value)
+        draws: Draws = AS_EVER,
     ) -> None:
         self.desk = Desk()
         self._places, self._placement, self._runtime = places, placement, runtime
@@ -95,7 +106,7 @@ class Call:
         if any(tape.may_draw for tape in self.tapes):
             seed = draws.seed()
             for tape in self.tapes:
-                tape.seed = seed
+                tape.source = partial(draws.source, seed, tape.stage.index)
         self.done = self._moved_on = False
         self.workers = [
             Worker(
@@ -123,7 +134,7 @@ class Call:
             worker.place.join(streams)
         if not self.origins:
             self.origins = _origins(places)
-        states = shared_states(place.device for place in places)
+        states = shared_states(place.device for place in places) if self._draws.watched else []
         try:
             self._runtime.carry_out(self.workers, phase, self.context)
         finally:
@@ -148,8 +159,8 @@ class Call:
 
     def _look_after(self, states: Sequence[torch.Tensor]) -> None:
         """Move the caller's generator on, if the call drew; notice draws that came unexpected."""
-        now = shared_states(place.device for place in self._places.values())
-        if not all(map(torch.equal, now, states)):
+        devices = [place.device for place in self._places.values()]
+        if states and not all(map(torch.equal, shared_states(devices), states)):
             for tape in self.tapes:
                 tape.stage.forget()
             if any(tape.recomputes for tape in self.tapes):

@@ -8,21 +8,20 @@ from contextlib import contextmanager
 import torch
 
 from penstock.run.phase import Phase
-from penstock.run.transport import Mailboxes, Transport
+from penstock.run.transport import Boxes, Transport
 from penstock.run.worker import Worker
 from penstock.stage.context import Context, no_autocast
-from penstock.stage.places import Place
 
 
 class Inline:
     """The runtime of one call."""
 
-    def __init__(self, places: Sequence[Place], placement: Sequence[int]) -> None:
-        self._mailboxes = Mailboxes(places, placement)
+    def __init__(self, boxes: Boxes) -> None:
+        self._boxes = boxes
 
     def end(self, rank: int) -> Transport:
         """In one thread, a message waits in its box."""
-        return self._mailboxes.end(rank)
+        return self._boxes.end(rank)
 
     def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
         """Step by step, whichever rank's is next."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock, RLock
 from typing import Any
 
@@ -16,14 +16,18 @@ from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
 from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
 from penstock.partition.wrapping import check_apart
-from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
-from penstock.run.call import Call, Runtime
+from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, manner_of
+from penstock.run.call import AS_EVER, Call, Draws, Runtime
+from penstock.run.capture.captures import Captures
+from penstock.run.capture.choosing import chosen, fallen_back
+from penstock.run.capture.watching import Uncapturable
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
 from penstock.run.passage import Passage
 from penstock.run.threads import Crew, Threads
 from penstock.run.ties import Ties
 from penstock.run.training import HasTimeline, StepResult, train
+from penstock.run.transport import Mailboxes
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import deferred_in
@@ -51,7 +55,8 @@ class OneProcess:
         size = settings.size(fed.chunks, torch.is_grad_enabled())
         program, *phases = self._programs.on(fed.graph).halves(size)
         stages = behind_call(self._split.partition.stages)
-        call = self._call(settings, program, stages, torch.is_grad_enabled())
+        ran = chosen(settings.runtime, list(self._split.places.values()), self._replicas)
+        call = self._call(self._runtime(ran.runtime), program, stages, torch.is_grad_enabled())
         passage = Passage(call, (phases[0], phases[1]), fed.given)
         with self._replicas.held():
             tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
@@ -61,6 +66,30 @@ class OneProcess:
         """Forward, loss and backward of a batch under the schedule."""
         self._arranged.check()
         fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
+        scale = loss_scale(lesson.scaler, self._device_of(len(self._split.partition.stages) - 1))
+        with self._turn():
+            result = self._taken(Ready(settings, lesson, fed, scale))
+        if torch.is_grad_enabled():
+            if lesson.scaler is not None:
+                agree_on_overflow(self._split.partition.parameters(), None)
+            self._made.last = result.measured
+        return result
+
+    def _taken(self, ready: Ready) -> StepResult:
+        """By what was asked for, or by what can."""
+        ran = chosen(ready.settings.runtime, list(self._split.places.values()), self._replicas)
+        if ran.runtime == "graph":
+            try:
+                return replace(self._captures.step(ready), ran=ran)
+            except Uncapturable as reason:
+                ran = fallen_back(ready.settings.runtime, reason)
+        return replace(self._run(ready, self._runtime(ran.runtime)), ran=ran)
+
+    def _run(
+        self, ready: Ready, runtime: Runtime, draws: Draws = AS_EVER, closed: bool = False
+    ) -> StepResult:
+        """With `closed`, nothing may learn but parameters."""
+        settings, lesson, fed = ready.settings, ready.lesson, ready.fed
         program, phase = self._arranged.run_of_step(settings, fed)
         rule = fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
         stages = ending_in_loss(
@@ -70,16 +99,21 @@ class OneProcess:
             fed.target,
             lesson.outputs,
         )
-        scale = loss_scale(lesson.scaler, self._device_of(len(stages) - 1))
-        ledger = Ledger(rule, fed.rows.shares(), fed.targets, scale)
-        with self._turn():
-            call = self._call(settings, program, stages)
-            result = train(call, program, phase, fed, ledger, self._replicas)
-        if torch.is_grad_enabled():
-            if lesson.scaler is not None:
-                agree_on_overflow(self._split.partition.parameters(), None)
-            self._made.last = result.measured
+        ledger = Ledger(rule, fed.rows.shares(), fed.targets, ready.scale)
+        call = self._call(runtime, program, stages, closed, draws)
+        result = train(call, program, phase, fed, ledger, self._replicas)
+        if lesson.optimizer is not None:
+            lesson.optimizer.step()
         return result
+
+    @property
+    def _captures(self) -> Captures:
+        if self._made.captures is None:
+            partition, places = self._split.partition, list(self._split.places.values())
+            self._made.captures = Captures(
+                self._run, places, self._split.placement, partition.names(), partition.parameters()
+            )
+        return self._made.captures
 
     def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
         """Nothing has to be told to anybody."""
@@ -101,10 +135,11 @@ class OneProcess:
 
     def _call(
         self,
-        settings: Settings,
+        runtime: Runtime,
         program: Program,
         stages: Sequence[Stage],
         tracked: bool = False,
+        draws: Draws = AS_EVER,
     ) -> Call:
         schedule = program.schedule
         for layer in self._deferred:
@@ -112,12 +147,12 @@ class OneProcess:
         places, placement = self._split.places, self._split.placement
         ties = Ties(stages, list(places.values()), placement, tracked, schedule.chunks)
         manner = manner_of(schedule, tracked)
-        return Call(stages, places, placement, manner, self._runtime(settings), ties)
+        return Call(stages, places, placement, manner, runtime, ties, draws)
 
-    def _runtime(self, settings: Settings) -> Runtime:
+    def _runtime(self, runtime: str) -> Runtime:
         where = list(self._split.places.values()), self._split.placement
-        if len(self._split.places) == 1 or settings.runtime == "inline":
-            return Inline(*where)  # of one rank, there is nothing to run beside
+        if len(self._split.places) == 1 or runtime == "inline":
+            return Inline(Mailboxes(*where))  # of one rank, there is nothing to run beside
         return Threads(self._crew_at_hand(), *where)
 
     def _device_of(self, stage: int) -> torch.device:
@@ -143,6 +178,7 @@ class _Made:
     """What is made when it is first needed. A copy of the pipe makes its own."""
 
     crew: Crew | None = None
+    captures: Captures | None = None
     making: Lock = field(default_factory=Lock)
     stepping: AbstractContextManager[object] = field(default_factory=RLock)
     last: HasTimeline | None = None

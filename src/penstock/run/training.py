@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ class HasTimeline(Protocol):
         """When everything ran."""
 
 
+class Ran(NamedTuple):
+    """What carried a step out, and why it was that, if another was asked for."""
+
+    runtime: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.runtime}: {self.why}" if self.why else self.runtime
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What `Pipe.step` gives back."""
@@ -37,6 +47,7 @@ class StepResult:
     outputs: Any
     metrics: dict[str, Any]
     measured: HasTimeline
+    ran: Ran = Ran("processes")  # noqa: RUF009 (a value)
 
     @property
     def timeline(self) -> Timeline:

@@ -25,6 +25,13 @@ class Transport(Protocol):
         """Ask for a message; the call that it gives waits for it."""
 
 
+class Boxes(Protocol):
+    """What joins the ranks of one process."""
+
+    def end(self, rank: int) -> Transport:
+        """The rank's end."""
+
+
 class Mailboxes:
     """One box a rank, in one process. Anybody puts in, its owner takes out."""
 

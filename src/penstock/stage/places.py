@@ -119,8 +119,9 @@ class Gpu:
             yield
 
     def now(self) -> torch.cuda.Event:
-        """An event on the compute stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        """An event on the compute stream; of a step that is captured, one that each replay sets."""
+        captured = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(enable_timing=True, external=captured)
         event.record(self.compute)
         return event
 
@@ -138,16 +139,22 @@ class Gpu:
 
 
 class Delivery:
-    """A parcel on its way, and the event after which its receiver may read it."""
+    """A parcel on its way, and the event after which its receiver may read it.
 
-    def __init__(self, parcel: Parcel, copied: torch.cuda.Event | None = None) -> None:
-        self._parcel, self._copied = parcel, copied
+    If it is `lent`, its sender looks after the memory.
+    """
+
+    def __init__(
+        self, parcel: Parcel, copied: torch.cuda.Event | None = None, lent: bool = False
+    ) -> None:
+        self._parcel, self._copied, self._lent = parcel, copied, lent
 
     def taken(self, receiver: Place) -> Parcel:
         """The parcel, for what the receiver computes from now on."""
         if self._copied is not None and isinstance(receiver, Gpu):
             receiver.compute.wait_event(self._copied)
-            used_on(receiver.compute, self._parcel.tensors)
+            if not self._lent:
+                used_on(receiver.compute, self._parcel.tensors)
         return receiver.arrived(self._parcel)
 
 

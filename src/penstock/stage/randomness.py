@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import (
@@ -32,7 +33,7 @@ _one_at_a_time = threading.Lock()
 def shared_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Where the generators stand that all threads share: the host's and the devices'."""
     different = sorted({*map(str, devices), "cpu"})
-    return [_shared_generator(torch.device(device)).get_state() for device in different]
+    return [shared_generator(torch.device(device)).get_state() for device in different]
 
 
 def next_seed() -> int:
@@ -66,20 +67,66 @@ def seed_of_cell(seed: int, stage: int, microbatch: int) -> int:
     return hash((seed, stage, microbatch)) & (2**63 - 1)
 
 
-class OwnRandom(TorchDispatchMode):
-    """Draws below it come from generators seeded with `seed`."""
+class Source(Protocol):
+    """Where the random numbers of one computation of a cell come from."""
+
+    @property
+    def drew(self) -> bool:
+        """Has anything been drawn? (Attention without dropout could have, and has not.)"""
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """The generator of its own on a device."""
+
+    def lent(self, mine: torch.Generator) -> AbstractContextManager[None]:
+        """Within, the generator that all threads share gives the numbers of `mine`."""
+
+
+class Seeded:
+    """Generators that begin with a seed."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._fresh: dict[torch.device, torch.Tensor] = {}
 
     @property
     def drew(self) -> bool:
-        """Has anything been drawn? (Attention without dropout could have, and has not.)"""
+        """Is any of them further on than at its beginning?"""
         found = self._generators.items()
         return any(not torch.equal(g.get_state(), self._fresh[device]) for device, g in found)
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """Made when it is first needed."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._fresh[device] = self._generators[device].get_state()
+        return self._generators[device]
+
+    @contextmanager
+    def lent(self, mine: torch.Generator) -> Iterator[None]:
+        """One thread at a time."""
+        with _one_at_a_time:
+            shared = shared_generator(mine.device)
+            before = shared.get_state()
+            shared.set_state(mine.get_state())
+            try:
+                yield
+            finally:
+                mine.set_state(shared.get_state())
+                shared.set_state(before)
+
+
+class OwnRandom(TorchDispatchMode):
+    """Draws below it come from a source: by default, one that begins with a seed."""
+
+    def __init__(self, source: Source | int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._source = Seeded(source) if isinstance(source, int) else source
+
+    @property
+    def drew(self) -> bool:
+        """Has anything been drawn?"""
+        return self._source.drew
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -103,7 +150,7 @@ class OwnRandom(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         return self._draw(func, args, kwargs)
 
@@ -120,24 +167,11 @@ class OwnRandom(TorchDispatchMode):
                 )
             return func(*args, **kwargs)  # its own affair
         _refuse_inside_checkpoint()
-        mine = self._generator(_device_of(args, kwargs))
+        mine = self._source.on(_device_of(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
             return func(*args, **{**kwargs, "generator": mine})
-        with _one_at_a_time:  # it reads the shared generator: lend it our state
-            shared = _shared_generator(mine.device)
-            before = shared.get_state()
-            shared.set_state(mine.get_state())
-            try:
-                return func(*args, **kwargs)
-            finally:
-                mine.set_state(shared.get_state())
-                shared.set_state(before)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-            self._fresh[device] = self._generators[device].get_state()
-        return self._generators[device]
+        with self._source.lent(mine):  # it reads the shared generator
+            return func(*args, **kwargs)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -153,16 +187,17 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 def seed_generators(seed: int, device: torch.device) -> None:
     """Those that all threads share: the host's and this device's, and no other device's."""
     for where in dict.fromkeys((torch.device("cpu"), device)):
-        _shared_generator(where).manual_seed(seed)
+        shared_generator(where).manual_seed(seed)
 
 
-def _shared_generator(device: torch.device) -> torch.Generator:
+def shared_generator(device: torch.device) -> torch.Generator:
+    """The one that all threads share."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator
 
 
-def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Attention could draw, and does not without dropout."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":

@@ -35,7 +35,7 @@ from penstock.stage.exchange import (
 from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.later import Pair, weight_gradients
 from penstock.stage.parcel import Parcel
-from penstock.stage.randomness import OwnRandom, seed_of_cell
+from penstock.stage.randomness import OwnRandom, Source
 from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
 from penstock.stage.sharing import check_unchanged, memory, protect
 from penstock.stage.stage import OUTSIDE, Stage
@@ -82,7 +82,7 @@ class Tape:
         self.parameters = learning(modules)
         self.collected: list[Tensor | None] | None = None
         self.recomputes = False  # has it recomputed a cell?
-        self.seed = 0  # of the call: for stages that draw
+        self.source: Callable[[int], Source | int] = lambda microbatch: 0  # if the stage draws
         self._context, self._keep, self._divided = context, keep, divided
         self._habits = stage.habits(modules)
         self._buffered = [module for module in modules if module._buffers]
@@ -237,7 +237,7 @@ class Tape:
             if weights_wait:
                 self._later[microbatch] = stack.enter_context(self._deferral.used())
             if self.may_draw:
-                random = OwnRandom(seed_of_cell(self.seed, self.stage.index, microbatch))
+                random = OwnRandom(self.source(microbatch))
                 stack.enter_context(random)
             outputs = self.stage.compute(values)
         if random is not None:

@@ -1,0 +1,74 @@
+"""One captured step: the recording, where its inputs and gradients are, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import RunError
+from penstock.run.call import Measured
+from penstock.run.capture.homes import Taken, at_home
+from penstock.run.capture.recording import Recording
+from penstock.run.capture.sources import Sources
+from penstock.run.capture.standing import Standing
+from penstock.run.training import StepResult
+from penstock.timeline import Timeline
+
+
+@dataclass
+class Captured:
+    """It is replayed with other numbers each time."""
+
+    recording: Recording
+    standing: Standing
+    taken: Taken
+    sources: Sources
+    result: StepResult  # whose tensors each replay writes
+    measured: Measured  # whose events it sets
+    held: Any  # what has to live as long as the recording
+    replays: int = 0
+
+    def replay(self, tensors: Sequence[Tensor]) -> StepResult:
+        """The step, of the caller's tensors."""
+        self.standing.fill(tensors)
+        self.sources.seed()
+        with at_home(self.taken):
+            self.recording.replay()
+        self.standing.pass_on(tensors)
+        self.replays += 1
+        return replace(
+            self.result,
+            loss=self.result.loss.clone(),
+            outputs=_copied(self.result.outputs),
+            metrics=_copied(self.result.metrics),
+            measured=_Replayed(self, self.replays),
+        )
+
+
+@torch.no_grad()
+def _copied(value: Any) -> Any:
+    """The caller's own: the next replay writes other numbers."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """When a replay did what. The next one has the same events."""
+
+    captured: Captured
+    number: int
+
+    @property
+    def timeline(self) -> Timeline:
+        if self.number != self.captured.replays:
+            raise RunError(
+                "the timeline of a step that was replayed is there until the next step is taken: "
+                "read result.timeline before that"
+            )
+        measured = self.captured.measured
+        return Measured(measured.program, measured.marks, measured.origins).timeline

@@ -1,0 +1,166 @@
+"""What cannot be captured, found before the device is asked for it, and the layer that asks.
+
+A replay repeats what devices did, and nothing of what the host did: what the host reads of them, a
+copy from its memory, random numbers of its own, numbers that a layer counts in Python. None of it
+may be part of a captured step.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.errors import RunError
+from penstock.stage.randomness import draws_nothing
+
+_ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+_SMALL = 64  # so many numbers may come from the host, each as a part of the recording
+_MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+
+
+class Uncapturable(RunError):
+    """A step that a replay would not repeat."""
+
+
+class Watch(TorchDispatchMode):
+    """Within, an operation that a replay would not repeat is an error."""
+
+    def __init__(self, kinds: frozenset[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kinds = kinds  # of the devices that are captured
+        self._constant = WeakIdKeyDictionary()  # tensors of the host, made of nothing but code
+        self._lending = False
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Within, the generator that all threads share gives numbers that a replay repeats."""
+        before, self._lending = self._lending, True
+        try:
+            yield
+        finally:
+            self._lending = before
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled layer does inside is seen when it is done."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [tensor for tensor in given if tensor.device.type in self._kinds]
+        if there and any(tag in func.tags for tag in _ASKS):
+            raise Uncapturable(f"it waits for what the device has computed ({_name(func)})")
+        host = [tensor for tensor in given if tensor.device.type not in self._kinds]
+        self._check_draws(func, args, kwargs)
+        self._check_host(func, host, bool(there), kwargs)
+        if func is torch.ops.aten._to_copy.default and host and self._goes_there(kwargs):
+            return written_out(args[0], **kwargs)
+        out = func(*args, **kwargs)
+        for made in tree_iter(out):
+            if isinstance(made, Tensor) and made.device.type not in self._kinds:
+                self._constant[made] = True
+        return out
+
+    def _goes_there(self, kwargs: Mapping[str, Any]) -> bool:
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type in self._kinds
+
+    def _check_draws(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self._lending:
+            return
+        if kwargs.get("generator") is None and not draws_nothing(func, args, kwargs):
+            raise Uncapturable("it draws random numbers, which it had not done before")
+
+    def _check_host(self, func: Any, host: list[Tensor], there: bool, kwargs: Any) -> None:
+        if any(tensor not in self._constant for tensor in host):
+            raise Uncapturable(
+                f"it computes with a tensor in the host's memory ({_name(func)}): keep it on the "
+                "device, in a buffer"
+            )
+        device = kwargs.get("device")
+        leaves = device is not None and torch.device(device).type not in self._kinds
+        if there and (leaves or (host and func is torch.ops.aten.copy_.default)):
+            raise Uncapturable(f"it copies between the host and the device ({_name(func)})")
+
+
+class Constants(TorchFunctionMode):
+    """Within, `torch.tensor(0.5, device=...)` writes the number there, and copies nothing."""
+
+    def __init__(self, kinds: frozenset[str]) -> None:
+        super().__init__()
+        self._kinds = kinds
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if func not in _MAKERS or device is None or torch.device(device).type not in self._kinds:
+            return func(*args, **kwargs)
+        if args and isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        del kwargs["device"]
+        wants = kwargs.pop("requires_grad", False)
+        return written_out(func(*args, **kwargs, device="cpu"), device=device).requires_grad_(wants)
+
+
+def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: Any) -> Tensor:
+    """A small tensor of the host's on the device, each number in a launch of its own."""
+    if constant.numel() > _SMALL:
+        raise Uncapturable(
+            f"it copies {constant.numel()} numbers from the host's memory in every step: keep them "
+            "on the device, in a buffer"
+        )
+    made = torch.empty(constant.shape, dtype=dtype or constant.dtype, device=device)
+    with torch.no_grad():
+        for place, number in zip(made.view(-1), constant.reshape(-1).tolist(), strict=True):
+            place.fill_(number)
+    return made
+
+
+def _name(func: Any) -> str:
+    return str(func).removesuffix(".default")
+
+
+# ---- which layer ---------------------------------------------------------------------------
+
+
+@contextmanager
+def naming(names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Within, what goes wrong is an `Uncapturable` that names the layer and its line."""
+    try:
+        yield
+    except Exception as error:
+        where = _where(error.__traceback__, names)
+        what = str(error).partition("\n")[0]
+        kind = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
+        raise Uncapturable(f"{where}{kind}{what}") from error
+
+
+def _where(found: TracebackType | None, names: Mapping[nn.Module, str]) -> str:
+    layer, line = "", ""
+    for frame, number in traceback.walk_tb(found):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            layer, line = f"layer {names[module]} ({type(module).__name__})", ""
+        if _is_users(frame.f_globals.get("__name__", "")):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return ", ".join(part for part in (layer, line) if part) + ": " * bool(layer or line)
+
+
+def _is_users(module: str) -> bool:
+    return module.partition(".")[0] not in ("torch", "penstock", *sys.stdlib_module_names)
