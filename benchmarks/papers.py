@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from penstock.options import RUNTIMES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -35,7 +36,7 @@ from resnet101 import resnet101
 from unet import unet
 
 CLASSES = 1000
-WARM_UP = 1
+WARM_UP = 2  # under runtime graph the second step is captured
 
 # Times one device without pipelining: the torchgpipe paper for the U-Net, the documentation of
 # torchgpipe 0.0.3 for ResNet-101. Times (K=2, M=1): the GPipe paper and the torchgpipe paper.
@@ -133,6 +134,7 @@ def measure(what: Case, K: int, M: int, args: argparse.Namespace) -> Row:
         stages=K,
         devices=devices(K, args),
         schedule=args.schedule,
+        runtime=args.runtime,
         loss_fn=what.loss,
         balance="time" if measures else "parameters",
         example=images[: len(images) // M] if measures else None,
@@ -188,7 +190,7 @@ def print_rows(model: str, what: Case, rows: list[Row], ceilings: dict[int, floa
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(asked: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -200,12 +202,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], help="each K")
     parser.add_argument("--chunks", type=int, help="M; 32 if not given, 4 on the CPU")
     parser.add_argument("--schedule", default="gpipe")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="threads")
     parser.add_argument(
         "--checkpoint", choices=["always", "except_last", "never"], default="except_last"
     )
     parser.add_argument("--sms", type=int, default=16, help="multiprocessors of a device")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, of which the median")
-    args = parser.parse_args()
+    args = parser.parse_args(asked)
     for model, sizes in (TINY if args.cpu else FULL).items():
         setattr(args, model, getattr(args, model) or sizes)
     args.chunks = args.chunks or (4 if args.cpu else 32)
@@ -225,7 +228,8 @@ def main() -> None:
         sizes = [(1, 1), (2, 1), *((K, args.chunks) for K in args.ranks)]
         print_rows(model, what, [measure(what, K, M, args) for K, M in sizes], ceilings)
     where = "CPU ranks" if args.cpu else f"{args.sms} SMs each of a {torch.cuda.get_device_name()}"
-    print(f"\n{where}; {args.schedule}, checkpoint {args.checkpoint}, but one device recomputes")
+    how = f"{args.schedule}, {args.runtime}, checkpoint {args.checkpoint}"
+    print(f"\n{where}; {how}, but one device recomputes")
     print(f"nothing; float32; median of {args.steps} steps, after {WARM_UP} to warm up;")
     print(f"torch {torch.__version__}; {perf_counter() - start:.0f} s in all.")
 
