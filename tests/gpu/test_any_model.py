@@ -7,52 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 import penstock
 from penstock import Pipe
+from tests.gpu.parts import WORDS, Language
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-WIDTH, WORDS = 16, 32
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
-        return x + torch.tanh(self.inner(x))
-
-
-class Language(nn.Module):
-    """Positions and masks are made between units, on the device that the input says; tied head."""
-
-    frequencies: Tensor
-
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("frequencies", torch.rand(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        places = torch.arange(ids.shape[1], device=x.device)
-        x = x + torch.sin(places[:, None] * self.frequencies)
-        length = x.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=self.words.weight.device).triu(1)
-        first = x
-        for block in self.blocks:
-            x = block(x, mask) * self.scale
-        x = x + first
-        logits = functional.linear(x, self.words.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 def devices(kind: str) -> list[Any]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,56 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import Pipe, pop, skippable, stash
-from penstock.schedules import FAMILIES
+from penstock import Pipe
 from penstock.stage import places
+from tests.gpu.parts import BUSY, MODES, SCHEDULES, Bottom, Sleep, Top, four, no_hidden_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit"]
-MODES = ["never", "except_last", "always"]
-BUSY = 20_000_000  # cycles: about 10 ms
-
-
-@contextmanager
-def no_hidden_waits() -> Iterator[None]:
-    """Within, any operation that makes the host wait for the device is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode says that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def four() -> list[Any]:
-    return list(penstock.virtual_devices("cuda:0", 4))
-
-
-@skippable(stash=["long"])
-class Top(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("long", x)
-        return self.linear(x)
-
-
-@skippable(pop=["long"])
-class Bottom(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("long"))
-
-
-class Sleep(nn.Module):
-    """Keeps its device busy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.cuda._sleep(BUSY)
-        return x * 1
 
 
 def layers(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes.rank import Returned
-from tests.processes.ranks import ranks
 from torch import Tensor, nn
 
 from penstock import Pipe, RemoteError, RunError
+from tests.processes.rank import Returned
+from tests.processes.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -1,0 +1,288 @@
+"""Captured steps give the numbers of steps that are not, bit by bit. Skipped without a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipe
+from penstock.run.capture import captures
+from tests.gpu.graphs import (
+    GPU,
+    batch,
+    batches,
+    check_same,
+    deterministic,
+    follow,
+    layers,
+    pipe_of,
+    same,
+    twins,
+    zero,
+)
+from tests.gpu.parts import MODES, SCHEDULES, WORDS, Language, four
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DTYPES = [torch.float64, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, mode: str, dtype: torch.dtype) -> None:
+    pipes = twins(partial(layers, dtype), schedule=schedule, checkpoint=mode)
+    follow(pipes, batches(5, dtype=dtype))
+
+
+# ---- random numbers ------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Each row as a sentence of four words; attention drops some of what it looks at."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.view(len(x), 4, 8)
+        out: Tensor = self.attention(words, words, words, need_weights=False)[0]
+        return x + out.flatten(1)
+
+
+def attending(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [nn.Linear(32, 32), Attends(), nn.Dropout(0.2), nn.Linear(32, 32), Attends()]
+    return nn.Sequential(*parts, nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8)).to(GPU, dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
+def test_dropout(schedule: str, mode: str) -> None:
+    follow(twins(partial(layers, dropout=0.5), schedule=schedule, checkpoint=mode), batches())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_dropout_of_attention(mode: str, dtype: torch.dtype) -> None:
+    """By matrix products in float64, by one kernel else, which reads the shared generator."""
+    follow(twins(partial(attending, dtype), checkpoint=mode), batches(5, dtype=dtype))
+
+
+def losses_of(pipe: Pipe, seeds: list[int]) -> list[float]:
+    x, y = batch(0)
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        found += [float(pipe.step(x, target=y).loss) for _ in range(2)]
+    return found
+
+
+def test_random_numbers_are_new_in_every_replay_and_repeated_with_the_seed() -> None:
+    pipe = pipe_of(attending(torch.float64), "graph", checkpoint="always")
+    losses_of(pipe, [0])
+    first = losses_of(pipe, [1, 2])
+    assert len(set(first)) == 4
+    assert losses_of(pipe, [1, 2]) == first
+
+
+def test_recomputation_draws_the_same_numbers_again() -> None:
+    pipes = [pipe_of(attending(torch.float64), "graph", checkpoint=mode) for mode in MODES]
+    with deterministic():
+        for number in range(4):
+            x, y = batch(number)
+            for pipe in pipes:
+                pipe.zero_grad()
+                torch.manual_seed(number)
+                pipe.step(x, target=y)
+            for other in pipes[1:]:
+                for a, b in zip(pipes[0].parameters(), other.parameters(), strict=True):
+                    torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_callers_generators_are_where_a_step_that_is_not_captured_leaves_them() -> None:
+    pipes = twins(partial(layers, dropout=0.5), ["inline"])
+    x, y = batch(0)
+    for number in range(4):
+        states = []
+        for pipe in pipes:
+            torch.manual_seed(number)
+            pipe.step(x, target=y)
+            states.append((torch.get_rng_state(), torch.cuda.get_rng_state(GPU)))
+        assert all(map(torch.equal, *states))
+
+
+# ---- what else a step has ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_deferred_batch_norm(mode: str) -> None:
+    follow(twins(layers, checkpoint=mode, deferred_batch_norm=True), batches())
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_autocast(mode: str) -> None:
+    pipes = twins(partial(attending, torch.float32), checkpoint=mode)
+    cast = partial(torch.autocast, "cuda", torch.bfloat16)
+    follow(pipes, batches(5, dtype=torch.float32), cast)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_any_model_with_several_lengths(schedule: str) -> None:
+    ids = torch.randint(0, WORDS, (4, 6), device=GPU)
+    options: dict[str, Any] = {"stages": 3, "devices": four()[:3], "example": ids}
+    options |= {"balance": "parameters", "schedule": schedule}
+
+    def made(runtime: str) -> Pipe:
+        torch.manual_seed(3)
+        return Pipe(Language().double(), 2, runtime=runtime, **options)
+
+    torch.manual_seed(4)
+    given = [torch.randint(0, WORDS, (4, 6 + number % 2), device=GPU) for number in range(8)]
+    follow([made(runtime) for runtime in ("graph", "inline")], [((each,), {}) for each in given])
+
+
+def with_metrics(out: Tensor, target: Tensor) -> dict[str, Any]:
+    error = (out - target).abs()
+    loss = error.square().mean()
+    return {"loss": loss, "weight": target.gt(0).sum(), "worst": error.max(), "rows": error.sum(1)}
+
+
+def test_outputs_and_metrics_are_the_callers_own() -> None:
+    pipes = twins(layers, ["inline"], loss_fn=with_metrics)
+    kept = []
+    with deterministic():
+        for number in range(5):
+            x, y = batch(number)
+            found, expected = (pipe.step(x, target=y, outputs=True) for pipe in pipes)
+            kept.append((found, expected))
+    for found, expected in kept:  # later replays have not written to them
+        assert same(found.outputs, expected.outputs)
+        assert found.metrics.keys() == expected.metrics.keys()
+        assert all(same(found.metrics[name], expected.metrics[name]) for name in found.metrics)
+
+
+def test_the_input_learns() -> None:
+    pipes = twins(layers, ["inline"])
+    with deterministic():
+        for number in range(4):
+            x, y = batch(number)
+            leaves = [x.clone().requires_grad_() for _ in pipes]
+            for pipe, leaf in zip(pipes, leaves, strict=True):
+                pipe.step(leaf * 2, target=y)
+            assert same(*(leaf.grad for leaf in leaves))
+
+
+def test_without_gradients_and_in_eval_mode() -> None:
+    pipes = twins(partial(layers, dropout=0.5), ["inline"])
+    follow(pipes, batches(4), torch.no_grad)
+    for pipe in pipes:
+        pipe.eval()
+    follow(pipes, batches(4))
+    follow(pipes, batches(4), torch.no_grad)
+
+
+# ---- optimizers ----------------------------------------------------------------------------
+
+
+def optimizer_of(kind: str, pipe: Pipe) -> torch.optim.Optimizer:
+    """The learning rate is a tensor where a recording can read it, and else a part of it."""
+    lr = torch.tensor(1e-2, device=GPU)
+    if kind == "adam":
+        return torch.optim.Adam(pipe.parameters(), lr, capturable=True)
+    if kind == "fused sgd":
+        return torch.optim.SGD(pipe.parameters(), lr, momentum=0.9, fused=True)
+    return torch.optim.SGD(pipe.parameters(), 1e-2, momentum=0.9)
+
+
+def slow_down(optimizer: torch.optim.Optimizer, number: int) -> None:
+    """As a scheduler would, by step: a number changes once."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(1e-2 / (number + 1))
+        elif number == 5:
+            group["lr"] = 1e-3
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "fused sgd"])
+def test_an_optimizer_inside_does_what_it_does_outside(kind: str) -> None:
+    pipes = twins(layers, ["graph", "inline"])
+    optimizers = [optimizer_of(kind, pipe) for pipe in pipes]
+    with deterministic():
+        for number in range(9):
+            x, y = batch(number)
+            for at, (pipe, optimizer) in enumerate(zip(pipes, optimizers, strict=True)):
+                zero(pipe, number)
+                slow_down(optimizer, number)
+                found = pipe.step(x, target=y, optimizer=None if at else optimizer)
+                assert found.ran.runtime == ("graph", "graph", "inline")[at]
+                if at:
+                    optimizer.step()
+            for other in pipes[1:]:
+                check_same(pipes[0], other)
+
+
+def test_a_scaler_skips_a_step_that_overflows() -> None:
+    pipes = twins(partial(layers, torch.float32), ["inline"])
+    optimizers = [optimizer_of("sgd", pipe) for pipe in pipes]
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**12) for _ in pipes]
+    with deterministic():
+        for number in range(6):
+            x, y = batch(number, dtype=torch.float32)
+            if number == 3:
+                x[5, 5] = float("inf")
+            for pipe, optimizer, scaler in zip(pipes, optimizers, scalers, strict=True):
+                pipe.zero_grad()
+                with torch.autocast("cuda", torch.float16):
+                    pipe.step(x, target=y, scaler=scaler)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            check_same(*pipes)
+    assert scalers[0].get_scale() < 2.0**12
+
+
+# ---- several kinds of steps ----------------------------------------------------------------
+
+
+def test_several_signatures_and_no_more_than_are_kept() -> None:
+    pipes = twins(layers, ["inline"])
+    rows = [12 + 6 * number for number in range(captures.KEPT + 2)]
+    order = [each for each in rows for _ in range(2)] + rows[::-1]
+    given = [batch(number, each) for number, each in enumerate(order)]
+    follow(pipes, [((x,), {"target": y}) for x, y in given])
+    runs: Any = pipes[0]._runs
+    assert len(runs._made.captures._captured) == captures.KEPT
+
+
+def test_kinds_of_steps_take_turns() -> None:
+    """They share memory: what one leaves there is not what another reads."""
+    pipes = twins(partial(layers, dropout=0.5), ["inline"])
+    for turn in range(4):
+        for rows in (22, 12):
+            for mode in ("never", "always"):
+                for pipe in pipes:
+                    pipe.checkpoint = mode
+                x, y = batch(turn, rows)
+                follow(pipes, [((x,), {"target": y})])
+                with torch.no_grad():
+                    outputs = []
+                    for pipe in pipes:
+                        torch.manual_seed(turn)
+                        outputs.append(pipe.step(x, target=y, outputs=True).outputs)
+                assert same(*outputs)
+
+
+def test_auto_captures_and_says_so() -> None:
+    pipe = pipe_of(layers(), "auto")
+    x, y = batch(0)
+    assert [str(pipe.step(x, target=y).ran) for _ in range(3)] == ["graph"] * 3
+    mixed = Pipe(layers(), 2, stages=2, devices=["cpu", GPU], loss_fn=nn.MSELoss(), runtime="auto")
+    ran = mixed.step(x.cpu(), target=y).ran
+    assert ran.runtime == "threads"
+    assert "cpu" in ran.why
