@@ -1,0 +1,328 @@
+"""What cannot be captured: a clear error or threads instead, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from benchmarks.virtual import graph_of
+from torch import Tensor, nn
+
+import penstock
+from penstock import Pipe
+from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, twins
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+capturing = torch.cuda.is_current_stream_capturing
+
+
+class Odd(nn.Module):
+    """Does something odd while it is `on`; with another `number` it is a step of another kind."""
+
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.on, self.number = True, 0
+        self.what = what
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.what(x) if self.on else x * 1
+
+
+def reads(x: Tensor) -> Tensor:
+    return x * (x.sum().item() * 0 + 1)
+
+
+def branches(x: Tensor) -> Tensor:
+    return x * 1 if (x * x).sum() >= 0 else x
+
+
+def selects(x: Tensor) -> Tensor:
+    return x * (len(x[x > 0]) * 0 + 1)
+
+
+def computes_on_the_host(x: Tensor) -> Tensor:
+    return x * x.cpu().sign().square().to(x.device)
+
+
+OF_THE_HOST = torch.tensor(2.0)
+
+
+def has_a_number_on_the_host(x: Tensor) -> Tensor:
+    return x * OF_THE_HOST
+
+
+def brings_numbers(x: Tensor) -> Tensor:
+    return x * torch.ones(288, dtype=x.dtype).to(x.device)[:32]
+
+
+def fails(x: Tensor) -> Tensor:
+    if capturing():
+        raise LookupError("planted")
+    return x * 1
+
+
+def takes_too_much(x: Tensor) -> Tensor:
+    if capturing():
+        torch.empty(2**50, dtype=torch.uint8, device=x.device)
+    return x * 1
+
+
+def waits(x: Tensor) -> Tensor:
+    """Nothing sees it but the driver, which gives the capture up."""
+    if capturing():
+        torch.cuda.synchronize()
+    return x * 1
+
+
+def interrupted(x: Tensor) -> Tensor:
+    if capturing():
+        raise KeyboardInterrupt
+    return x * 1
+
+
+class Case(NamedTuple):
+    what: Callable[[Tensor], Tensor]
+    told: str
+
+
+CASES = [
+    Case(reads, "waits for what the device has computed"),
+    Case(branches, "waits for what the device has computed"),
+    Case(selects, "waits for what the device has computed"),
+    Case(computes_on_the_host, "copies between the host and the device"),
+    Case(has_a_number_on_the_host, "computes with a tensor in the host's memory"),
+    Case(brings_numbers, "copies 288 numbers from the host's memory"),
+    Case(fails, "LookupError: planted"),
+    Case(takes_too_much, "OutOfMemoryError"),
+    Case(waits, "Error"),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.what.__name__)
+
+
+def model_with(what: Callable[[Tensor], Tensor]) -> tuple[nn.Sequential, Odd]:
+    torch.manual_seed(0)
+    odd = Odd(what)
+    parts = list(layers())
+    return nn.Sequential(*parts[:6], odd, *parts[6:]).to(GPU, torch.float64), odd
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """After each test the device works, random numbers can be drawn, and a capture succeeds."""
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    x = torch.rand(64, 64, device=GPU)  # by the generator that all share
+    assert not capturing()
+    kept = torch.zeros(64, 64, device=GPU)
+    graph = graph_of(lambda: x @ x, lambda: kept.copy_(x @ x), torch.cuda.Stream(GPU))
+    graph.replay()
+    assert torch.equal(kept, x @ x)
+
+
+def failing(pipe: Pipe, x: Tensor, y: Tensor, told: str = "") -> str:
+    """The first step is taken as it comes, the second would be captured."""
+    pipe.step(x, target=y)
+    with pytest.raises(penstock.RunError, match="cannot be captured as a CUDA graph") as caught:
+        pipe.step(x, target=y)
+    text = str(caught.value)
+    assert told in text
+    return text
+
+
+# ---- told, and gone on ---------------------------------------------------------------------
+
+
+@each_case
+def test_who_insists_is_told_which_layer_and_goes_on(case: Case) -> None:
+    model, odd = model_with(case.what)
+    pipe = pipe_of(model, "graph")
+    x, y = batch(0)
+    text = failing(pipe, x, y, case.told)
+    assert "layer 6 (Odd)" in text
+    assert "test_graph_failures.py" in text
+    with pytest.raises(penstock.RunError, match="layer 6"):  # known by now: it is not tried again
+        pipe.step(x, target=y)
+    odd.on = False
+    reference, other = model_with(case.what)
+    other.on = False
+    inline = pipe_of(reference, "inline")
+    inline.load_state_dict(pipe.state_dict())
+    for number in range(4):
+        x, y = batch(number)
+        for each in (pipe, inline):
+            each.zero_grad()
+            ran = each.step(x, target=y).ran
+            assert ran.runtime == each.runtime
+        check_same(pipe, inline)
+
+
+@each_case
+def test_auto_takes_threads_with_a_warning(case: Case) -> None:
+    pipes = [pipe_of(model_with(case.what)[0], runtime) for runtime in ("auto", "inline")]
+    for number in range(4):
+        x, y = batch(number)
+        for pipe in pipes:
+            pipe.zero_grad()
+        pipes[1].step(x, target=y)
+        if number == 0:
+            assert pipes[0].step(x, target=y).ran.runtime == "graph"
+        else:
+            with pytest.warns(UserWarning, match="runs in threads: .*layer 6"):
+                ran = pipes[0].step(x, target=y).ran
+            assert ran.runtime == "threads"
+            assert case.told in ran.why
+        check_same(*pipes)
+
+
+def test_an_interrupt_comes_out_and_the_pipe_goes_on() -> None:
+    model, odd = model_with(interrupted)
+    pipe = pipe_of(model, "graph")
+    x, y = batch(0)
+    pipe.step(x, target=y)
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(x, target=y)
+    after = [p.grad for p in pipe.parameters() if p.grad is not None]
+    assert all(map(torch.equal, before, after))
+    odd.on = False
+    assert [pipe.step(x, target=y).ran.runtime for _ in range(3)] == ["graph"] * 3
+
+
+class Constant(nn.Module):
+    """Numbers of the code's own are written on the device: they are part of the recording."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.tensor(0.5, device=x.device, dtype=x.dtype)
+        few = torch.as_tensor([1.0, 2.0] * 16, device=x.device).to(x.dtype)
+        return x * half + few * torch.tensor(2.0).to(x.device)
+
+
+def test_constants_of_the_code_are_no_obstacle() -> None:
+    def made() -> nn.Sequential:
+        parts = list(layers())
+        return nn.Sequential(*parts[:5], Constant(), *parts[5:]).to(GPU, torch.float64)
+
+    pipes = twins(made, ["inline"])
+    for number in range(4):
+        x, y = batch(number)
+        for pipe in pipes:
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+        check_same(*pipes)
+
+
+def test_an_error_of_a_step_that_is_not_captured_comes_out_as_it_is() -> None:
+    def raises(x: Tensor) -> Tensor:
+        raise LookupError("planted")
+
+    model, odd = model_with(raises)
+    pipe = pipe_of(model, "graph")
+    x, y = batch(0)
+    with pytest.raises(LookupError, match="planted"):
+        pipe.step(x, target=y)
+    odd.on = False
+    assert [pipe.step(x, target=y).ran.runtime for _ in range(3)] == ["graph"] * 3
+
+
+# ---- memory --------------------------------------------------------------------------------
+
+
+ROWS = 60_000  # so that a step takes some 100 MB
+
+
+def used() -> tuple[int, int]:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def used_by_libraries() -> tuple[int, int]:
+    """What stays after any step: cuBLAS has a workspace for each stream that it saw."""
+    x, y = batch(0, ROWS)
+    pipe_of(layers(), "inline").step(x, target=y)
+    del x, y
+    return used()
+
+
+MOMENTS = [reads, fails, takes_too_much, waits, interrupted]
+
+
+@pytest.mark.parametrize("what", MOMENTS)
+def test_memory_does_not_creep_over_failing_captures(what: Callable[[Tensor], Tensor]) -> None:
+    before = used_by_libraries()
+    model, odd = model_with(what)
+    pipe = pipe_of(model, "graph")
+    x, y = batch(0, ROWS)
+    found = []
+    for number in range(12):
+        odd.number = number  # another kind of step: it is tried anew
+        pipe.step(x, target=y)
+        with pytest.raises((penstock.RunError, KeyboardInterrupt)):
+            pipe.step(x, target=y)
+        found.append(used())
+    assert found[-1][0] <= found[1][0] + 2**20
+    assert found[-1][1] <= found[1][1] + 2**22
+    del pipe, model, odd, x, y
+    after = used()
+    assert after[0] <= before[0] + 2**20
+    assert after[1] <= before[1] + 2**25
+
+
+@pytest.mark.parametrize("what", MOMENTS)
+def test_steps_that_are_not_captured_give_their_memory_back_after_that(
+    what: Callable[[Tensor], Tensor],
+) -> None:
+    """What `record_stream` was called on is not freed while a capture is thought to go on."""
+    model, _ = model_with(what)
+    pipe = pipe_of(model, "graph")
+    x, y = batch(0, ROWS)
+    pipe.step(x, target=y)
+    with pytest.raises((penstock.RunError, KeyboardInterrupt)):
+        pipe.step(x, target=y)
+    threads = pipe_of(layers(), "threads")
+    found = []
+    for _ in range(30):
+        threads.step(x, target=y)
+        torch.cuda.synchronize()
+        found.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert found[-1][0] <= found[4][0] + 2**20
+    assert found[-1][1] <= found[4][1] + 2**25
+
+
+def test_recordings_that_are_dropped_give_their_memory_back() -> None:
+    before = used_by_libraries()
+    for _ in range(3):
+        pipe: Any = pipe_of(layers(), "graph")
+        x, y = batch(0, ROWS)
+        for _ in range(3):
+            pipe.step(x, target=y)
+        del pipe, x, y
+    after = used()
+    assert after[0] <= before[0] + 2**20
+    assert after[1] <= before[1] + 2**25
+
+
+def test_without_memory_for_the_step_the_pipe_goes_on_afterwards() -> None:
+    """There is none for a recording, nor for threads: that is what comes out."""
+    x, y = batch(0, ROWS)
+    pipe = pipe_of(layers(), "auto", checkpoint="never")
+    pipe.step(x, target=y)
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction((used()[1] + 2**24) / total, GPU)
+    told = pytest.warns(UserWarning, match="OutOfMemoryError")
+    try:
+        with told, pytest.raises(torch.OutOfMemoryError):
+            pipe.step(x, target=y)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+    assert [pipe.step(x[:60], target=y[:60]).ran.runtime for _ in range(3)] == ["graph"] * 3
+    with pytest.warns(UserWarning, match="OutOfMemoryError"):  # remembered for that kind
+        assert pipe.step(x, target=y).ran.runtime == "threads"
