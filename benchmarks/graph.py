@@ -66,7 +66,7 @@ ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WARM_UP = 3  # the first step is taken as it comes, the second is captured
 
 HEADS = ["devices", "rows", "naive", "threads", "graph", "torchgpipe", "unsplit", "plain graph"]
-HEADS += ["contention", "ceiling", "graph / threads", "graph / ceiling", "host", "memory"]
+HEADS += ["contention", "ceiling", "x threads", "of the ceiling", "host", "memory"]
 
 
 class Way(NamedTuple):
@@ -313,7 +313,7 @@ def transformers(given: argparse.Namespace) -> None:
     model = nn.Sequential(*layers).to("cuda:0", torch.bfloat16)
     x = torch.randn(given.chunks * 4, 512, 1024, device="cuda:0", dtype=torch.bfloat16)
     bench = Bench(model, x, given.chunks, given.times)
-    print(head(["devices", "naive", "threads", "graph", "graph / threads", "host"]))
+    print(head(["devices", "naive", "threads", "graph", "x threads", "host"]))
     for ranks in given.devices:
         places = penstock.virtual_devices("cuda:0", ranks)
         naive, threads = (bench.step(way, places) for way in (NAIVE, THREADS))
@@ -324,7 +324,7 @@ def transformers(given: argparse.Namespace) -> None:
 
 def of_papers(given: argparse.Namespace) -> None:
     """Recomputation and sizes as in `benchmarks/papers.py`, where the other tables are."""
-    print(head(["model", "K", "naive", "threads", "graph", "graph / threads"]))
+    print(head(["model", "K", "naive", "threads", "graph", "x threads"]))
     options = ["--chunks", str(given.chunks), "--steps", "3"]
     for model in given.papers:
         naive = float("nan")
