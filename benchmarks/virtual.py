@@ -176,7 +176,7 @@ def graph_of(
         with torch.cuda.stream(stream):
             warm_up()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             body()
     finally:
         torch.autograd.set_multithreading_enabled(before)

@@ -93,12 +93,24 @@ def zero(pipe: Pipe, number: int) -> None:
         pipe.zero_grad(set_to_none=number % 3 == 0)
 
 
+def replays_of(pipe: Pipe) -> int:
+    """How often the recordings that it has were replayed."""
+    runs: Any = pipe._runs
+    kept = runs._made.captures
+    return 0 if kept is None else sum(one.replays for one in kept._captured.values())
+
+
 def follow(
     pipes: Sequence[Pipe],
     batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Take the same steps with each; after every one, all are as the first is."""
+    """Take the same steps with each; after every one, all are as the first is.
+
+    Of one or two kinds of steps, all but the first of each are replayed.
+    """
+    kinds = len({tuple(x.shape for x in inputs) for inputs, _ in batches})
+    before = replays_of(pipes[0])
     with deterministic():
         for number, (inputs, named) in enumerate(batches):
             results = []
@@ -112,6 +124,8 @@ def follow(
             for pipe, result in zip(pipes[1:], others, strict=True):
                 assert same(first.loss, result.loss), (number, first.loss, result.loss)
                 check_same(pipes[0], pipe)
+    if kinds <= 2:
+        assert replays_of(pipes[0]) >= before + len(batches) - kinds
 
 
 def batches(number: int = 6, **how: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

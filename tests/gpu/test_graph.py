@@ -20,6 +20,7 @@ from tests.gpu.graphs import (
     follow,
     layers,
     pipe_of,
+    replays_of,
     same,
     twins,
     zero,
@@ -225,6 +226,7 @@ def test_an_optimizer_inside_does_what_it_does_outside(kind: str) -> None:
                     optimizer.step()
             for other in pipes[1:]:
                 check_same(pipes[0], other)
+    assert min(replays_of(pipe) for pipe in pipes[:2]) >= 5
 
 
 def test_a_scaler_skips_a_step_that_overflows() -> None:
@@ -244,6 +246,7 @@ def test_a_scaler_skips_a_step_that_overflows() -> None:
                 scaler.update()
             assert scalers[0].get_scale() == scalers[1].get_scale()
             check_same(*pipes)
+    assert replays_of(pipes[0]) == 5
     assert scalers[0].get_scale() < 2.0**12
 
 
@@ -276,6 +279,14 @@ def test_kinds_of_steps_take_turns() -> None:
                         torch.manual_seed(turn)
                         outputs.append(pipe.step(x, target=y, outputs=True).outputs)
                 assert same(*outputs)
+
+
+def test_a_cast_makes_another_kind_of_steps() -> None:
+    pipes = twins(layers, ["inline"])
+    follow(pipes, batches(3))
+    for pipe in pipes:
+        pipe.to(torch.float32)
+    follow(pipes, batches(4, dtype=torch.float32))
 
 
 def test_auto_captures_and_says_so() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe
-from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, twins
+from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, replays_of, twins
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -136,6 +136,13 @@ def failing(pipe: Pipe, x: Tensor, y: Tensor, told: str = "") -> str:
     return text
 
 
+def check_captured(pipe: Pipe, x: Tensor, y: Tensor) -> None:
+    """Of three steps two are replayed."""
+    before = replays_of(pipe)
+    assert [pipe.step(x, target=y).ran.runtime for _ in range(3)] == ["graph"] * 3
+    assert replays_of(pipe) == before + 2
+
+
 # ---- told, and gone on ---------------------------------------------------------------------
 
 
@@ -161,6 +168,7 @@ def test_who_insists_is_told_which_layer_and_goes_on(case: Case) -> None:
             ran = each.step(x, target=y).ran
             assert ran.runtime == each.runtime
         check_same(pipe, inline)
+    assert replays_of(pipe) == 3
 
 
 @each_case
@@ -192,7 +200,7 @@ def test_an_interrupt_comes_out_and_the_pipe_goes_on() -> None:
     after = [p.grad for p in pipe.parameters() if p.grad is not None]
     assert all(map(torch.equal, before, after))
     odd.on = False
-    assert [pipe.step(x, target=y).ran.runtime for _ in range(3)] == ["graph"] * 3
+    check_captured(pipe, x, y)
 
 
 class Constant(nn.Module):
@@ -216,6 +224,7 @@ def test_constants_of_the_code_are_no_obstacle() -> None:
             pipe.zero_grad()
             pipe.step(x, target=y)
         check_same(*pipes)
+    assert replays_of(pipes[0]) == 3
 
 
 def test_an_error_of_a_step_that_is_not_captured_comes_out_as_it_is() -> None:
@@ -228,7 +237,7 @@ def test_an_error_of_a_step_that_is_not_captured_comes_out_as_it_is() -> None:
     with pytest.raises(LookupError, match="planted"):
         pipe.step(x, target=y)
     odd.on = False
-    assert [pipe.step(x, target=y).ran.runtime for _ in range(3)] == ["graph"] * 3
+    check_captured(pipe, x, y)
 
 
 # ---- memory --------------------------------------------------------------------------------
@@ -323,6 +332,6 @@ def test_without_memory_for_the_step_the_pipe_goes_on_afterwards() -> None:
             pipe.step(x, target=y)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
-    assert [pipe.step(x[:60], target=y[:60]).ran.runtime for _ in range(3)] == ["graph"] * 3
+    check_captured(pipe, x[:60], y[:60])
     with pytest.warns(UserWarning, match="OutOfMemoryError"):  # remembered for that kind
         assert pipe.step(x, target=y).ran.runtime == "threads"
