@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock, RLock
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost import Cost
+from penstock.errors import RunError
 from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
 from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
+from penstock.partition.undoing import rehearsed
 from penstock.partition.wrapping import check_apart
 from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, manner_of
 from penstock.run.call import AS_EVER, Call, Draws, Runtime
@@ -23,6 +26,8 @@ from penstock.run.capture.choosing import chosen, fallen_back
 from penstock.run.capture.watching import Uncapturable
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
+from penstock.run.memory import Memory
+from penstock.run.metering import held_by_ranks, weighed
 from penstock.run.passage import Passage
 from penstock.run.threads import Crew, Threads
 from penstock.run.ties import Ties
@@ -132,6 +137,27 @@ class OneProcess:
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
         return self._arranged.forecast(settings, cost, self._made.last)
+
+    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+        """Of a step that is taken in this thread."""
+        self._arranged.check()
+        if self._replicas:
+            raise RunError(
+                "pipe.memory leaves no trace, and stages in DistributedDataParallel or fully_shard "
+                "would: weigh the pipe without them"
+            )
+        partition, placement = self._split.partition, self._split.placement
+        inside = (module for stage in partition.stages for module in stage.modules())
+        with (
+            self._turn(),
+            rehearsed(list(dict.fromkeys([*partition.names(), *inside])), batch) as given,
+        ):
+            fed = feed(partition, settings.chunks, given, self._device_of)
+            program, _ = self._arranged.run_of_step(settings, fed)
+            run = partial(self._run, Ready(settings, lesson, fed, None))
+            readings = weighed(run, self._split.places, placement)
+        partition.take_anew()
+        return Memory(program, readings, held_by_ranks(partition.stages, placement))
 
     def _call(
         self,
