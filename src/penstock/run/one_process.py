@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock, RLock
 from typing import Any
 
@@ -36,6 +36,7 @@ from penstock.run.transport import Mailboxes
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import deferred_in
+from penstock.stage.compiled import turns_for
 from penstock.stage.loss import ending_in_loss
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import Stage
@@ -179,7 +180,16 @@ class OneProcess:
         where = list(self._split.places.values()), self._split.placement
         if len(self._split.places) == 1 or runtime == "inline":
             return Inline(Mailboxes(*where))  # of one rank, there is nothing to run beside
-        return Threads(self._crew_at_hand(), *where)
+        return Threads(self._crew_at_hand(), *where, self._turns())
+
+    def _turns(self) -> AbstractContextManager[object] | None:
+        """Stages in wrappers of data parallelism wait for other processes: they take none."""
+        return None if self._replicas else turns_for(self._modules)
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        found = self._split.partition.computing()
+        return list(dict.fromkeys(module for one in found for module in one.modules()))
 
     def _device_of(self, stage: int) -> torch.device:
         return self._split.place_of(stage).device

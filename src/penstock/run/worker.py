@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from penstock.errors import Whereabouts
@@ -74,6 +75,7 @@ class Worker:
         self._made: dict[Message, Parcel] = {}  # not sent yet, or for a stage of this rank
         self._asked: dict[Message, Callable[[], Parcel]] = {}
         self.retain = False
+        self.turn: AbstractContextManager[object] = nullcontext()  # to compute forward
 
     def do(self, step: Step) -> None:
         """Carry out one step."""
@@ -101,9 +103,11 @@ class Worker:
         tape = self.tapes[stage]
         try:
             if op is Op.F:
-                made = self._forward(tape, microbatch, taken)
+                with self.turn:
+                    made = self._forward(tape, microbatch, taken)
             elif op is Op.R:
-                tape.recompute(microbatch)
+                with self.turn:
+                    tape.recompute(microbatch)
                 return
             elif op is Op.W:
                 tape.backward_weights(microbatch)

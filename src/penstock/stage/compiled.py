@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from threading import Lock
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -24,13 +26,29 @@ def compiled_parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """In place, as `torch.compile(module)`, by its forward alone, or by `torch.jit.script`."""
+    """By `torch.compile`, or by `torch.jit.script`."""
+    return isinstance(module, torch.jit.ScriptModule) or _by_dynamo(module)
+
+
+def _by_dynamo(module: nn.Module) -> bool:
+    """In place, as `torch.compile(module)`, or by its forward alone."""
     return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
+        module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
         or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def turns_for(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
+    """What threads enter one at a time to compute forward, if any of the modules is compiled.
+
+    The compiler keeps what it made with the code that it made it of, and layers of one class have
+    their code in common. A thread that looks there while another does may miss what is there, and
+    compiles it again; after eight times the compiler gives the code up, and it runs as written.
+    """
+    if "torch._dynamo" not in sys.modules or not any(map(_by_dynamo, modules)):
+        return nullcontext()
+    return Lock()
 
 
 def never_compiled(method: Callable[P, R]) -> Callable[P, R]:
