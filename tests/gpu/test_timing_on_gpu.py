@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import Pipe
+from penstock.run.call import Measured
 from penstock.stage.places import Gpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -94,12 +95,10 @@ def test_a_result_that_is_kept_keeps_its_events() -> None:
     pipe, x = made(places, schedule="1f1b"), batch()
     kept = pipe.step(x, target=x)
     torch.cuda.synchronize()
-    before = kept.measured.timeline.makespan
-    fresh = type(kept.measured)(
-        kept.measured.program,
-        kept.measured.marks,
-        kept.measured.origins,  # type: ignore[attr-defined]
-    )
+    measured = kept.measured
+    assert isinstance(measured, Measured)
+    before = measured.timeline.makespan
+    fresh = Measured(measured.program, measured.marks, measured.origins)
     for _ in range(5):
         pipe.step(x, target=x)
     torch.cuda.synchronize()
