@@ -113,3 +113,12 @@ def test_what_computed_the_inputs_does_not_learn() -> None:
         assert given.requires_grad
         layer(given).sum().backward()
     assert before.weight.grad is None
+
+
+def test_embeddings_that_shorten_their_rows_keep_them() -> None:
+    layer = nn.Embedding(4, 3, max_norm=0.1)
+    before = layer.weight.detach().clone()
+    with rehearsed([layer], torch.tensor([0, 1])) as given:
+        layer(given).sum().backward()
+        assert not torch.equal(layer.weight, before)
+    assert torch.equal(layer.weight, before)

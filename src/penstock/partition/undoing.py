@@ -1,7 +1,7 @@
 """Modules that take a step as they are, with everything undone that it does to them.
 
 Nothing stands in for anything: what others know of the modules, and of their tensors, stays true
-while they compute. So what they hold is noted before, and put back after. Parameters are not
+while they compute. So what they hold is noted before, and put back after. Most parameters are not
 copied: a step gives them gradients, and no other numbers.
 """
 
@@ -37,7 +37,7 @@ class Notes:
             return
         self._known[id(value)] = value
         if isinstance(value, Tensor):
-            self._take_tensor(value)
+            self.take_numbers(value)
         elif isinstance(value, torch.Generator):
             state = value.get_state()
             self._undo.append(partial(value.set_state, state))
@@ -49,7 +49,8 @@ class Notes:
         elif not callable(value) and is_plain(value):
             self._take_filled(value.__dict__)
 
-    def _take_tensor(self, tensor: Tensor) -> None:
+    def take_numbers(self, tensor: Tensor) -> None:
+        """Of any tensor, a parameter too."""
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_inference():
             return
         before = tensor.detach().clone()
@@ -113,6 +114,9 @@ def undone(modules: Sequence[nn.Module], given: object = None) -> Iterator[None]
     notes.take(given)
     for module in modules:
         notes.take(module.__dict__)
+        if getattr(module, "max_norm", None) is not None:  # an embedding that shortens its rows
+            for parameter in module.parameters(recurse=False):
+                notes.take_numbers(parameter)
     with _other_gradients(dict.fromkeys(p for m in modules for p in m._parameters.values())):
         try:
             yield
