@@ -112,10 +112,6 @@ class Partition:
         """The model was cast."""
         if isinstance(self.how, Whole):
             self.how.cast(cast)
-        self.take_anew()
-
-    def take_anew(self) -> None:
-        """The stages of a whole forward have the model's buffers as these are now."""
         for stage in self.stages:
             if isinstance(stage.compute, Part) and isinstance(self.how, Whole):
                 stage.compute.refresh(self.how.devices[stage.index])

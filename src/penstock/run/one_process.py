@@ -157,7 +157,6 @@ class OneProcess:
             program, _ = self._arranged.run_of_step(settings, fed)
             run = partial(self._run, Ready(settings, lesson, fed, None))
             readings = weighed(run, self._split.places, placement)
-        partition.take_anew()
         return Memory(program, readings, held_by_ranks(partition.stages, placement))
 
     def _call(
