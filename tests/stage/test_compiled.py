@@ -14,6 +14,7 @@ import torch
 import torch.utils._python_dispatch as dispatching
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 from torch.nn.functional import mse_loss
 
 from penstock import Pipe
@@ -297,3 +298,19 @@ def test_only_threads_with_compiled_modules_take_turns() -> None:
     plain, compiled = Block(), in_place(Block(), Backend())
     assert isinstance(turns_for(plain.modules()), nullcontext)
     assert not isinstance(turns_for([*plain.modules(), compiled]), nullcontext)
+
+
+def test_the_compiler_does_not_try_what_gives_cells_their_random_numbers() -> None:
+    """It runs wherever a compiled layer calls what is not: each function was tried, in vain."""
+    layers = [nn.Sequential(Block(), nn.Dropout(0.1)) for _ in range(2)]
+    counting = Counting()
+    for layer in layers:
+        layer.compile(backend=counting)
+    pipe = Pipe(nn.Sequential(*layers), 2, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss)
+    counters.clear()
+    x = batch(8)[0]
+    pipe.step(x, target=-x)
+    assert counting.compiled > 0
+    assert counters["frames"]["total"] == counting.compiled
+    assert not counters["graph_break"]
+    counters.clear()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import cache, wraps
+from inspect import unwrap
 from threading import Lock
-from typing import ParamSpec, TypeVar
+from types import CodeType, FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +39,31 @@ def _by_dynamo(module: nn.Module) -> bool:
         or "_orig_mod" in module._modules
         or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def keep_out(name: str) -> None:
+    """Let the compiler pass over a module of ours, of whose functions it could make nothing.
+
+    They run wherever a layer that is compiled calls what is not, and it would try each of them.
+    """
+    if "torch._dynamo" in sys.modules:
+        _passed_over(name)
+
+
+@cache
+def _passed_over(name: str) -> None:
+    skip: Any = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    own = [found for found in vars(sys.modules[name]).values() if _is_from(found, name)]
+    inside = [found for kind in own if isinstance(kind, type) for found in vars(kind).values()]
+    for function in map(unwrap, filter(callable, (*own, *inside))):
+        if skip is not None and isinstance(function, FunctionType):
+            within = (one for one in function.__code__.co_consts if isinstance(one, CodeType))
+            for code in (function.__code__, *within):
+                skip(code)
+
+
+def _is_from(found: object, name: str) -> bool:
+    return getattr(found, "__module__", None) == name
 
 
 def turns_for(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
