@@ -15,6 +15,7 @@ from penstock import Action, Compute, Message, Op, Pipe, Recv, Send, lower, sche
 from penstock.errors import RunError
 from penstock.run.memory import Memory, Reading
 from penstock.run.metering import Allocated
+from penstock.run.processes.many import ManyProcesses
 from penstock.stage.places import Gpu
 from tests.support import each_runtime
 
@@ -265,6 +266,12 @@ def test_replicas_are_refused() -> None:
     pipe._replicas._averaged._wrappers.append(object())  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"pipe.memory leaves no trace, and stages in"):
         weighed(pipe)
+
+
+def test_ranks_that_are_processes_are_refused() -> None:
+    nobody: Any = None
+    with pytest.raises(RunError, match=r"and this pipe's ranks are processes: make the same pipe"):
+        ManyProcesses.memory(nobody, nobody, nobody, nobody)
 
 
 # ---- the allocator of a GPU, as it would answer -------------------------------------------
