@@ -53,6 +53,7 @@ if _typing.TYPE_CHECKING:
     from penstock.partition.preview import split
     from penstock.partition.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
+    from penstock.run.memory import Memory
     from penstock.run.training import StepResult
     from penstock.saving.folder import saved
     from penstock.stage.added import add_loss, added_losses
@@ -72,6 +73,7 @@ __all__ = [
     "Deadlock",
     "FormatError",
     "KindError",
+    "Memory",
     "Message",
     "Misfit",
     "Mismatch",
@@ -127,6 +129,7 @@ __all__ = [
 # The names that need torch, each with the module that has it: loaded when first asked for.
 _ON_DEMAND = {
     "Chunk": "batch",
+    "Memory": "run.memory",
     "Mismatch": "checking.report",
     "Namespace": "stage.skip",
     "NoChunk": "batch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.cost import Cost
-from penstock.errors import RunError
+from penstock.gradients.averaged import Around
 from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
@@ -29,6 +28,7 @@ from penstock.partition.staying import check_casts, check_stays, denied
 from penstock.partition.wrapping import StageFn, wrapped
 from penstock.run.asking import Answers, Arrangement, Lesson, Settings
 from penstock.run.feed import Batch
+from penstock.run.memory import Memory
 from penstock.run.one_process import OneProcess
 from penstock.run.processes.joining import begin_alike, check_same, described, join, site_in
 from penstock.run.processes.many import ManyProcesses
@@ -138,7 +138,7 @@ class Pipe(nn.Module):
                 check_same(team, name, self._settings(), sharing, self._split, facts)
                 begin_alike(team, self._split.ties, self._replicas)
                 self._runs = ManyProcesses(team, arranged, sharing)
-        self._noticed = _Noticed()
+        self._around = Around()
         self._saves = Pending()
         self.training = module.training
         # The children are the model's own, under their own names, whatever those are: from here on
@@ -198,20 +198,16 @@ class Pipe(nn.Module):
         step, in the same launch. Without a `loss_fn` the loss is the model's own, and `target` an
         input of its forward, if that names it.
         """
-        active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
-        if torch.is_grad_enabled() and (self._noticed.wrapped or active is not None):
-            raise RunError(
-                "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
-                "forward, and step is none: call the wrapper, or leave it away and average .grad "
-                "after each step with torch.distributed.all_reduce"
-            )
+        self._around.check_step()
         check_loss(loss_fn)
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler, optimizer)
+        return self._runs.step(self._settings(), self._batch(inputs, side, target, lesson), lesson)
+
+    def _batch(self, inputs: Any, side: dict[str, Any], target: Any, lesson: Lesson) -> Batch:
         targets = () if target is None else (target,)
         if targets and lesson.loss_fn is None and self._split.partition.takes("target"):
             side, targets = {**side, "target": target}, ()  # the model's own input of that name
-        batch = Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
-        return self._runs.step(self._settings(), batch, lesson)
+        return Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
 
     def clip_grad_norm_(
         self,
@@ -236,6 +232,20 @@ class Pipe(nn.Module):
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
         return self._runs.forecast(self._settings(), cost)
+
+    @never_compiled
+    def memory(
+        self, *inputs: Any, target: Any = None, loss_fn: LossFn | None = None, **side: Any
+    ) -> Memory:
+        """The bytes alive on each rank over the actions of a step, beside the forecast's.
+
+        Two steps are taken in the caller's thread to find out, and leave no trace: gradients,
+        buffers, attributes, inputs and random states stay as they are.
+        """
+        check_loss(loss_fn)
+        lesson = Lesson(loss_fn or self.loss_fn, outputs=False, scaler=None)
+        batch = self._batch(inputs, side, target, lesson)
+        return self._runs.memory(self._settings(), batch, lesson)
 
     def summary(self) -> str:
         """What each stage has, takes and gives; the slowest, and a line of advice."""
@@ -287,7 +297,7 @@ class Pipe(nn.Module):
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
-            self._noticed.wrapped = True
+            self._around.wrapped = True
         return super().__getattr__(name)
 
     def __len__(self) -> int:
@@ -335,13 +345,3 @@ class Pipe(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._split.partition.refresh(fn)
         return self
-
-
-@dataclass
-class _Noticed:
-    """What was seen of the pipe's surroundings. A copy has its own."""
-
-    wrapped: bool = False  # in DistributedDataParallel
-
-    def __reduce__(self) -> tuple[type[_Noticed], tuple[()]]:
-        return _Noticed, ()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._python_dispatch as dispatching
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 from torch.nn.functional import mse_loss
 
 from penstock import Pipe
-from penstock.stage.compiled import compiled_parts
+from penstock.partition.wrapping import StageFn
+from penstock.stage.compiled import compiled_parts, turns_for
 from tests.support import RUNTIMES, batch, closely, each_runtime
 
 pytestmark = [  # the compiler's own
@@ -54,7 +59,7 @@ def in_place(block: nn.Module, backend: Backend) -> nn.Module:
     return block
 
 
-def wrapped(block: nn.Module, backend: Backend) -> nn.Module:
+def wrapped(block: nn.Module, backend: Any) -> nn.Module:
     compiled: Any = torch.compile(block, backend=backend)
     assert isinstance(compiled, nn.Module)
     return compiled
@@ -185,3 +190,127 @@ def test_threads_leave_no_flag_behind() -> None:
     for _ in range(10):
         pipe.step(x, target=x, loss_fn=mse_loss)
     assert not dispatching.is_in_torch_dispatch_mode()
+
+
+# ---- how often is it compiled? ------------------------------------------------------------
+
+
+class Counting:
+    """Counts what is compiled, and gives it to a backend of PyTorch's."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        self._backend = lookup_backend(backend)
+        self.compiled = 0
+
+    def __call__(self, graph: Any, example: Any) -> Any:
+        self.compiled += 1
+        return self._backend(graph, example)
+
+
+def compilations(steps: int, rows: int, backend: str = "eager", **options: Any) -> list[int]:
+    """In each step of a pipe whose blocks, or whose stages, are compiled."""
+    torch._dynamo.reset()
+    counting = Counting(backend)
+    blocks = [Block() for _ in range(3)]
+    fn: StageFn | None = None
+    if options.pop("by") == "stage":
+        fn = lambda module, index: wrapped(module, counting)  # noqa: E731
+    else:
+        for block in blocks:
+            block.compile(backend=counting)
+    checkpoint = options.pop("checkpoint", "always")
+    pipe = Pipe(
+        nn.Sequential(*blocks), 4, checkpoint, stages=3, devices=["cpu"] * 3, loss_fn=mse_loss,
+        stage_fn=fn, **options,
+    )  # fmt: skip
+    found = []
+    for _ in range(steps):
+        before, x = counting.compiled, batch(rows)[0]
+        pipe.step(x, target=-x)
+        found.append(counting.compiled - before)
+    return found
+
+
+# By block, the three have one code in common: it is compiled for inputs that learn and that do not,
+# and with recomputation for a forward without gradients. By stage, each has its own. With sizes
+# that differ, one more is made of each, for any size.
+KINDS = {
+    ("block", "never", 16): 2,
+    ("block", "always", 16): 3,
+    ("stage", "never", 16): 3,
+    ("stage", "always", 16): 6,
+    ("block", "never", 14): 4,
+    ("block", "always", 14): 7,
+    ("stage", "never", 14): 6,
+    ("stage", "always", 14): 12,
+}
+
+
+@pytest.mark.parametrize(("runtime", "schedule"), [("inline", "zb-h1"), ("threads", "1f1b")])
+@pytest.mark.parametrize(("by", "checkpoint", "rows"), KINDS)
+def test_nothing_is_compiled_after_the_first_step(
+    runtime: str, by: str, checkpoint: str, rows: int, schedule: str
+) -> None:
+    found = compilations(4, rows, by=by, checkpoint=checkpoint, runtime=runtime, schedule=schedule)
+    assert found == [KINDS[by, checkpoint, rows], 0, 0, 0]
+
+
+def test_nor_with_threads_and_weights_that_wait() -> None:
+    found = compilations(4, 14, by="block", runtime="threads", schedule="zb-h1")
+    assert found == [KINDS["block", "always", 14], 0, 0, 0]
+
+
+def test_nor_by_a_backend_that_has_backwards() -> None:
+    found = compilations(3, 14, "aot_eager", by="block", runtime="threads", schedule="1f1b")
+    assert found == [KINDS["block", "always", 14], 0, 0]
+
+
+def test_threads_do_not_disturb_what_is_compiled() -> None:
+    """The compiler's cache, looked into by several threads, lost what was in it now and then."""
+    found = compilations(40, 16, by="block", runtime="threads", schedule="1f1b")
+    assert found == [3] + [0] * 39
+
+
+def test_threads_take_turns_at_compiled_forwards() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def backend(graph: Any, example: Any) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            inside.append(1)
+            time.sleep(0.002)
+            most.append(len(inside))
+            found = graph(*values)
+            inside.pop()
+            return found
+
+        return run
+
+    pipe = Pipe(nn.Sequential(Block(), Block()), 4, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss)
+    x = batch(8)[0]
+    for layer in pipe:
+        layer.compile(backend=backend)
+    pipe.step(x, target=-x)
+    assert set(most) == {1}
+
+
+def test_only_threads_with_compiled_modules_take_turns() -> None:
+    plain, compiled = Block(), in_place(Block(), Backend())
+    assert isinstance(turns_for(plain.modules()), nullcontext)
+    assert not isinstance(turns_for([*plain.modules(), compiled]), nullcontext)
+
+
+def test_the_compiler_does_not_try_what_gives_cells_their_random_numbers() -> None:
+    """It runs wherever a compiled layer calls what is not: each function was tried, in vain."""
+    layers = [nn.Sequential(Block(), nn.Dropout(0.1)) for _ in range(2)]
+    counting = Counting()
+    for layer in layers:
+        layer.compile(backend=counting)
+    pipe = Pipe(nn.Sequential(*layers), 2, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss)
+    counters.clear()
+    x = batch(8)[0]
+    pipe.step(x, target=-x)
+    assert counting.compiled > 0
+    assert counters["frames"]["total"] == counting.compiled
+    assert not counters["graph_break"]
+    counters.clear()

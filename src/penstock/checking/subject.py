@@ -24,6 +24,7 @@ from penstock.partition.partition import Partition
 from penstock.partition.sequential import check_model, is_layered
 from penstock.partition.side import names_in_chain, picked
 from penstock.pipe import Pipe
+from penstock.run.memory import Memory
 from penstock.run.training import StepResult
 from penstock.schedules.choice import Asked as AskedSchedule
 from penstock.schedules.choice import stages_per_rank
@@ -191,6 +192,11 @@ class Subject:
     def step(self, pipe: Pipe, values: Values, outputs: bool = True) -> StepResult:
         """The one place where a pipe is given a batch."""
         return pipe.step(*values.batch, target=values.target, outputs=outputs, **values.side)
+
+    def weighed(self, pipe: Pipe) -> Memory:
+        """What is alive in a step of the pipe."""
+        values = self.values.mapped(Tensor.detach)
+        return pipe.memory(*values.batch, target=values.target, **values.side)
 
     def call(self, model: nn.Module, values: Values) -> Called:
         """The one place where a model is."""

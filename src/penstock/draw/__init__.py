@@ -4,11 +4,13 @@ text        lines of characters, for terminals and tests
 picture     SVG or PNG, as in the papers
 trace       Chrome trace events, for Perfetto
 gallery     every schedule's picture on one page
+memory      what was alive in a run, over what was forecast
 chain       no timeline, but a cut model: its units, the cuts, and what crosses them
 """
 
 from penstock.draw.chain import chain
 from penstock.draw.gallery import Exhibit, exhibits, write_gallery
+from penstock.draw.memory import memory
 from penstock.draw.picture import picture
 from penstock.draw.text import text
 from penstock.draw.trace import trace, write_trace
@@ -17,6 +19,7 @@ __all__ = [
     "Exhibit",
     "chain",
     "exhibits",
+    "memory",
     "picture",
     "text",
     "trace",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, RunError
 from penstock.gradients.average import average, give_firsts
 from penstock.gradients.shards import Group
 
@@ -71,6 +73,26 @@ class Averaged:
             together.setdefault(wrapper.process_group, []).extend(_parameters(wrapper))
         for group, parameters in together.items():
             average(parameters, group)
+
+
+@dataclass
+class Around:
+    """What was seen of a pipe's surroundings. A copy has its own."""
+
+    wrapped: bool = False  # in DistributedDataParallel
+
+    def check_step(self) -> None:
+        """A step can learn there."""
+        active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
+        if torch.is_grad_enabled() and (self.wrapped or active is not None):
+            raise RunError(
+                "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
+                "forward, and step is none: call the wrapper, or leave it away and average .grad "
+                "after each step with torch.distributed.all_reduce"
+            )
+
+    def __reduce__(self) -> tuple[type[Around], tuple[()]]:
+        return Around, ()
 
 
 def _composable() -> Any:

@@ -57,7 +57,7 @@ class Again:
         if isinstance(value, tuple | frozenset):
             found = map(self, value)
             return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-        if isinstance(value, dict | list | set) or _is_plain(value):
+        if isinstance(value, dict | list | set) or is_plain(value):
             return self._filled(value)
         return value
 
@@ -83,7 +83,7 @@ class Again:
         return new
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Is it an object that is no more than its attributes, or Python's own random numbers?"""
     if isinstance(value, random.Random):
         return True

@@ -19,6 +19,7 @@ from penstock.partition.sequential import check_unchanged
 from penstock.partition.split import Split
 from penstock.run.call import Manner
 from penstock.run.feed import Batch, Fed
+from penstock.run.memory import Memory
 from penstock.run.phase import Phase
 from penstock.run.programs import Programs, Size
 from penstock.run.training import HasTimeline, StepResult
@@ -123,6 +124,9 @@ class Answers(Protocol):
 
     def forecast(self, settings: Settings, cost: Any) -> Timeline:
         """The timeline of a training step on paper."""
+
+    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+        """What is alive in a training step, measured."""
 
 
 def manner_of(schedule: Schedule, tracked: bool = False) -> Manner:

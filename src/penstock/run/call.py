@@ -193,8 +193,9 @@ def _meant_so() -> None:
 
 def _origins(places: Sequence[Place]) -> list[Moment]:
     """A moment at the beginning, for each place; those on one device have it in common."""
-    found: dict[torch.device, Moment] = {}
-    return [found.setdefault(place.device, place.now()) for place in places]
+    first = {place.device: place for place in reversed(places)}
+    found = {device: place.now() for device, place in first.items()}
+    return [found[place.device] for place in places]
 
 
 def _seconds(start: Moment, end: Moment) -> float:

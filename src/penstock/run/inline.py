@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from penstock.run.phase import Phase
 from penstock.run.transport import Boxes, Transport
-from penstock.run.worker import Worker
+from penstock.run.worker import Step, Worker
 from penstock.stage.context import Context, no_autocast
+
+Around = Callable[[int, Step], AbstractContextManager[object]]  # a step of a rank
+
+
+def _nothing(rank: int, step: Step) -> AbstractContextManager[object]:
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 class Inline:
-    """The runtime of one call."""
+    """The runtime of one call; `around` each of its steps something may be entered."""
 
-    def __init__(self, boxes: Boxes) -> None:
-        self._boxes = boxes
+    def __init__(self, boxes: Boxes, around: Around = _nothing) -> None:
+        self._boxes, self._around = boxes, around
 
     def end(self, rank: int) -> Transport:
         """In one thread, a message waits in its box."""
@@ -27,7 +36,7 @@ class Inline:
         """Step by step, whichever rank's is next."""
         with in_this_thread(context):
             for rank, step in phase.order:
-                with workers[rank].place.entered():
+                with workers[rank].place.entered(), self._around(rank, step):
                     workers[rank].do(step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from threading import Lock, RLock
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost import Cost
+from penstock.errors import RunError
 from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
 from penstock.gradients.overflow import agree_on_overflow
 from penstock.ir import Program
+from penstock.partition.undoing import rehearsed
 from penstock.partition.wrapping import check_apart
 from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, manner_of
 from penstock.run.call import AS_EVER, Call, Draws, Runtime
@@ -23,6 +26,8 @@ from penstock.run.capture.choosing import chosen, fallen_back
 from penstock.run.capture.watching import Uncapturable
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
+from penstock.run.memory import Memory
+from penstock.run.metering import held_by_ranks, weighed
 from penstock.run.passage import Passage
 from penstock.run.threads import Crew, Threads
 from penstock.run.ties import Ties
@@ -31,6 +36,7 @@ from penstock.run.transport import Mailboxes
 from penstock.run.weighing import Ledger, loss_scale
 from penstock.stage.added import behind_call
 from penstock.stage.batchnorm import deferred_in
+from penstock.stage.compiled import turns_for
 from penstock.stage.loss import ending_in_loss
 from penstock.stage.reduction import reduction_of
 from penstock.stage.stage import Stage
@@ -133,6 +139,26 @@ class OneProcess:
         """With the costs of the last step, if there was one."""
         return self._arranged.forecast(settings, cost, self._made.last)
 
+    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+        """Of a step that is taken in this thread."""
+        self._arranged.check()
+        if self._replicas:
+            raise RunError(
+                "pipe.memory leaves no trace, and stages in DistributedDataParallel or fully_shard "
+                "would: weigh the pipe without them"
+            )
+        partition, placement = self._split.partition, self._split.placement
+        inside = (module for stage in partition.stages for module in stage.modules())
+        with (
+            self._turn(),
+            rehearsed(list(dict.fromkeys([*partition.names(), *inside])), batch) as given,
+        ):
+            fed = feed(partition, settings.chunks, given, self._device_of)
+            program, _ = self._arranged.run_of_step(settings, fed)
+            run = partial(self._run, Ready(settings, lesson, fed, None))
+            readings = weighed(run, self._split.places, placement)
+        return Memory(program, readings, held_by_ranks(partition.stages, placement))
+
     def _call(
         self,
         runtime: Runtime,
@@ -153,7 +179,16 @@ class OneProcess:
         where = list(self._split.places.values()), self._split.placement
         if len(self._split.places) == 1 or runtime == "inline":
             return Inline(Mailboxes(*where))  # of one rank, there is nothing to run beside
-        return Threads(self._crew_at_hand(), *where)
+        return Threads(self._crew_at_hand(), *where, self._turns())
+
+    def _turns(self) -> AbstractContextManager[object] | None:
+        """Stages in wrappers of data parallelism wait for other processes: they take none."""
+        return None if self._replicas else turns_for(self._modules)
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        found = self._split.partition.computing()
+        return list(dict.fromkeys(module for one in found for module in one.modules()))
 
     def _device_of(self, stage: int) -> torch.device:
         return self._split.place_of(stage).device

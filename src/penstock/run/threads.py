@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 
@@ -87,10 +88,17 @@ class Crew:
 
 
 class Threads:
-    """The runtime of one call, in a crew's threads."""
+    """The runtime of one call, in a crew's threads. They may have to take turns at forwards."""
 
-    def __init__(self, crew: Crew, places: Sequence[Place], placement: Sequence[int]) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        places: Sequence[Place],
+        placement: Sequence[int],
+        turn: AbstractContextManager[object] | None = None,
+    ) -> None:
         self._crew = crew
+        self._turn = turn or nullcontext()
         self._mailboxes = Mailboxes(places, placement)
 
     def end(self, rank: int) -> Transport:
@@ -99,6 +107,8 @@ class Threads:
 
     def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
         """All lanes at the same time; when one fails, the others stop."""
+        for worker in workers:
+            worker.turn = self._turn
         jobs = [
             partial(self._lane, worker, steps, context)
             for worker, steps in zip(workers, phase.lanes, strict=True)

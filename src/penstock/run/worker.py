@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from penstock.errors import Whereabouts
@@ -30,6 +31,17 @@ class Mark(NamedTuple):
     step: Step
     start: Moment
     end: Moment
+
+
+class Marks(list[Mark]):
+    """Those of a rank, in order. When nobody looks at them any more, its place forgets them."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def __del__(self) -> None:
+        self._place.forget(moment for _, *both in self for moment in both)
 
 
 def steps_of(program: Program, rank: int) -> tuple[Step, ...]:
@@ -69,11 +81,13 @@ class Worker:
     ) -> None:
         self.rank, self.place = rank, place
         self.tapes = tapes
-        self.marks: list[Mark] = []
+        self.marks = Marks(place)
+        self._last: Moment | None = None  # the end of the last step, if nothing came since
         self._transport, self._desk = transport, desk
         self._made: dict[Message, Parcel] = {}  # not sent yet, or for a stage of this rank
         self._asked: dict[Message, Callable[[], Parcel]] = {}
         self.retain = False
+        self.turn: AbstractContextManager[object] = nullcontext()  # to compute forward
 
     def do(self, step: Step) -> None:
         """Carry out one step."""
@@ -82,17 +96,22 @@ class Worker:
             self._asked[action.message] = self._transport.recv(action.message)
             return
         if isinstance(action, Send):
-            start = self.place.now()
+            start = self.place.now(self._last)
             self._transport.send(action.message, self._made.pop(action.message))
+            self._last = self.place.sent(start)
         else:
             taken = {m.src: self._taken(m) for m in step.takes}
-            start = self.place.now()
+            start = self.place.now(self._last)
             self._compute(action, taken, step.makes)
-        self.marks.append(Mark(step, start, self.place.now()))
+            self._last = self.place.now()
+        self.marks.append(Mark(step, start, self._last))
 
     def _taken(self, message: Message) -> Parcel:
         wait = self._asked.pop(message, None)
-        return self._made.pop(message) if wait is None else wait()
+        if wait is None:
+            return self._made.pop(message)
+        self._last = None
+        return wait()
 
     def _compute(
         self, action: Compute, taken: dict[int, Parcel], makes: tuple[Message, ...]
@@ -101,9 +120,11 @@ class Worker:
         tape = self.tapes[stage]
         try:
             if op is Op.F:
-                made = self._forward(tape, microbatch, taken)
+                with self.turn:
+                    made = self._forward(tape, microbatch, taken)
             elif op is Op.R:
-                tape.recompute(microbatch)
+                with self.turn:
+                    tape.recompute(microbatch)
                 return
             elif op is Op.W:
                 tape.backward_weights(microbatch)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from inspect import unwrap
+from threading import Lock
+from types import CodeType, FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,13 +28,54 @@ def compiled_parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """In place, as `torch.compile(module)`, by its forward alone, or by `torch.jit.script`."""
+    """By `torch.compile`, or by `torch.jit.script`."""
+    return isinstance(module, torch.jit.ScriptModule) or _by_dynamo(module)
+
+
+def _by_dynamo(module: nn.Module) -> bool:
+    """In place, as `torch.compile(module)`, or by its forward alone."""
     return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
+        module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
         or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def keep_out(name: str) -> None:
+    """Let the compiler pass over a module of ours, of whose functions it could make nothing.
+
+    They run wherever a layer that is compiled calls what is not, and it would try each of them.
+    """
+    if "torch._dynamo" in sys.modules:
+        _passed_over(name)
+
+
+@cache
+def _passed_over(name: str) -> None:
+    skip: Any = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    own = [found for found in vars(sys.modules[name]).values() if _is_from(found, name)]
+    inside = [found for kind in own if isinstance(kind, type) for found in vars(kind).values()]
+    for function in map(unwrap, filter(callable, (*own, *inside))):
+        if skip is not None and isinstance(function, FunctionType):
+            within = (one for one in function.__code__.co_consts if isinstance(one, CodeType))
+            for code in (function.__code__, *within):
+                skip(code)
+
+
+def _is_from(found: object, name: str) -> bool:
+    return getattr(found, "__module__", None) == name
+
+
+def turns_for(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
+    """What threads enter one at a time to compute forward, if any of the modules is compiled.
+
+    The compiler keeps what it made with the code that it made it of, and layers of one class have
+    their code in common. A thread that looks there while another does may miss what is there, and
+    compiles it again; after eight times the compiler gives the code up, and it runs as written.
+    """
+    if "torch._dynamo" not in sys.modules or not any(map(_by_dynamo, modules)):
+        return nullcontext()
+    return Lock()
 
 
 def never_compiled(method: Callable[P, R]) -> Callable[P, R]:

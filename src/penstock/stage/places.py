@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.stage.parcel import Parcel
+from penstock.stage.timing import Timers
 
 Moment = float | torch.cuda.Event
 
@@ -29,8 +30,17 @@ class Place(Protocol):
     def entered(self) -> Any:
         """Within, this thread computes there."""
 
-    def now(self) -> Moment:
-        """A moment in the order of what is computed there."""
+    def now(self, after: Moment | None = None) -> Moment:
+        """A moment in the order of what is computed there.
+
+        It may be the one that it comes `after`, if there is nothing in between.
+        """
+
+    def sent(self, start: Moment) -> Moment:
+        """When a message that was begun to be sent then was on its way."""
+
+    def forget(self, moments: Iterable[Moment]) -> None:
+        """Nobody asks for these any more."""
 
     def arrived(self, parcel: Parcel) -> Parcel:
         """What another rank sent, for what is computed here from now on."""
@@ -74,9 +84,16 @@ class Cpu:
         """Every thread is there."""
         return _NOTHING_TO_ENTER
 
-    def now(self) -> float:
+    def now(self, after: Moment | None = None) -> float:
         """The host's clock."""
         return time.perf_counter()
+
+    def sent(self, start: Moment) -> float:
+        """The host's clock."""
+        return time.perf_counter()
+
+    def forget(self, moments: Iterable[Moment]) -> None:
+        """They are numbers."""
 
     def arrived(self, parcel: Parcel) -> Parcel:
         """All ranks share the host's memory."""
@@ -87,6 +104,14 @@ class Cpu:
 
     def part(self, streams: Streams) -> None:
         """Everything on the host is in order as it is."""
+
+
+class _Timer(torch.cuda.Event):
+    """An event that is used again. Those of a captured step are its own as long as it is there."""
+
+    def __new__(cls) -> _Timer:
+        made: _Timer = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]
+        return made
 
 
 class Gpu:
@@ -102,6 +127,7 @@ class Gpu:
         self._name = name or str(device)
         make = stream or (lambda: torch.cuda.Stream(device))
         self.compute, self.copy = make(), make()
+        self._timers = Timers(_Timer)
 
     def __repr__(self) -> str:
         return self._name
@@ -118,12 +144,23 @@ class Gpu:
         with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
             yield
 
-    def now(self) -> torch.cuda.Event:
+    def now(self, after: Moment | None = None) -> torch.cuda.Event:
         """An event on the compute stream; of a step that is captured, one that each replay sets."""
-        captured = torch.cuda.is_current_stream_capturing()
-        event = torch.cuda.Event(enable_timing=True, external=captured)
+        if not torch.cuda.is_current_stream_capturing():
+            return self._timers.now(self.compute, after if isinstance(after, _Timer) else None)
+        if isinstance(after, torch.cuda.Event):
+            return after
+        event = torch.cuda.Event(enable_timing=True, external=True)
         event.record(self.compute)
         return event
+
+    def sent(self, start: Moment) -> Moment:
+        """The compute stream has no part in it."""
+        return start
+
+    def forget(self, moments: Iterable[Moment]) -> None:
+        """They are used again."""
+        self._timers.give_back(moments)
 
     def arrived(self, parcel: Parcel) -> Parcel:
         """It was copied on its way."""

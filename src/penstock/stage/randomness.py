@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from penstock.errors import RunError
 from penstock.stage.checkpointing import is_checkpointing
+from penstock.stage.compiled import keep_out
 
 _one_at_a_time = threading.Lock()
 
@@ -140,6 +141,7 @@ class OwnRandom(TorchDispatchMode):
 
     def __enter__(self) -> OwnRandom:
         """For this thread. PyTorch's own way also sets flags that all threads share."""
+        keep_out(__name__)
         _push_mode(self)
         return self
 

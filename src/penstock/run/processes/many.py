@@ -20,6 +20,7 @@ from penstock.ir import Program
 from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
 from penstock.run.call import Call, Draws
 from penstock.run.feed import Batch
+from penstock.run.memory import Memory
 from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
 from penstock.run.phase import Phase
 from penstock.run.processes.agreement import Facts, agree
@@ -126,6 +127,13 @@ class ManyProcesses:
     def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
         return self._arranged.forecast(settings, cost, self._last)
+
+    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+        """Refused."""
+        raise RunError(
+            "pipe.memory takes its step in one thread, and this pipe's ranks are processes: make "
+            "the same pipe in one process, or read torch.cuda.max_memory_allocated() on each rank"
+        )
 
     # ---- how a call begins and ends -------------------------------------------------------
 

@@ -1,0 +1,116 @@
+"""Compiled blocks and stages on a GPU, by inductor, under each runtime."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn.functional import mse_loss
+
+import penstock
+from penstock import Pipe
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+]
+
+RANKS, CHUNKS, SIZE = 2, 4, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.compiled = 0
+        self._inductor = lookup_backend("inductor")
+
+    def __call__(self, graph: Any, example: Any) -> Any:
+        self.compiled += 1
+        return self._inductor(graph, example)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def made(model: nn.Module, by: str, counting: Counting | None, **options: Any) -> Pipe:
+    fn: Any = None
+    if counting is not None and by == "stage":
+        fn = lambda module, index: torch.compile(module, backend=counting)  # noqa: E731
+    elif counting is not None:
+        for block in model.children():
+            block.compile(backend=counting)
+    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    return Pipe(
+        model, CHUNKS, options.pop("checkpoint"), stages=RANKS, devices=devices, loss_fn=mse_loss,
+        stage_fn=fn, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("by", ["block", "stage"])
+@pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
+def test_nothing_is_compiled_after_the_first_step(
+    runtime: str, by: str, checkpoint: str, schedule: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(2 * RANKS)))
+    options = {"checkpoint": checkpoint, "schedule": schedule}
+    plain = made(copy.deepcopy(model), by, None, runtime="inline", **options)
+    counting = Counting()
+    pipe = made(model, by, counting, runtime=runtime, **options)
+    found = []
+    for step in range(5):
+        torch.manual_seed(step)
+        x = torch.randn(CHUNKS * 32, SIZE, device="cuda:0")
+        before = counting.compiled
+        result = pipe.step(x, target=-x)
+        found.append(counting.compiled - before)
+        assert result.ran.runtime == runtime
+        wanted = plain.step(x, target=-x)
+        torch.testing.assert_close(result.loss, wanted.loss, rtol=1e-4, atol=1e-5)
+    assert found[0] > 0
+    assert found[1:] == [0] * 4
+    for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
+def test_nor_with_micro_batches_of_unequal_size(runtime: str) -> None:
+    model = nn.Sequential(*(Block() for _ in range(RANKS)))
+    counting = Counting()
+    pipe = made(model, "block", counting, runtime=runtime, checkpoint="never", schedule="1f1b")
+    found = []
+    for _ in range(4):
+        x = torch.randn(CHUNKS * 32 - 5, SIZE, device="cuda:0")
+        before = counting.compiled
+        pipe.step(x, target=-x)
+        found.append(counting.compiled - before)
+    assert found[1:] == [0, 0, 0]
+
+
+def test_dropout_in_compiled_blocks_is_fresh_in_each_replay() -> None:
+    """Inductor draws seeds of its own, on the device: from the generator of the cell."""
+    model = nn.Sequential(*(nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(RANKS)))
+    counting = Counting()
+    pipe = made(model, "block", counting, runtime="graph", checkpoint="always", schedule="1f1b")
+    x = torch.randn(CHUNKS * 32, SIZE, device="cuda:0")
+    losses = [pipe.step(x, target=-x).loss.item() for _ in range(5)]
+    assert len(set(losses)) == 5
