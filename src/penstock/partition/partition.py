@@ -58,6 +58,12 @@ class Partition:
         layers = (layer for stage in self.stages for layer in stage.layers)
         return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
 
+    def modules(self) -> list[nn.Module]:
+        """Those that compute, each once."""
+        roots = self.computing() if self.model is None else [self.model]
+        found = dict.fromkeys(module for root in roots for module in root.modules())
+        return list(found | dict.fromkeys(self.around))
+
     def names(self) -> dict[nn.Module, str]:
         """The modules that compute, with their names in the model."""
         roots = [(n, m) for s in self.stages for n, m in zip(s.names, s.layers, strict=True)]

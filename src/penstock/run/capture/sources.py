@@ -7,7 +7,7 @@ one cell get the seed that the cell would have in a step that is not captured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,11 +25,16 @@ class Asked:
 
     def __init__(self) -> None:
         self.times: Counter[Cell] = Counter()
+        self.moved_on = False  # was the caller's generator?
 
     @property
     def draws(self) -> Draws:
         """As ever."""
-        return Draws(source=self._source)
+        return Draws(used=self._used, source=self._source)
+
+    def _used(self) -> None:
+        self.moved_on = True
+        move_on()
 
     def _source(self, seed: int, stage: int, microbatch: int) -> int:
         self.times[stage, microbatch] += 1
@@ -42,6 +47,7 @@ class Registered:
     def __init__(self, recording: Recording, watch: Watch, device: torch.device) -> None:
         self._recording, self._watch = recording, watch
         self.generator = recording.generator(device)
+        watch.repeats(self.generator)
         self.drew = False
 
     def on(self, device: torch.device) -> torch.Generator:
@@ -65,14 +71,15 @@ class Sources:
         self,
         recording: Recording,
         watch: Watch,
-        asked: Mapping[Cell, int],
+        asked: Asked,
         device_of: Callable[[int], torch.device],
     ) -> None:
         self._stock = {
             cell: [Registered(recording, watch, device_of(cell[0])) for _ in range(times)]
-            for cell, times in asked.items()
+            for cell, times in asked.times.items()
         }
         self._used: list[tuple[Cell, Registered]] = []
+        self._moves_on = asked.moved_on
 
     @property
     def draws(self) -> Draws:
@@ -94,9 +101,9 @@ class Sources:
 
     def seed(self) -> None:
         """Before a replay: as in a step that is not captured."""
-        if not self._used:
-            return
-        seed = next_seed()
-        for (stage, microbatch), source in self._used:
-            source.generator.manual_seed(seed_of_cell(seed, stage, microbatch))
-        move_on()
+        if self._used:
+            seed = next_seed()
+            for (stage, microbatch), source in self._used:
+                source.generator.manual_seed(seed_of_cell(seed, stage, microbatch))
+        if self._moves_on:
+            move_on()

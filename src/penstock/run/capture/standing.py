@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.run.capture.watching import Uncapturable
@@ -20,6 +21,8 @@ class Inputs:
 
     tensors: tuple[Tensor, ...]
     places: tuple[int | None, ...]  # which of them each leaf is
+    memory: tuple[int, ...]  # for each tensor, the first that is just there in memory, too
+    overlap: bool  # do some have a part of their memory in common?
     rest: tuple[Any, ...]  # the leaves that are no tensors, and None
     spec: Any
 
@@ -46,42 +49,70 @@ def inputs_of(fed: Fed, scale: Tensor | None) -> Inputs:
             tensors.append(leaf)
         places.append(seen[id(leaf)])
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Inputs(tuple(tensors), tuple(places), rest, spec)
+    memory, overlap = _memory(tensors)
+    return Inputs(tuple(tensors), tuple(places), memory, overlap, rest, spec)
+
+
+def _memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:
+    """If the target is the input itself, say, a layer that changes the one has changed both."""
+    first: dict[Any, int] = {}
+    spans: list[tuple[int, int]] = []
+    memory: list[int] = []
+    for at, t in enumerate(tensors):
+        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided:
+            raise Uncapturable(
+                f"an input is a {type(t).__name__} with layout {t.layout}: give a plain tensor"
+            )
+        where, stride = t.data_ptr(), t.stride()
+        memory.append(first.setdefault((where, t.shape, stride, t.dtype), at))
+        if memory[-1] == at and t.numel():
+            steps = zip(t.shape, stride, strict=True)
+            last = sum([(size - 1) * step for size, step in steps])
+            spans.append((where, where + (last + 1) * t.element_size()))
+    spans.sort()
+    return tuple(memory), any(a[1] > b[0] for a, b in pairwise(spans))
 
 
 class Standing:
     """The tensors of one recording."""
 
     def __init__(self, inputs: Inputs) -> None:
-        odd = [t for t in inputs.tensors if type(t) is not Tensor or t.layout is not torch.strided]
-        if odd:
-            raise Uncapturable(f"an input is a {type(odd[0]).__name__} with layout {odd[0].layout}")
-        self._tensors = [
-            torch.empty_like(tensor, requires_grad=tensor.requires_grad)
-            for tensor in inputs.tensors
-        ]
-        self._given = inputs
+        self._tensors: list[Tensor] = []
+        for at, (tensor, first) in enumerate(zip(inputs.tensors, inputs.memory, strict=True)):
+            if first == at:
+                made = torch.empty_like(tensor, requires_grad=False)
+            else:  # changes are counted for each by itself
+                made = self._tensors[first].data
+            self._tensors.append(made.requires_grad_(tensor.requires_grad))
+        self._overlap = inputs.overlap
+        self._places = [tensor.detach() for tensor in self._tensors]
         self._versions: list[int] = []
 
-    def fed(self, fed: Fed) -> tuple[Fed, Tensor | None]:
+    def fed(self, fed: Fed, inputs: Inputs) -> tuple[Fed, Tensor | None]:
         """What was fed, and the scale, with these in the places of the caller's."""
-        given, classes, scale = self._given.with_tensors(self._tensors)
+        given, classes, scale = inputs.with_tensors(self._tensors)
         counting = fed.counting
         if counting is not None:
             counting = replace(counting, classes=classes)
         self._versions = [tensor._version for tensor in self._tensors]
-        return replace(fed, given=given, counting=counting), scale
+        static = replace(fed, given=given, counting=counting, shares=(), labels=())
+        return static, scale
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """From what the caller gives."""
         if tensors:
-            torch._foreach_copy_(self._tensors, list(tensors), non_blocking=True)
+            torch._foreach_copy_(self._places, list(tensors), non_blocking=True)
 
     def close(self) -> None:
         """The capture has ended: remember which of them the layers change in place."""
         before = zip(self._tensors, self._versions, strict=True)
         self._changed = [at for at, (t, version) in enumerate(before) if t._version != version]
+        if self._changed and self._overlap:
+            raise Uncapturable(
+                "a layer changes an input in place, and several inputs lie in the same memory: "
+                "clone them before the step"
+            )
         self._learning = [at for at, t in enumerate(self._tensors) if t.grad is not None]
 
     def pass_on(self, tensors: Sequence[Tensor]) -> None:

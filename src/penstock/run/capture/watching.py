@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,11 +29,17 @@ from penstock.stage.randomness import draws_nothing
 
 _ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _SMALL = 64  # so many numbers may come from the host, each as a part of the recording
+_REFUSED = () if (_of_device := getattr(torch, "AcceleratorError", None)) is None else (_of_device,)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
 class Uncapturable(RunError):
-    """A step that a replay would not repeat."""
+    """A step that a replay would not repeat.
+
+    If it is `passing`, something went wrong that need not do so again: its cause says what.
+    """
+
+    passing = False
 
 
 class Watch(TorchDispatchMode):
@@ -40,7 +49,12 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._kinds = kinds  # of the devices that are captured
         self._constant = WeakIdKeyDictionary()  # tensors of the host, made of nothing but code
+        self._generators: dict[int, torch.Generator] = {}  # dispatch makes other objects
         self._lending = False
+
+    def repeats(self, generator: torch.Generator) -> None:
+        """A replay draws new numbers from this one."""
+        self._generators[generator._cdata] = generator
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -82,7 +96,13 @@ class Watch(TorchDispatchMode):
     def _check_draws(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.Tag.nondeterministic_seeded not in func.tags or self._lending:
             return
-        if kwargs.get("generator") is None and not draws_nothing(func, args, kwargs):
+        own = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)]
+        if own and own[0]._cdata not in self._generators:
+            raise Uncapturable(
+                "it draws random numbers from a generator of its own: draw without one, and the "
+                "pipe gives the layer its own"
+            )
+        if not own and not draws_nothing(func, args, kwargs):
             raise Uncapturable("it draws random numbers, which it had not done before")
 
     def _check_host(self, func: Any, host: list[Tensor], there: bool, kwargs: Any) -> None:
@@ -139,16 +159,24 @@ def _name(func: Any) -> str:
 # ---- which layer ---------------------------------------------------------------------------
 
 
+def captured_around() -> bool:
+    """Is this thread in the middle of a capture?"""
+    return any(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
+
+
 @contextmanager
-def naming(names: Mapping[nn.Module, str]) -> Iterator[None]:
+def naming(names: Callable[[], Mapping[nn.Module, str]]) -> Iterator[None]:
     """Within, what goes wrong is an `Uncapturable` that names the layer and its line."""
     try:
         yield
     except Exception as error:
-        where = _where(error.__traceback__, names)
+        where = _where(error.__traceback__, names())
         what = str(error).partition("\n")[0]
-        kind = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
-        raise Uncapturable(f"{where}{kind}{what}") from error
+        if isinstance(error, Uncapturable):
+            raise Uncapturable(f"{where}{what}") from error
+        found = Uncapturable(f"{where}{type(error).__name__}: {what}")
+        found.passing = not isinstance(error, _REFUSED) and "captur" not in what
+        raise found from error
 
 
 def _where(found: TracebackType | None, names: Mapping[nn.Module, str]) -> str:
