@@ -207,6 +207,7 @@ class Pipe(nn.Module):
             )
         check_loss(loss_fn)
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler, optimizer)
+        lesson.check()
         targets = () if target is None else (target,)
         if targets and lesson.loss_fn is None and self._split.partition.takes("target"):
             side, targets = {**side, "target": target}, ()  # the model's own input of that name

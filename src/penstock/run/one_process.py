@@ -20,7 +20,7 @@ from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, m
 from penstock.run.call import AS_EVER, Call, Draws, Runtime
 from penstock.run.capture.captures import Captures
 from penstock.run.capture.choosing import chosen, fallen_back
-from penstock.run.capture.watching import Uncapturable
+from penstock.run.capture.watching import Uncapturable, captured_around
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
 from penstock.run.passage import Passage
@@ -56,7 +56,9 @@ class OneProcess:
         program, *phases = self._programs.on(fed.graph).halves(size)
         stages = behind_call(self._split.partition.stages)
         ran = chosen(settings.runtime, list(self._split.places.values()), self._replicas)
-        call = self._call(self._runtime(ran.runtime), program, stages, torch.is_grad_enabled())
+        runtime, tracked = self._runtime(ran.runtime), torch.is_grad_enabled()
+        draws = AS_EVER._replace(watched=not captured_around())
+        call = self._call(runtime, program, stages, tracked, draws=draws)
         passage = Passage(call, (phases[0], phases[1]), fed.given)
         with self._replicas.held():
             tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]

@@ -115,8 +115,5 @@ def twins(model: nn.Module, runtime: str = "graph", **options: Any) -> Twins:
         "loss_fn": nn.functional.mse_loss,
     } | options
     given.setdefault("devices", ["cpu"] * given["stages"])
-    pipes = [
-        Pipe(copy.deepcopy(model), runtime=how, **given)
-        for how in (runtime, "inline")
-    ]
+    pipes = [Pipe(copy.deepcopy(model), runtime=how, **given) for how in (runtime, "inline")]
     return Twins(*pipes)

@@ -198,9 +198,11 @@ class Captures:
         sources = Sources(recording, watch, seen.asked, lambda s: places[placement[s]].device)
         standing = Standing(inputs)
         lending = Lending(places, placement)
+        standing.fill(inputs.tensors)  # numbers that are possible, for whoever tries a kernel out
         fed, scale = standing.fed(ready.fed, inputs)
         static = Ready(ready.settings, ready.lesson, fed, scale)
-        modules, others = subject.modules, {p: p.grad for p in subject.parameters}
+        modules = subject.modules
+        others = {p: p.grad for p in set(subject.parameters) - set(seen.learning)}
         attributes, tensors = attributes_of(modules), bound(modules)
 
         def body() -> StepResult:
@@ -213,8 +215,8 @@ class Captures:
         try:
             with self._homes.moved_in(seen.learning, subject.named) as taken:
                 result = recording.capture(body)
-                for parameter in set(subject.parameters) - set(seen.learning):
-                    if parameter.grad is not others[parameter]:
+                for parameter, gradient in others.items():
+                    if parameter.grad is not gradient:
                         raise Uncapturable(
                             f"{subject.named(parameter)} gets a gradient, and got none before"
                         )

@@ -17,10 +17,10 @@ from penstock.stage.places import Gpu, Place
 
 def chosen(asked: str, places: Sequence[Place], replicas: Replicas) -> Ran:
     """Before the step."""
-    if asked in ("threads", "inline"):
-        return Ran(asked)
     if captured_around():
         return Ran("inline", "it is part of a step that is captured")
+    if asked in ("threads", "inline"):
+        return Ran(asked)
     if asked == "auto" and (sys.gettrace() is not None or torch.is_anomaly_enabled()):
         return Ran("inline", "a debugger follows it, or autograd looks for anomalies")
     against = _against(places, replicas)

@@ -52,10 +52,10 @@ class Homes:
 
         Gives those that the capture adds to, once it has ended.
         """
-        before = {p: p.grad for p in learning}
+        homes = {p: self._home(p) for p in learning}
+        before = {p: p.grad for p in homes}
         touched: Taken = {}
         try:
-            homes = {p: self._home(p) for p in before}
             for parameter, home in homes.items():
                 parameter.grad = home.tensor
             versions = {p: home.tensor._version for p, home in homes.items()}
@@ -73,14 +73,19 @@ class Homes:
                 parameter.grad = gradient
 
     def _home(self, parameter: nn.Parameter) -> Home:
-        """Where its gradient is already, if nothing else is there."""
-        found, own = self._of.get(parameter), parameter.grad
-        if found is not None and _fits(found.tensor, parameter):
-            return found
-        if own is None or not _fits(own, parameter) or _of_a_larger_one(own):
-            own = torch.zeros_like(parameter)
-        self._of[parameter] = Home(own)
-        return self._of[parameter]
+        """Where its gradient is already, if nobody else knows that one."""
+        found = self._of.get(parameter)
+        if found is None or not _fits(found.tensor, parameter):
+            found = _adopted(parameter) or Home(torch.zeros_like(parameter))
+            self._of[parameter] = found
+        return found
+
+
+def _adopted(parameter: nn.Parameter) -> Home | None:
+    if parameter.grad is None or not _fits(parameter.grad, parameter):
+        return None
+    home = Home(parameter.grad)
+    return home if home.holders <= _ALONE and not _of_a_larger_one(home.tensor) else None
 
 
 def _fits(tensor: Tensor, parameter: nn.Parameter) -> bool:

@@ -120,7 +120,6 @@ class Standing:
         with torch.no_grad():
             for at in self._changed:
                 tensors[at].detach().copy_(self._tensors[at])
-                torch.autograd.graph.increment_version(tensors[at])
         if self._learning:
             gradients = [self._tensors[at].grad for at in self._learning]
             torch.autograd.backward(

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class Telling:
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
             defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
             return value.__code__, self(cells, deep), self(defaults, deep)
-        if isinstance(value, nn.Module | BuiltinFunctionType) or not hasattr(value, "__dict__"):
+        ours = type(value).__module__.partition(".")[0] in ("penstock", "torch")
+        if ours or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
             return Which(value)
         which = type(value) if is_dataclass(value) else Which(value)
         return which, self(vars(value), deep)

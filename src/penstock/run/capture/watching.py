@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         there = [tensor for tensor in given if tensor.device.type in self._kinds]
-        if there and any(tag in func.tags for tag in _ASKS):
+        if there and _waits(func, args, kwargs):
             raise Uncapturable(f"it waits for what the device has computed ({_name(func)})")
         host = [tensor for tensor in given if tensor.device.type not in self._kinds]
         self._check_draws(func, args, kwargs)
@@ -150,6 +150,20 @@ def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: An
         for place, number in zip(made.view(-1), constant.reshape(-1).tolist(), strict=True):
             place.fill_(number)
     return made
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Does the host have to know numbers before it can go on? Some operations ask only if told to."""
+    if not any(tag in func.tags for tag in _ASKS):
+        return False
+    if func is torch.ops.aten.index.Tensor:
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if func is torch.ops.aten.one_hot.default:
+        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0
+    return True
 
 
 def _name(func: Any) -> str:
