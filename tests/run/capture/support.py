@@ -87,11 +87,20 @@ class Twins:
         for pipe in self.both:
             do(pipe)
 
-    def step(self, *inputs: Any, seed: int = 0, ran: str = "graph", **named: Any) -> StepResult:
+    def step(
+        self,
+        *inputs: Any,
+        seed: int = 0,
+        ran: str = "graph",
+        before: Callable[[], object] = lambda: None,
+        **named: Any,
+    ) -> StepResult:
         """Both take it, and come to the same."""
+        before()
         torch.manual_seed(seed)
         found = self.graph.step(*pytree.tree_map_only(Tensor, _copy, inputs), **named)
         state = torch.get_rng_state()
+        before()
         torch.manual_seed(seed)
         expected = self.inline.step(*pytree.tree_map_only(Tensor, _copy, inputs), **named)
         assert torch.equal(state, torch.get_rng_state())

@@ -44,7 +44,7 @@ from penstock.stage.places import Place
 KEPT = 8  # recordings; the one that was not used for longest is dropped
 NOTED = 64  # kinds of steps that were seen once, or could not be captured
 IN_A_ROW = 16  # steps, each of another kind: then something changes that should not
-TRIES = 2  # what went wrong in so many captures is not tried again
+TRIES = 2  # what stood against it so often is not tried again
 
 Run = Callable[[Ready, Runtime, Draws, bool], StepResult]
 Record = Callable[[Sequence[torch.device], Pools], Recording]
@@ -120,7 +120,7 @@ class Captures:
         key = likeness_of(ready, inputs, subject.modules, subject.parameters, self._kinds)
         captured = notes.captured.get(key)
         if captured is None:
-            for refused in (key, key.without_attributes()):
+            for refused in (key, key.whatever_layers_have()):
                 if refused in notes.refused:
                     raise Uncapturable(notes.refused[refused])
             if key not in notes.seen:
@@ -147,7 +147,7 @@ class Captures:
             check_dense(subject.parameters, subject.named)
             self._rebound.notice(tensors, modules, subject.called)
         except Uncapturable as reason:
-            _note(self._notes.refused, key.without_attributes(), str(reason))
+            self._failed(key.whatever_layers_have(), reason)
         else:
             moved = key._replace(places=places_of(ready, modules))
             _note(self._notes.seen, moved, Seen(asked, learned.found()))
@@ -160,7 +160,7 @@ class Captures:
             warnings.warn(
                 f"{IN_A_ROW} steps in a row were each of another kind, and so none was replayed: "
                 f"the last two differ in {key.difference(last)}",
-                stacklevel=8,
+                stacklevel=9,
             )
 
     # ---- the second -----------------------------------------------------------------------
@@ -179,10 +179,7 @@ class Captures:
             before.put_back()
             host.put_back()
             if isinstance(reason, Uncapturable):
-                times = notes.failed.get(key, 0) + 1
-                _note(notes.failed, key, times)
-                if not reason.passing or times >= TRIES:
-                    _note(notes.refused, key, str(reason))
+                self._failed(key, reason, TRIES if reason.passing else 1)
             raise
         finally:
             torch.clear_autocast_cache()  # what was cast in the recording is of no use outside
@@ -229,6 +226,13 @@ class Captures:
         standing.close()
         assert isinstance(result.measured, Measured)
         return Captured(recording, standing, taken, sources, result, result.measured, static)
+
+    def _failed(self, key: Likeness, reason: Uncapturable, tries: int = TRIES) -> None:
+        """Remember it, if it was so before: some layers make in their first step what they keep."""
+        times = self._notes.failed.get(key, 0) + 1
+        _note(self._notes.failed, key, times)
+        if times >= tries:
+            _note(self._notes.refused, key, str(reason))
 
     def clear(self) -> None:
         """Drop all recordings, and their memory."""

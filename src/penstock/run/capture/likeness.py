@@ -26,6 +26,7 @@ _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backwa
 _IN_WORDS = (
     "what is asked (the loss function, the optimizer's numbers, settings of the pipe)",
     "the inputs (shapes, kinds, what is no tensor)",
+    "which layers are in training",
     "the places of tensors of the layers",
     "attributes of the layers",
 )
@@ -38,12 +39,13 @@ class Likeness(NamedTuple):
 
     asked: Hashable
     inputs: Hashable
+    modes: Hashable  # which layers are in training
     places: Hashable  # of parameters, buffers, and other tensors of layers; and hooks
     attributes: Hashable  # of layers, that are no tensors
 
-    def without_attributes(self) -> Likeness:
-        """That of all steps that differ in nothing else."""
-        return self._replace(attributes=None)
+    def whatever_layers_have(self) -> Likeness:
+        """That of all steps that differ in nothing but what layers may change themselves."""
+        return self._replace(places=None, attributes=None)
 
     def difference(self, other: Likeness) -> str:
         """What is not the same, for people."""
@@ -70,13 +72,13 @@ def likeness_of(
         (settings.chunks, settings.checkpoint, settings.training, settings.reduction),
         (tell(lesson.loss_fn), lesson.outputs, lesson.scaler is None),
         _of_optimizer(lesson.optimizer, parameters, tell),
-        (fed.rows, fed.chunks, fed.graph, fed.target, fed.divided),
         (context, torch.get_default_dtype(), *(tuple(vars(torch_module)[g]) for g in _GLOBAL)),
     )
     attributes = _attributes(_with_loss(ready, modules), tell)
     return Likeness(
         asked,
-        _of_inputs(inputs, tell),
+        (fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)),
+        tuple([module.training for module in modules]),
         places_of(ready, modules),
         tuple([tuple(own.items()) for own in attributes.values()]),
     )
@@ -92,7 +94,7 @@ def places_of(ready: Ready, modules: Sequence[nn.Module]) -> Hashable:
     return tuple(_places(_with_loss(ready, modules), Telling()))
 
 
-def _of_inputs(inputs: Inputs, tell: Telling) -> Hashable:
+def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:
     kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs.tensors]
     return tuple(kinds), inputs.places, inputs.memory, tell(inputs.rest), str(inputs.spec)
 

@@ -153,7 +153,7 @@ def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: An
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Does the host have to know numbers before it can go on? Some operations ask only if told to."""
+    """Does the host have to know numbers before it can go on?"""
     if not any(tag in func.tags for tag in _ASKS):
         return False
     if func is torch.ops.aten.index.Tensor:
