@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from penstock import Pipe
 from penstock.run.capture import captures, choosing
+from penstock.run.one_process import OneProcess
 from penstock.run.training import StepResult
 from tests.run.capture.emulated import EmulatedRecording
 
@@ -39,15 +43,13 @@ def stack(*between: nn.Module) -> nn.Sequential:
 
 
 def captures_of(pipe: Pipe) -> captures.Captures:
-    found = pipe._runs._made.captures  # type: ignore[union-attr]
-    assert found is not None
-    return found
+    assert isinstance(pipe._runs, OneProcess)
+    return pipe._runs._captures
 
 
 def recordings(pipe: Pipe) -> list[int]:
     """How often each recording was replayed."""
-    made = pipe._runs._made.captures  # type: ignore[union-attr]
-    return [] if made is None else [c.replays for c in made._notes.captured.values()]
+    return [one.replays for one in captures_of(pipe)._notes.captured.values()]
 
 
 def same_value(found: Any, expected: Any) -> None:
@@ -126,3 +128,17 @@ def twins(model: nn.Module, runtime: str = "graph", **options: Any) -> Twins:
     given.setdefault("devices", ["cpu"] * given["stages"])
     pipes = [Pipe(copy.deepcopy(model), runtime=how, **given) for how in (runtime, "inline")]
     return Twins(*pipes)
+
+
+def steps(pair: Twins, runtimes: str, text: str, **named: Any) -> None:
+    """One after the other, g in a graph and t in threads; warned of once."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number, runtime in enumerate(runtimes):
+            x, y = batch(number)
+            ran = "graph" if runtime == "g" else "threads"
+            random.seed(number)
+            state = random.getstate()
+            pair.step(x, target=y, seed=number, ran=ran, before=lambda: random.setstate(state))  # noqa: B023
+    assert [bool(re.search(text, str(one.message))) for one in found] == [True], found
+    assert found[0].filename == __file__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +24,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
 
 
-def trained(pair: Twins, optimizers: list[torch.optim.Optimizer], first: int, count: int) -> None:
+def trained(
+    pair: Twins, optimizers: Sequence[torch.optim.Optimizer], first: int, count: int
+) -> None:
     for number in range(first, first + count):
         x, y = batch(number)
         torch.manual_seed(number)
@@ -78,8 +80,8 @@ def test_a_learning_rate_that_changes() -> None:
     assert recordings(pair.graph) == [4]
     plain = [torch.optim.SGD(pipe.parameters(), 0.1) for pipe in pair.both]
     for number in range(6):
-        for optimizer in plain:
-            optimizer.param_groups[0]["lr"] = 0.1 if number < 3 else 0.01
+        for sgd in plain:
+            sgd.param_groups[0]["lr"] = 0.1 if number < 3 else 0.01
         trained(pair, plain, number, 1)
     assert sum(recordings(pair.graph)) == 4 + 4
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
+import copy
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,23 +15,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from penstock import PenstockError
 from penstock.run.capture.watching import Uncapturable, captured_around
-from tests.run.capture.support import Twins, batch, emulate, recordings, same_state, stack, twins
+from tests.run.capture.support import (
+    batch,
+    emulate,
+    recordings,
+    same_state,
+    same_value,
+    stack,
+    steps,
+    twins,
+)
 
 FILE = "test_refusals.py"
-
-
-def steps(pair: Twins, runtimes: str, text: str, **named: Any) -> None:
-    """One after the other, g in a graph and t in threads; warned of once."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for number, runtime in enumerate(runtimes):
-            x, y = batch(number)
-            ran = "graph" if runtime == "g" else "threads"
-            random.seed(number)
-            state = random.getstate()
-            pair.step(x, target=y, seed=number, ran=ran, before=lambda: random.setstate(state))  # noqa: B023
-    assert [bool(re.search(text, str(one.message))) for one in found] == [True], found
-    assert found[0].filename == __file__.replace(FILE, "support.py")
 
 
 @pytest.fixture(autouse=True)
@@ -121,13 +115,13 @@ def test_an_error_if_it_is_insisted_on(name: str) -> None:
     x, y = batch(0)
     pair.step(x, target=y)
     gradients = [p.grad for p in pair.graph.parameters()]
-    before, state = [t.clone() for t in gradients if t is not None], torch.get_rng_state()
+    before, state = copy.deepcopy(gradients), torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(Uncapturable, match=f"{text}.*runtime='auto' takes threads"):
             pair.graph.step(x, target=y)
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is g for p, g in zip(pair.graph.parameters(), gradients, strict=True))
-    assert all(map(torch.equal, before, gradients))
+    same_value(before, gradients)
     same_state(*pair.both)
     pair.graph.runtime = "threads"
     pair.step(x, target=y, ran="threads")
@@ -180,6 +174,7 @@ def test_it_is_not_tried_for_ever() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupted(error: type[BaseException]) -> None:
     class Interrupted(nn.Module):
+        seen: Tensor
         times = 0
 
         def __init__(self) -> None:
@@ -206,137 +201,6 @@ def test_interrupted(error: type[BaseException]) -> None:
     assert recordings(pair.graph) == [3]
 
 
-class Counts(nn.Module):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where, self.calls = where, 0
-        self.table, self.log = {"calls": 0}, [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "attribute":
-            self.calls += 1
-        elif self.where == "dict":
-            self.table["calls"] += 1
-        elif self.where == "list":
-            self.log.append(self.log[-1] + 1)
-        elif self.where == "random":
-            x = x * random.random()
-        return x * (self.calls + self.table["calls"] + self.log[-1] + 1)
-
-
-@pytest.mark.parametrize("where", ["attribute", "dict", "list", "random"])
-def test_numbers_in_python(where: str) -> None:
-    pair = twins(stack(Counts(where)), "auto", chunks=1)
-    names = {"attribute": "'calls'", "dict": "'table'", "list": "'log'"}
-    what = f"layer 1 .Counts.: it changes its attribute {names.get(where)}"
-    steps(pair, "ggtt", "draws from random" if where == "random" else what)
-
-
-def test_a_number_that_a_layer_counts_only_at_times_is_counted_once() -> None:
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.on, self.calls = False, 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            if captured_around():
-                self.calls += 1
-            return x
-
-    pair = twins(stack(Sometimes()), "auto", chunks=1)
-    x, y = batch(0)
-    pair.step(x, target=y)
-    with pytest.warns(match=r"layer 1 \(Sometimes\): it changes its attribute 'calls'"):
-        pair.step(x, target=y, ran="threads")
-    assert pair.graph[1].calls == 0
-
-
-class Grows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(0, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = torch.cat([self.seen, x.detach().mean()[None]])
-        return x
-
-
-class KeepsGraph(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x * 2
-        return self.last
-
-
-class Unregistered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = [torch.ones(8, dtype=torch.float64, requires_grad=True)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.hidden[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (Grows, r"layer 1 \(Grows\): its 'seen' is another tensor .*keep its shape"),
-        (KeepsGraph, r"layer 1 \(KeepsGraph\): it keeps a tensor with its history as its 'last'"),
-        (Unregistered, "a layer learns by a tensor of shape .8,. that is no parameter"),
-    ],
-)
-def test_tensors_that_no_replay_would_make(make: Callable[[], nn.Module], text: str) -> None:
-    pair = twins(stack(make()), "auto")
-    steps(pair, "gttt" if make is Unregistered else "ggtt", text)
-    if make is Unregistered:
-        assert torch.equal(pair.graph[1].hidden[0].grad, pair.inline[1].hidden[0].grad)
-
-
-@pytest.mark.parametrize("zero", [False, True])
-def test_sparse_gradients(zero: bool) -> None:
-    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), *stack()).double()
-    pair = twins(model, "auto")
-    text = "the gradient of 0.weight is a Tensor with layout torch.sparse"
-    for number in range(4):
-        if zero:
-            pair.each(nn.Module.zero_grad)
-        ids = torch.randint(10, (11,), generator=torch.Generator().manual_seed(number))
-        known = number != (2 if zero else 1)
-        with nullcontext() if known else pytest.warns(match=text):
-            pair.graph.step(ids, target=batch(number)[1])
-        pair.inline.step(ids, target=batch(number)[1])
-        mine, other = (pipe[0].weight.grad for pipe in pair.both)
-        assert mine.is_sparse
-        assert torch.equal(mine.to_dense(), other.to_dense())
-
-
-def test_a_hook_that_takes_the_gradient_away() -> None:
-    """As one does that lets an optimizer step while the backward goes on."""
-    pair = twins(stack(), "auto")
-
-    def take(p: Tensor) -> None:
-        with torch.no_grad():
-            p.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
-        p.grad = None
-
-    for pipe in pair.both:
-        pipe[3].weight.register_post_accumulate_grad_hook(take)
-    for number in range(4):
-        x, y = batch(number)
-        pair.step(x, target=y)
-
-
-def test_a_hook_that_takes_it_away_only_at_times() -> None:
-    pair = twins(stack(), "auto")
-
-    def take(p: Tensor) -> None:
-        if captured_around():
-            p.grad = None
-
-    for pipe in pair.both:
-        pipe[3].weight.register_post_accumulate_grad_hook(take)
-    steps(pair, "gttt", "the gradient of 3.weight is not added to the one before: a hook takes")
-
-
 def test_modes_that_no_replay_knows() -> None:
     pair = twins(stack(), "auto")
     x, y = batch(0)
@@ -360,24 +224,3 @@ def test_steps_that_are_all_of_another_kind() -> None:
     (one,) = found
     assert re.search("16 steps in a row .* the last two differ in the inputs", str(one.message))
     assert one.filename == __file__.replace(FILE, "support.py")
-
-
-def test_what_layers_make_in_their_first_step() -> None:
-    """A table for the longest input so far, say: later steps are captured."""
-
-    class Lazy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.longest, self.table = 0, torch.ones(1, dtype=torch.float64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if len(x) > self.longest:
-                self.longest = len(x)
-                self.table = torch.arange(len(x), dtype=x.dtype)
-            return x + self.table[: len(x), None]
-
-    pair = twins(stack(Lazy()))
-    for number in range(5):
-        x, y = batch(number)
-        pair.step(x, target=y)
-    assert recordings(pair.graph) == [3]

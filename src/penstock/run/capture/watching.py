@@ -54,7 +54,7 @@ class Watch(TorchDispatchMode):
 
     def repeats(self, generator: torch.Generator) -> None:
         """A replay draws new numbers from this one."""
-        self._generators[generator._cdata] = generator
+        self._generators[_address(generator)] = generator
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -79,6 +79,8 @@ class Watch(TorchDispatchMode):
         if there and _waits(func, args, kwargs):
             raise Uncapturable(f"it waits for what the device has computed ({_name(func)})")
         host = [tensor for tensor in given if tensor.device.type not in self._kinds]
+        if func is torch.ops.aten.lift_fresh.default and host and _is_fresh(host[0]):
+            self._constant[host[0]] = True
         self._check_draws(func, args, kwargs)
         self._check_host(func, host, bool(there), kwargs)
         if func is torch.ops.aten._to_copy.default and host and self._goes_there(kwargs):
@@ -97,7 +99,7 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or self._lending:
             return
         own = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)]
-        if own and own[0]._cdata not in self._generators:
+        if own and _address(own[0]) not in self._generators:
             raise Uncapturable(
                 "it draws random numbers from a generator of its own: draw without one, and the "
                 "pipe gives the layer its own"
@@ -128,10 +130,19 @@ class Constants(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.new_tensor:
+            like, *args_of_it = args
+            func, args = torch.tensor, tuple(args_of_it)
+            kwargs = {"device": like.device, "dtype": like.dtype} | kwargs
         device = kwargs.get("device")
-        if func not in _MAKERS or device is None or torch.device(device).type not in self._kinds:
+        if func not in _MAKERS or (args and isinstance(args[0], Tensor)):
             return func(*args, **kwargs)
-        if args and isinstance(args[0], Tensor):
+        if args and type(args[0]).__module__ == "numpy":
+            raise Uncapturable(
+                "it makes a tensor of a numpy array in every step: keep it on the device, in a "
+                "buffer"
+            )
+        if device is None or torch.device(device).type not in self._kinds:
             return func(*args, **kwargs)
         del kwargs["device"]
         wants = kwargs.pop("requires_grad", False)
@@ -162,8 +173,17 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if func is torch.ops.aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     if func is torch.ops.aten.one_hot.default:
-        return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
     return True
+
+
+def _is_fresh(tensor: Tensor) -> bool:
+    """Has torch.tensor made it of numbers? Else its memory is numpy's."""
+    return bool(tensor.untyped_storage().resizable())
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def _name(func: Any) -> str:
