@@ -209,3 +209,17 @@ def test_tied_over_ranks() -> None:
     pair.each(nn.Module.zero_grad)
     some_steps(pair, 3, 2)
     assert recordings(pair.graph) == [4]
+
+
+def test_other_runtimes_and_the_other_door_in_between() -> None:
+    pair = twins(stack(nn.BatchNorm1d(8)))
+    for number, runtime in enumerate(["graph", "graph", "threads", "graph", "inline", "graph"]):
+        pair.graph.runtime = runtime
+        x, y = batch(number)
+        pair.step(x, target=y, ran=runtime)
+        for pipe in pair.both:
+            (pipe(x) - y).square().mean().backward()
+        same_state(*pair.both)
+        if number == 3:
+            pair.each(nn.Module.zero_grad)
+    assert recordings(pair.graph) == [3]

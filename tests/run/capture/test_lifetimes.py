@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import RunError
 from penstock.run.capture import captures
 from penstock.run.capture.lending import Lending, Loan
 from penstock.run.capture.recording import Pools
@@ -186,3 +187,16 @@ def test_other_recordings_go_before_a_new_one_is_made(monkeypatch: pytest.Monkey
         del x, y
     assert len(living) == 4
     assert most == 2
+
+
+def test_the_timeline_of_a_replay_is_there_until_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    pair = twins(stack())
+    results = []
+    for number in range(4):
+        x, y = batch(number)
+        results.append(pair.step(x, target=y))
+        assert results[-1].timeline.makespan > 0
+        assert pair.graph.forecast().makespan > 0
+    with pytest.raises(RunError, match=r"until the next step is taken: read result.timeline"):
+        _ = results[2].timeline

@@ -60,7 +60,9 @@ class Subject(NamedTuple):
     @staticmethod
     def of(partition: Partition) -> Subject:
         """Of a pipe's partition."""
-        return Subject(partition, partition.modules(), partition.parameters())
+        modules = partition.modules()
+        found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        return Subject(partition, modules, list(found.values()))
 
     def called(self, module: nn.Module) -> str:
         """For people."""

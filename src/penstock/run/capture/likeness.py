@@ -21,6 +21,7 @@ from penstock.stage.context import Context
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
+_SIMPLE = frozenset((bool, int, str, type(None)))
 _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 
 _IN_WORDS = (
@@ -74,13 +75,12 @@ def likeness_of(
         _of_optimizer(lesson.optimizer, parameters, tell),
         (context, torch.get_default_dtype(), *(tuple(vars(torch_module)[g]) for g in _GLOBAL)),
     )
-    attributes = _attributes(_with_loss(ready, modules), tell)
     return Likeness(
         asked,
         (fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)),
         tuple([module.training for module in modules]),
         places_of(ready, modules),
-        tuple([tuple(own.items()) for own in attributes.values()]),
+        tuple([tuple(_told(module, tell)) for module in _with_loss(ready, modules)]),
     )
 
 
@@ -106,10 +106,12 @@ def _places(modules: Sequence[nn.Module], tell: Telling) -> Iterator[Hashable]:
             for value in table.values():
                 if value is not None:
                     yield place_of(value)
-                    yield _hooks_on(value, tell)
+                    if value._backward_hooks or value._post_accumulate_grad_hooks:
+                        yield _hooks_on(value, tell)
         for name, value in own.items():
-            if isinstance(value, Tensor):
-                yield place_of(value)
+            if name not in _OF_TORCH:
+                if isinstance(value, Tensor):
+                    yield place_of(value)
             elif value and name in _HOOKS:
                 yield tuple([(key, tell(hook)) for key, hook in value.items()])
 
@@ -124,18 +126,16 @@ def _hooks_on(tensor: Tensor, tell: Telling) -> Hashable:
 
 def attributes_of(modules: Sequence[nn.Module]) -> Attributes:
     """What layers have that is no tensor, and that Python could go by."""
-    return _attributes(modules, Telling())
+    tell = Telling()
+    return {module: dict(_told(module, tell)) for module in modules}
 
 
-def _attributes(modules: Sequence[nn.Module], tell: Telling) -> Attributes:
-    return {
-        module: {
-            name: tell(value)
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH and not isinstance(value, Tensor)
-        }
-        for module in modules
-    }
+def _told(module: nn.Module, tell: Telling) -> list[tuple[str, Hashable]]:
+    return [
+        (name, value if type(value) in _SIMPLE else tell(value))
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not isinstance(value, Tensor)
+    ]
 
 
 def check_same(before: Attributes, now: Attributes, called: Callable[[nn.Module], str]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.run.capture.watching import Uncapturable
-from penstock.run.feed import Fed
+from penstock.run.feed import Fed, Given
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,20 @@ class Inputs:
         """The same with others."""
         pairs = zip(self.places, self.rest, strict=True)
         leaves = [rest if at is None else tensors[at] for at, rest in pairs]
-        return pytree.tree_unflatten(leaves, self.spec)
+        if not isinstance(self.spec, _Plain):
+            return pytree.tree_unflatten(leaves, self.spec)
+        each = iter(leaves)
+        given = {
+            stage: [tuple([next(each) for _ in range(size)]) for size in sizes]
+            for stage, sizes in self.spec.sizes
+        }
+        return given, next(each), next(each)
 
 
 def inputs_of(fed: Fed, scale: Tensor | None) -> Inputs:
     """What stages are given from outside, and what numbers of theirs are multiplied by."""
     classes = None if fed.counting is None else fed.counting.classes
-    leaves, spec = pytree.tree_flatten((dict(fed.given), classes, scale))
+    leaves, spec = _flat(fed.given, classes, scale)
     seen: dict[int, int] = {}
     tensors: list[Tensor] = []
     places: list[int | None] = []
@@ -51,6 +58,20 @@ def inputs_of(fed: Fed, scale: Tensor | None) -> Inputs:
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     memory, overlap = _memory(tensors)
     return Inputs(tuple(tensors), tuple(places), memory, overlap, rest, spec)
+
+
+class _Plain(NamedTuple):
+    """How many tensors each stage is given for each micro-batch, and nothing else."""
+
+    sizes: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _flat(given: Given, classes: Tensor | None, scale: Tensor | None) -> tuple[list[Any], Any]:
+    leaves = [leaf for pieces in given.values() for values in pieces for leaf in values]
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return pytree.tree_flatten((dict(given), classes, scale))
+    sizes = tuple([(stage, tuple(map(len, pieces))) for stage, pieces in given.items()])
+    return [*leaves, classes, scale], _Plain(sizes)
 
 
 def _memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:

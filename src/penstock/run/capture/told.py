@@ -104,10 +104,6 @@ def _is_full(cell: Any) -> bool:
 
 def place_of(tensor: Tensor) -> Hashable:
     """Where it is in memory, and how it lies there."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(
-        tensor
-    ):
-        return Which(tensor)
     try:
         where = tensor.data_ptr()
     except RuntimeError:  # it has no memory of its own
