@@ -86,7 +86,8 @@ def test_a_learning_rate_that_changes() -> None:
     assert sum(recordings(pair.graph)) == 4 + 4
 
 
-def test_state_that_is_loaded() -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_state_that_is_replaced(loaded: bool) -> None:
     pair = twins(stack())
     optimizers = [MAKES["sgd"](pipe.parameters()) for pipe in pair.both]
     trained(pair, optimizers, 0, 4)
@@ -94,7 +95,8 @@ def test_state_that_is_loaded() -> None:
         state = optimizer.state_dict()
         for one in state["state"].values():
             one["momentum_buffer"] = one["momentum_buffer"] * 3
-        optimizer.load_state_dict(state)
+        if loaded:
+            optimizer.load_state_dict(state)
     trained(pair, optimizers, 4, 3)
 
 
