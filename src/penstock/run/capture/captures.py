@@ -142,6 +142,7 @@ class Captures:
         attributes, tensors = attributes_of(modules), bound(modules)
         numbers = numbers_of(optimizer)
         result = run(ready, Inline(Mailboxes(*self._where)), asked.draws, False)
+        asked.close()
         try:
             check_same(attributes, attributes_of(modules), subject.called)
             host.check()

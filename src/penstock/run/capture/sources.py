@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from penstock.run.call import Draws
 from penstock.run.capture.recording import Recording
 from penstock.run.capture.watching import Uncapturable, Watch
-from penstock.stage.randomness import move_on, next_seed, seed_of_cell
+from penstock.stage.randomness import Seeded, Source, move_on, next_seed, seed_of_cell
 
 Cell = tuple[int, int]  # stage, micro-batch
 
 
 class Asked:
-    """In a step that is not captured: how often each cell has asked for random numbers."""
+    """In a step that is not captured: how often each cell has drawn random numbers."""
 
     def __init__(self) -> None:
         self.times: Counter[Cell] = Counter()
         self.moved_on = False  # was the caller's generator?
+        self._given: list[tuple[Cell, Seeded]] = []
 
     @property
     def draws(self) -> Draws:
@@ -36,9 +37,29 @@ class Asked:
         self.moved_on = True
         move_on()
 
-    def _source(self, seed: int, stage: int, microbatch: int) -> int:
-        self.times[stage, microbatch] += 1
-        return seed_of_cell(seed, stage, microbatch)
+    def _source(self, seed: int, stage: int, microbatch: int) -> Seeded:
+        source = Seeded(seed_of_cell(seed, stage, microbatch))
+        self._given.append(((stage, microbatch), source))
+        return source
+
+    def close(self) -> None:
+        """The step has ended: who asked may have drawn nothing."""
+        self.times.update(cell for cell, source in self._given if source.drew)
+        self._given.clear()
+
+
+class Nothing:
+    """For a cell that has drawn nothing before."""
+
+    drew = False
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """It draws nothing now."""
+        raise Uncapturable("it draws random numbers, which it had not done before")
+
+    def lent(self, mine: torch.Generator) -> AbstractContextManager[None]:
+        """Nor so."""
+        raise AssertionError("there is none to lend")
 
 
 class Registered:
@@ -86,10 +107,10 @@ class Sources:
         """For the capture: others cannot be watched, and the watch of the capture sees them."""
         return Draws(lambda: 0, lambda: None, self._source, watched=False)
 
-    def _source(self, _: int, stage: int, microbatch: int) -> Registered:
+    def _source(self, _: int, stage: int, microbatch: int) -> Source:
         stock = self._stock.get((stage, microbatch))
         if not stock:
-            raise Uncapturable("it asks for random numbers, which it had not done before")
+            return Nothing()
         source = stock.pop()
         self._used.append(((stage, microbatch), source))
         return source
