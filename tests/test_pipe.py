@@ -68,7 +68,11 @@ def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
     [
         ("checkpoint", "sometimes", "checkpoint is one of 'always', 'except_last', 'never', not"),
         ("checkpoint", None, "checkpoint is one of"),
-        ("runtime", "processes", "runtime is one of 'threads', 'inline', not 'processes'"),
+        (
+            "runtime",
+            "processes",
+            "runtime is one of 'threads', 'inline', 'graph', 'auto', not 'processes'",
+        ),
         ("reduction", "none", "reduction is one of None, 'mean', 'sum', not 'none'"),
         ("devices", 2, "a list with one for each rank, not their number, 2"),
         ("schedule", 3, "schedule is a name, a Schedule or the path of a file, not 3"),

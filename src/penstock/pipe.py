@@ -201,6 +201,7 @@ class Pipe(nn.Module):
         self._around.check_step()
         check_loss(loss_fn)
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler, optimizer)
+        lesson.check()
         return self._runs.step(self._settings(), self._batch(inputs, side, target, lesson), lesson)
 
     def _batch(self, inputs: Any, side: dict[str, Any], target: Any, lesson: Lesson) -> Batch:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost import Cost
+from penstock.errors import ArgumentError, KindError
 from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Program, Schedule
@@ -85,6 +86,25 @@ class Lesson:
     outputs: bool
     scaler: torch.amp.GradScaler | None
     optimizer: torch.optim.Optimizer | None = None  # takes its step, too
+
+    def check(self) -> None:
+        """The optimizer has something to go by, and may go by it."""
+        if self.optimizer is None:
+            return
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise KindError(
+                f"optimizer is a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
+            )
+        if not torch.is_grad_enabled():
+            raise ArgumentError(
+                "step(optimizer=...) under torch.no_grad: there are no gradients to go by; leave "
+                "the optimizer out"
+            )
+        if self.scaler is not None:
+            raise ArgumentError(
+                "step(optimizer=..., scaler=...): the scaler decides whether the optimizer takes "
+                "its step; leave the optimizer out, and call scaler.step(optimizer) after it"
+            )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, m
 from penstock.run.call import AS_EVER, Call, Draws, Runtime
 from penstock.run.capture.captures import Captures
 from penstock.run.capture.choosing import chosen, fallen_back
-from penstock.run.capture.watching import Uncapturable
+from penstock.run.capture.watching import Uncapturable, captured_around
 from penstock.run.feed import Batch, feed
 from penstock.run.inline import Inline
 from penstock.run.memory import Memory
@@ -62,7 +62,9 @@ class OneProcess:
         program, *phases = self._programs.on(fed.graph).halves(size)
         stages = behind_call(self._split.partition.stages)
         ran = chosen(settings.runtime, list(self._split.places.values()), self._replicas)
-        call = self._call(self._runtime(ran.runtime), program, stages, torch.is_grad_enabled())
+        runtime, tracked = self._runtime(ran.runtime), torch.is_grad_enabled()
+        draws = AS_EVER._replace(watched=not captured_around())
+        call = self._call(runtime, program, stages, tracked, draws=draws)
         passage = Passage(call, (phases[0], phases[1]), fed.given)
         with self._replicas.held():
             tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
@@ -85,10 +87,12 @@ class OneProcess:
         """By what was asked for, or by what can."""
         ran = chosen(ready.settings.runtime, list(self._split.places.values()), self._replicas)
         if ran.runtime == "graph":
+            for layer in self._deferred:
+                layer.begin(ready.fed.chunks)
             try:
-                return replace(self._captures.step(ready), ran=ran)
+                return replace(self._captures.step(ready, self._run), ran=ran)
             except Uncapturable as reason:
-                ran = fallen_back(ready.settings.runtime, reason)
+                ran = fallen_back(ready.settings.runtime, reason, self._made.warned)
         return replace(self._run(ready, self._runtime(ran.runtime)), ran=ran)
 
     def _run(
@@ -106,7 +110,7 @@ class OneProcess:
             lesson.outputs,
         )
         ledger = Ledger(rule, fed.rows.shares(), fed.targets, ready.scale)
-        call = self._call(runtime, program, stages, closed, draws)
+        call = self._call(runtime, program, stages, False, closed, draws)
         result = train(call, program, phase, fed, ledger, self._replicas)
         if lesson.optimizer is not None:
             lesson.optimizer.step()
@@ -115,10 +119,8 @@ class OneProcess:
     @property
     def _captures(self) -> Captures:
         if self._made.captures is None:
-            partition, places = self._split.partition, list(self._split.places.values())
-            self._made.captures = Captures(
-                self._run, places, self._split.placement, partition.names(), partition.parameters()
-            )
+            places = list(self._split.places.values())
+            self._made.captures = Captures(self._split.partition, places, self._split.placement)
         return self._made.captures
 
     def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
@@ -165,6 +167,7 @@ class OneProcess:
         program: Program,
         stages: Sequence[Stage],
         tracked: bool = False,
+        closed: bool = False,
         draws: Draws = AS_EVER,
     ) -> Call:
         schedule = program.schedule
@@ -172,7 +175,7 @@ class OneProcess:
             layer.begin(schedule.chunks)
         places, placement = self._split.places, self._split.placement
         ties = Ties(stages, list(places.values()), placement, tracked, schedule.chunks)
-        manner = manner_of(schedule, tracked)
+        manner = manner_of(schedule, tracked or closed)
         return Call(stages, places, placement, manner, runtime, ties, draws)
 
     def _runtime(self, runtime: str) -> Runtime:
@@ -214,6 +217,7 @@ class _Made:
 
     crew: Crew | None = None
     captures: Captures | None = None
+    warned: set[str] = field(default_factory=set)  # why steps were not captured
     making: Lock = field(default_factory=Lock)
     stepping: AbstractContextManager[object] = field(default_factory=RLock)
     last: HasTimeline | None = None

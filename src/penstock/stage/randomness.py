@@ -200,10 +200,12 @@ def shared_generator(device: torch.device) -> torch.Generator:
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention could draw, and does not without dropout."""
+    """Attention could draw, and does not without dropout; nor does an LSTM of cuDNN's."""
     for at, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[at] if at < len(args) else kwargs.get("dropout_p", argument.default_value)
+        if argument.name in ("dropout_p", "dropout"):
+            given = (
+                args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
+            )
             return not given
     return False
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from penstock.run.capture.recording import Pools
 from penstock.stage.randomness import Seeded
@@ -51,7 +51,8 @@ class _Recorder(TorchDispatchMode):
             self.held.append(tensor)
             if not any(_place(tensor) == _place(given) for given in _tensors((args, kwargs))):
                 self.made.add(_place(tensor))
-        self.ops.append(_Op(func, args, kwargs, out, self.lent))
+        kept: Any = tree_map_only(Tensor, _same_memory, (args, kwargs, out))
+        self.ops.append(_Op(func, kept[0], kept[1], kept[2], self.lent))
         return out
 
     def _keep_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -107,6 +108,11 @@ class EmulatedRecording:
             for old, fresh in zip(_tensors(out), _tensors(new), strict=True):
                 if _place(old) != _place(fresh):
                     old.detach().copy_(fresh)
+
+
+def _same_memory(tensor: Tensor) -> Tensor:
+    """A graph knows addresses: who has the tensor may give it other memory."""
+    return tensor.detach() if tensor.layout is torch.strided else tensor
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -6,22 +6,34 @@ lets libraries make what they cannot make during a capture. The second is captur
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from penstock.partition.partition import Partition
 from penstock.run.asking import Ready
 from penstock.run.call import Draws, Measured, Runtime
 from penstock.run.capture.captured import Captured
-from penstock.run.capture.homes import Homes, fits
+from penstock.run.capture.homes import Homes, Learned, check_dense
+from penstock.run.capture.host import Host
 from penstock.run.capture.lending import Lending
-from penstock.run.capture.likeness import Likeness, changed_number, likeness_of, numbers_of
-from penstock.run.capture.rebound import bound, put_back
+from penstock.run.capture.likeness import (
+    Likeness,
+    attributes_of,
+    check_counts,
+    check_same,
+    likeness_of,
+    numbers_of,
+    places_of,
+)
+from penstock.run.capture.rebound import AsItWas, Rebound, bound
 from penstock.run.capture.recording import CudaRecording, Pools, Recording
-from penstock.run.capture.sources import Asked, Cell, Sources
+from penstock.run.capture.sources import Asked, Sources
 from penstock.run.capture.standing import Inputs, Standing, inputs_of
 from penstock.run.capture.watching import Constants, Uncapturable, Watch, naming
 from penstock.run.inline import Inline
@@ -31,115 +43,207 @@ from penstock.stage.places import Place
 
 KEPT = 8  # recordings; the one that was not used for longest is dropped
 NOTED = 64  # kinds of steps that were seen once, or could not be captured
+IN_A_ROW = 16  # steps, each of another kind: then something changes that should not
+TRIES = 2  # what stood against it so often is not tried again
 
 Run = Callable[[Ready, Runtime, Draws, bool], StepResult]
 Record = Callable[[Sequence[torch.device], Pools], Recording]
 
 
+class Subject(NamedTuple):
+    """What computes, as it is now: layers may have come and gone since the last step."""
+
+    partition: Partition
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+    @staticmethod
+    def of(partition: Partition) -> Subject:
+        """Of a pipe's partition."""
+        modules = partition.modules()
+        found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        return Subject(partition, modules, list(found.values()))
+
+    def called(self, module: nn.Module) -> str:
+        """For people."""
+        name = self.partition.names().get(module, "")
+        return f"layer {name} ({type(module).__name__})" if name else type(module).__name__
+
+    def named(self, parameter: nn.Parameter) -> str:
+        """For people."""
+        for module, of_module in self.partition.names().items():
+            for name, value in module._parameters.items():
+                if value is parameter:
+                    return f"{of_module}.{name}".lstrip(".")
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+class Seen(NamedTuple):
+    """What the first step of a kind has shown."""
+
+    asked: Asked
+    learning: list[nn.Parameter]
+
+
+@dataclass
+class _Notes:
+    """Of kinds of steps."""
+
+    captured: OrderedDict[Likeness, Captured] = field(default_factory=OrderedDict)
+    seen: OrderedDict[Likeness, Seen] = field(default_factory=OrderedDict)
+    refused: OrderedDict[Likeness, str] = field(default_factory=OrderedDict)
+    failed: OrderedDict[Likeness, int] = field(default_factory=OrderedDict)  # how often
+
+
 class Captures:
-    """Of one pipe, whose modules have names."""
+    """Of one pipe."""
 
     def __init__(
         self,
-        run: Run,
+        partition: Partition,
         places: Sequence[Place],
         placement: Sequence[int],
-        names: Mapping[nn.Module, str],
-        parameters: Sequence[nn.Parameter],
         record: Record = CudaRecording,
     ) -> None:
-        self._run, self._record = run, record
+        self._partition, self._record = partition, record
         self._where = places, placement
-        self._names, self._modules = names, list(names)
-        self._parameters = parameters
         self._kinds = frozenset(place.device.type for place in places)
-        self._pools, self._homes = Pools(), Homes()
-        self._captured: OrderedDict[Likeness, Captured] = OrderedDict()
-        self._seen: OrderedDict[Likeness, Mapping[Cell, int]] = OrderedDict()
-        self._refused: OrderedDict[Likeness, str] = OrderedDict()
+        self._pools, self._homes, self._rebound = Pools(), Homes(), Rebound()
+        self._notes = _Notes()
+        self._last: Likeness | None = None
+        self._in_a_row = 0
 
-    def step(self, ready: Ready) -> StepResult:
+    def step(self, ready: Ready, run: Run) -> StepResult:
         """Replayed, if there is a recording; else captured, if one like it was seen."""
+        subject, notes = Subject.of(self._partition), self._notes
+        check_dense(subject.parameters, subject.named)
+        self._rebound.settle()
         inputs = inputs_of(ready.fed, ready.scale)
-        key = likeness_of(ready, inputs, self._modules, self._kinds)
-        if key is None:
-            raise Uncapturable("inference mode, or hooks on saved tensors")
-        for refused in (key, key._replace(numbers=())):
-            if refused in self._refused:
-                raise Uncapturable(self._refused[refused])
-        if not fits(self._parameters):
-            raise Uncapturable("a gradient is sparse, or no plain tensor")
-        captured = self._captured.get(key)
+        key = likeness_of(ready, inputs, subject.modules, subject.parameters, self._kinds)
+        captured = notes.captured.get(key)
         if captured is None:
-            if key not in self._seen:
-                return self._first(ready, key)
-            captured = self._try(ready, inputs, key)
-        self._captured.move_to_end(key)
+            for refused in (key, key.whatever_layers_have()):
+                if refused in notes.refused:
+                    raise Uncapturable(notes.refused[refused])
+            if key not in notes.seen:
+                return self._first(ready, run, key, subject)
+            captured = self._try(ready, run, inputs, key, subject)
+        notes.captured.move_to_end(key)
+        self._in_a_row = 0
         return captured.replay(inputs.tensors)
 
-    def _first(self, ready: Ready, key: Likeness) -> StepResult:
+    # ---- the first of its kind ------------------------------------------------------------
+
+    def _first(self, ready: Ready, run: Run, key: Likeness, subject: Subject) -> StepResult:
         """As the reference does it."""
-        asked, numbers = Asked(), numbers_of(self._modules)
-        result = self._run(ready, Inline(Mailboxes(*self._where)), asked.draws, False)
-        name = changed_number(self._modules, numbers)
-        if name is None:
-            _note(self._seen, key, asked.times)
+        self._count(key)
+        modules, optimizer = subject.modules, ready.lesson.optimizer
+        asked, learned, host = Asked(), Learned(subject.parameters), Host()
+        attributes, tensors = attributes_of(modules), bound(modules)
+        numbers = numbers_of(optimizer)
+        result = run(ready, Inline(Mailboxes(*self._where)), asked.draws, False)
+        asked.close()
+        try:
+            check_same(attributes, attributes_of(modules), subject.called)
+            host.check()
+            check_counts(optimizer, numbers)
+            check_dense(subject.parameters, subject.named)
+            self._rebound.notice(tensors, modules, subject.called)
+        except Uncapturable as reason:
+            self._failed(key.whatever_layers_have(), reason)
         else:
-            _note(self._refused, key._replace(numbers=()), _counts(name))
+            moved = key._replace(places=places_of(ready, modules))
+            _note(self._notes.seen, moved, Seen(asked, learned.found()))
         return result
 
-    def _try(self, ready: Ready, inputs: Inputs, key: Likeness) -> Captured:
+    def _count(self, key: Likeness) -> None:
+        last, self._last = self._last, key
+        self._in_a_row += 1
+        if self._in_a_row == IN_A_ROW and last is not None:
+            warnings.warn(
+                f"{IN_A_ROW} steps in a row were each of another kind, and so none was replayed: "
+                f"the last two differ in {key.difference(last)}",
+                stacklevel=9,
+            )
+
+    # ---- the second -----------------------------------------------------------------------
+
+    def _try(
+        self, ready: Ready, run: Run, inputs: Inputs, key: Likeness, subject: Subject
+    ) -> Captured:
+        notes, before, host = self._notes, AsItWas(subject.modules), Host()
+        while len(notes.captured) >= KEPT:
+            notes.captured.popitem(last=False)
         try:
-            with naming(self._names):
-                captured = self._capture(ready, inputs, self._seen.pop(key))
-        except Uncapturable as reason:
-            _note(self._refused, key, str(reason))
+            with naming(subject.partition.names):
+                captured = self._capture(ready, run, inputs, notes.seen[key], subject)
+                host.check()
+        except BaseException as reason:
+            before.put_back()
+            host.put_back()
+            if isinstance(reason, Uncapturable):
+                self._failed(key, reason, TRIES if reason.passing else 1)
             raise
-        while len(self._captured) >= KEPT:
-            self._captured.popitem(last=False)
-        self._captured[key] = captured
+        finally:
+            torch.clear_autocast_cache()  # what was cast in the recording is of no use outside
+        notes.captured[key] = captured
         return captured
 
-    def _capture(self, ready: Ready, inputs: Inputs, asked: Mapping[Cell, int]) -> Captured:
+    def _capture(
+        self, ready: Ready, run: Run, inputs: Inputs, seen: Seen, subject: Subject
+    ) -> Captured:
         places, placement = self._where
         recording = self._record([place.device for place in places], self._pools)
         watch = Watch(self._kinds)
-        sources = Sources(recording, watch, asked, lambda s: places[placement[s]].device)
+        sources = Sources(recording, watch, seen.asked, lambda s: places[placement[s]].device)
         standing = Standing(inputs)
         lending = Lending(places, placement)
-        fed, scale = standing.fed(ready.fed)
+        standing.fill(inputs.tensors)  # numbers that are possible, for whoever tries a kernel out
+        fed, scale = standing.fed(ready.fed, inputs)
         static = Ready(ready.settings, ready.lesson, fed, scale)
-        numbers, tensors = numbers_of(self._modules), bound(self._modules)
+        modules = subject.modules
+        others = {p: p.grad for p in set(subject.parameters) - set(seen.learning)}
+        attributes, tensors = attributes_of(modules), bound(modules)
 
         def body() -> StepResult:
             with Constants(self._kinds), watch:
-                result = self._run(static, Inline(lending), sources.draws, True)
-                put_back(tensors)
+                result = run(static, Inline(lending), sources.draws, True)
+                self._rebound.put_back(tensors, modules, subject.called)
             return result
 
-        with self._homes.moved_in(self._parameters) as taken:
-            result = recording.capture(body)
-        name = changed_number(self._modules, numbers)
-        if name is not None:
-            raise Uncapturable(_counts(name))
+        torch.clear_autocast_cache()  # or what was cast before would be part of the recording
+        try:
+            with self._homes.moved_in(seen.learning, subject.named) as taken:
+                result = recording.capture(body)
+                for parameter, gradient in others.items():
+                    if parameter.grad is not gradient:
+                        raise Uncapturable(
+                            f"{subject.named(parameter)} gets a gradient, and got none before"
+                        )
+        except BaseException:
+            for parameter, gradient in others.items():
+                parameter.grad = gradient
+            raise
+        check_same(attributes, attributes_of(modules), subject.called)
         sources.close()
         standing.close()
         assert isinstance(result.measured, Measured)
         return Captured(recording, standing, taken, sources, result, result.measured, static)
 
+    def _failed(self, key: Likeness, reason: Uncapturable, tries: int = TRIES) -> None:
+        """Remember it, if it was so before: some layers make in their first step what they keep."""
+        times = self._notes.failed.get(key, 0) + 1
+        _note(self._notes.failed, key, times)
+        if times >= tries:
+            _note(self._notes.refused, key, str(reason))
+
     def clear(self) -> None:
         """Drop all recordings, and their memory."""
-        self._captured.clear()
+        self._notes.captured.clear()
 
 
 def _note(notes: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     notes[key] = value
+    notes.move_to_end(key)
     while len(notes) > NOTED:
         notes.popitem(last=False)
-
-
-def _counts(name: str) -> str:
-    return (
-        f"a layer changes its attribute '{name}' in every step, and a replay would not: keep the "
-        "number in a buffer, as a tensor"
-    )

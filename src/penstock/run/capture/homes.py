@@ -6,7 +6,8 @@ A replay adds to it. If `.grad` was None before a step, the home begins with zer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +15,29 @@ from torch import Tensor, nn
 
 from penstock.run.capture.watching import Uncapturable
 
-Taken = dict[nn.Parameter, Tensor]
+Called = Callable[[nn.Parameter], str]
+
+
+class Home:
+    """Memory for one gradient. Its tensor is what `.grad` is, and so the caller may keep it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def holders(self) -> int:
+        """How many hold the tensor."""
+        return sys.getrefcount(self.tensor)
+
+    def part(self) -> None:
+        """Who has kept the tensor keeps its numbers; the memory stays the home's."""
+        kept, self.tensor = self.tensor, self.tensor.detach()
+        kept.data = kept.clone()
+
+
+_ALONE = Home(torch.empty(0)).holders
+
+Taken = dict[nn.Parameter, Home]
 
 
 class Homes:
@@ -24,43 +47,85 @@ class Homes:
         self._of: Taken = {}
 
     @contextmanager
-    def moved_in(self, parameters: Iterable[nn.Parameter]) -> Iterator[Taken]:
-        """Within, for a capture, each `.grad` is at home; after it, as it was.
+    def moved_in(self, learning: Iterable[nn.Parameter], called: Called) -> Iterator[Taken]:
+        """Within, for a capture, the `.grad` of those that learn is at home; after it, as it was.
 
         Gives those that the capture adds to, once it has ended.
         """
-        before = {p: p.grad for p in parameters if p.requires_grad}
+        homes = {p: self._home(p) for p in learning}
+        before = {p: p.grad for p in homes}
         touched: Taken = {}
         try:
-            versions = {p: self._at_home(p)._version for p in before}
+            for parameter, home in homes.items():
+                parameter.grad = home.tensor
+            versions = {p: home.tensor._version for p, home in homes.items()}
             yield touched
-            for parameter, version in versions.items():
-                home = self._of[parameter]
-                if parameter.grad is not home:
+            for parameter, home in homes.items():
+                if parameter.grad is not home.tensor:
                     raise Uncapturable(
-                        f"the gradient of a parameter of shape {tuple(parameter.shape)} is not "
-                        "added to the one before: it is sparse, or a hook takes it away"
+                        f"the gradient of {called(parameter)} is not added to the one before: a "
+                        "hook takes it away, or it is sparse"
                     )
-                if home._version != version:
+                if home.tensor._version != versions[parameter]:
                     touched[parameter] = home
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
 
-    def _at_home(self, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self._of:
-            own = parameter.grad
-            self._of[parameter] = torch.zeros_like(parameter) if own is None else own.detach()
-        parameter.grad = self._of[parameter]
-        return self._of[parameter]
+    def _home(self, parameter: nn.Parameter) -> Home:
+        """Where its gradient is already, if nobody else knows that one."""
+        found = self._of.get(parameter)
+        if found is None or not _fits(found.tensor, parameter):
+            found = _adopted(parameter) or Home(torch.zeros_like(parameter))
+            self._of[parameter] = found
+        return found
 
 
-def fits(parameters: Iterable[nn.Parameter]) -> bool:
-    """Are all gradients such as homes can hold?"""
-    return all(
-        p.grad is None or (type(p.grad) is Tensor and p.grad.layout is torch.strided)
-        for p in parameters
-    )
+def _adopted(parameter: nn.Parameter) -> Home | None:
+    if parameter.grad is None or not _fits(parameter.grad, parameter):
+        return None
+    home = Home(parameter.grad)
+    return home if home.holders <= _ALONE and not _of_a_larger_one(home.tensor) else None
+
+
+def _fits(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    kinds = [(t.shape, t.dtype, t.device) for t in (tensor, parameter)]
+    return kinds[0] == kinds[1]
+
+
+def _of_a_larger_one(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def check_dense(parameters: Iterable[nn.Parameter], called: Called) -> None:
+    """All gradients are such as homes can hold."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided):
+            continue
+        raise Uncapturable(
+            f"the gradient of {called(parameter)} is a {type(gradient).__name__} with layout "
+            f"{gradient.layout}, and a replay adds to plain tensors alone"
+        )
+
+
+class Learned:
+    """Which parameters a step gives a gradient; made before it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._before = {p: (p.grad, _version(p.grad)) for p in parameters if p.requires_grad}
+
+    def found(self) -> list[nn.Parameter]:
+        """After it."""
+        return [
+            p
+            for p, (gradient, version) in self._before.items()
+            if p.grad is not gradient or _version(p.grad) != version
+        ]
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None or gradient.is_inference() else gradient._version
 
 
 @contextmanager
@@ -71,17 +136,22 @@ def at_home(taken: Taken) -> Iterator[None]:
     strangers: list[tuple[nn.Parameter, Tensor]] = []
     for parameter, home in taken.items():
         gradient = parameter.grad
-        if gradient is home:
+        if gradient is home.tensor:
             continue
+        if home.holders > _ALONE:
+            home.part()
         if gradient is None:
-            empty.append(home)
+            empty.append(home.tensor)
         else:
             strangers.append((parameter, gradient))
-            home.copy_(gradient)
-        parameter.grad = home
+            home.tensor.copy_(gradient)
+        parameter.grad = home.tensor
     if empty:
         torch._foreach_zero_(empty)
-    yield
-    for parameter, gradient in strangers:
-        gradient.copy_(taken[parameter])
-        parameter.grad = gradient
+    try:
+        yield
+        for parameter, gradient in strangers:
+            gradient.copy_(taken[parameter].tensor)
+    finally:
+        for parameter, gradient in strangers:
+            parameter.grad = gradient

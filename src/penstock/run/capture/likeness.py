@@ -1,95 +1,196 @@
 """When one recording may stand for a step: if all is alike that it depends on, but numbers.
 
 Numbers in tensors may change from step to step; their places may not, nor anything that Python
-looks at: shapes, modes, hooks, and plain numbers that layers have as attributes.
+looks at: shapes, modes, hooks, and what layers have as plain attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from penstock.partition.forward.state import state_of
-from penstock.partition.forward.trees import Itself
-from penstock.partition.forward.whole import Handed
 from penstock.run.asking import Ready
 from penstock.run.capture.standing import Inputs
+from penstock.run.capture.told import Telling, Which, place_of
+from penstock.run.capture.watching import Uncapturable
 from penstock.stage.context import Context
 
-_PLAIN = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
+_SIMPLE = frozenset((bool, int, str, type(None)))
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+
+_IN_WORDS = (
+    "what is asked (the loss function, the optimizer's numbers, settings of the pipe)",
+    "the inputs (shapes, kinds, what is no tensor)",
+    "which layers are in training",
+    "the places of tensors of the layers",
+    "attributes of the layers",
+)
+
+Attributes = Mapping[nn.Module, Mapping[str, Hashable]]
 
 
 class Likeness(NamedTuple):
     """Two steps with the same are done by the same recording."""
 
-    asked: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    places: tuple[Any, ...]  # in memory: of parameters and buffers
-    numbers: tuple[Any, ...]  # that layers have as attributes
+    asked: Hashable
+    inputs: Hashable
+    modes: Hashable  # which layers are in training
+    places: Hashable  # of parameters, buffers, and other tensors of layers; and hooks
+    attributes: Hashable  # of layers, that are no tensors
+
+    def whatever_layers_have(self) -> Likeness:
+        """That of all steps that differ in nothing but what layers may change themselves."""
+        return self._replace(places=None, attributes=None)
+
+    def difference(self, other: Likeness) -> str:
+        """What is not the same, for people."""
+        pairs = zip(_IN_WORDS, self, other, strict=True)
+        return " and ".join(name for name, a, b in pairs if a != b)
 
 
 def likeness_of(
-    ready: Ready, inputs: Inputs, modules: Iterable[nn.Module], kinds: frozenset[str]
-) -> Likeness | None:
-    """Of one step; None if something is asked for that none is like."""
+    ready: Ready,
+    inputs: Inputs,
+    modules: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    kinds: frozenset[str],
+) -> Likeness:
+    """Of one step."""
     settings, lesson, fed = ready.settings, ready.lesson, ready.fed
     context = Context.here(kinds)
-    if context.inference or context.saved_hooks is not None:
-        return None
+    if context.inference:
+        raise Uncapturable("it is asked for in torch.inference_mode: take torch.no_grad")
+    if context.saved_hooks is not None:
+        raise Uncapturable("there are hooks on saved tensors around it, which no replay calls")
+    tell = Telling()
     asked = (
         (settings.chunks, settings.checkpoint, settings.training, settings.reduction),
-        (Itself(lesson.loss_fn), lesson.outputs, lesson.scaler is None),
-        _of_optimizer(lesson.optimizer),
-        (fed.rows, fed.chunks, fed.graph, fed.target, fed.divided),
-        context,
+        (tell(lesson.loss_fn), lesson.outputs, lesson.scaler is None),
+        _of_optimizer(lesson.optimizer, parameters, tell),
+        (context, torch.get_default_dtype(), *(tuple(vars(torch_module)[g]) for g in _GLOBAL)),
     )
-    modules = list(modules)
-    if isinstance(lesson.loss_fn, nn.Module):
-        modules += lesson.loss_fn.modules()
-    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
-    places = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
-    return Likeness(asked, _of_inputs(inputs), tuple(places), numbers_of(modules))
+    return Likeness(
+        asked,
+        (fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)),
+        tuple([module.training for module in modules]),
+        places_of(ready, modules),
+        tuple([tuple(_told(module, tell)) for module in _with_loss(ready, modules)]),
+    )
 
 
-def _of_inputs(inputs: Inputs) -> tuple[Any, ...]:
+def _with_loss(ready: Ready, modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    loss_fn = ready.lesson.loss_fn
+    return [*modules, *loss_fn.modules()] if isinstance(loss_fn, nn.Module) else modules
+
+
+def places_of(ready: Ready, modules: Sequence[nn.Module]) -> Hashable:
+    """Of all tensors of the layers, and of the loss."""
+    return tuple(_places(_with_loss(ready, modules), Telling()))
+
+
+def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:
     kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs.tensors]
-    return tuple(kinds), inputs.places, tuple(map(_value, inputs.rest)), str(inputs.spec)
+    return tuple(kinds), inputs.places, inputs.memory, tell(inputs.rest), str(inputs.spec)
 
 
-def numbers_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """What Python could look at: plain attributes, and hooks."""
-    hooks = [tuple(table) for m in modules for name in _HOOKS if (table := vars(m).get(name))]
-    return state_of(modules), tuple(hooks)
+def _places(modules: Sequence[nn.Module], tell: Telling) -> Iterator[Hashable]:
+    for module in modules:
+        own = vars(module)
+        for table in (own["_parameters"], own["_buffers"]):
+            for value in table.values():
+                if value is not None:
+                    yield place_of(value)
+                    if value._backward_hooks or value._post_accumulate_grad_hooks:
+                        yield _hooks_on(value, tell)
+        for name, value in own.items():
+            if name not in _OF_TORCH:
+                if isinstance(value, Tensor):
+                    yield place_of(value)
+            elif value and name in _HOOKS:
+                yield tuple([(key, tell(hook)) for key, hook in value.items()])
 
 
-def changed_number(modules: Iterable[nn.Module], before: tuple[Any, ...]) -> str | None:
-    """The name of an attribute that is not as it was; None if all are."""
-    now, then = state_of(modules), before[0]
-    different = {pair for a, b in zip(now, then, strict=True) for pair in set(a) ^ set(b)}
-    return min((name for name, _ in different), default=None)
+def _hooks_on(tensor: Tensor, tell: Telling) -> Hashable:
+    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return tuple([(key, tell(hook)) for table in tables for key, hook in (table or {}).items()])
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer | None) -> Any:
+# ---- attributes ----------------------------------------------------------------------------
+
+
+def attributes_of(modules: Sequence[nn.Module]) -> Attributes:
+    """What layers have that is no tensor, and that Python could go by."""
+    tell = Telling()
+    return {module: dict(_told(module, tell)) for module in modules}
+
+
+def _told(module: nn.Module, tell: Telling) -> list[tuple[str, Hashable]]:
+    return [
+        (name, value if type(value) in _SIMPLE else tell(value))
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not isinstance(value, Tensor)
+    ]
+
+
+def check_same(before: Attributes, now: Attributes, called: Callable[[nn.Module], str]) -> None:
+    """No layer has changed an attribute: a replay would not."""
+    for module, own in now.items():
+        was = before.get(module, own)
+        if was == own:
+            continue
+        names = [name for name in (*was, *own) if was.get(name, was) != own.get(name, own)]
+        raise Uncapturable(
+            f"{called(module)}: it changes its attribute '{names[0]}' in every step, and a replay "
+            "would not: keep the number in a buffer, as a tensor"
+        )
+
+
+# ---- the optimizer -------------------------------------------------------------------------
+
+
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], tell: Telling
+) -> Hashable:
+    """Its numbers, where its state is, and which parameters have a gradient before the step."""
     if optimizer is None:
         return None
     groups = [
-        tuple((k, _value(v)) for k, v in group.items() if k != "params")
+        tuple([(k, tuple(map(id, v)) if k == "params" else tell(v)) for k, v in group.items()])
         for group in optimizer.param_groups
     ]
-    return Itself(optimizer), tuple(groups), len(optimizer.state)
+    state = [
+        (name, tell(value) if isinstance(value, Tensor) else type(value))
+        for of_one in optimizer.state.values()
+        for name, value in (of_one.items() if isinstance(of_one, dict) else ())
+    ]
+    empty = tuple([p.grad is None for p in parameters])
+    return Which(optimizer), tuple(groups), tuple(state), empty
 
 
-def _value(value: Any) -> Any:
-    """What it is, if that can be told; else which one."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if isinstance(value, Handed):
-        told = tuple(map(_value, value.leaves))
-        return Itself(value.scores), told, value.places, str(value.spec), value.state
-    if isinstance(value, tuple | list):
-        return tuple(map(_value, value))
-    return value if isinstance(value, _PLAIN) else Itself(value)
+def numbers_of(optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, str], float]:
+    """What it has in its state that is no tensor."""
+    if optimizer is None:
+        return {}
+    return {
+        (at, name): value
+        for at, of_one in enumerate(optimizer.state.values())
+        for name, value in (of_one.items() if isinstance(of_one, dict) else ())
+        if isinstance(value, int | float)
+    }
+
+
+def check_counts(optimizer: torch.optim.Optimizer | None, before: Mapping[Any, float]) -> None:
+    """It does not count in Python: a replay would not."""
+    now = numbers_of(optimizer)
+    changed = [name for at, name in before if now.get((at, name)) != before[at, name]]
+    if changed:
+        raise Uncapturable(
+            f"{type(optimizer).__name__} changes '{changed[0]}' of its state in every step, a "
+            "number in Python, and a replay would not: call its step after pipe.step"
+        )

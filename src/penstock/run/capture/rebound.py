@@ -1,12 +1,13 @@
-"""Tensors that layers give another name while a step is captured: `self.mean = new`.
+"""Tensors that layers replace in every step: `self.mean = 0.9 * self.mean + 0.1 * new`.
 
-A replay reads what was there when it was captured, and writes what was there afterwards. So the
-new numbers are copied to the old place, in the recording, and the layer has its old tensor again.
+A replay reads what was there when it was captured, and writes what was there afterwards. So such a
+tensor gets a place of its own. At the end of a capture, as a part of it, the new numbers are copied
+there, and the layer has the tensor of that place again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,39 +15,109 @@ from torch import Tensor, nn
 
 from penstock.run.capture.watching import Uncapturable
 
+Called = Callable[[nn.Module], str]
 
-class Bound(NamedTuple):
-    """One name of a tensor in a table of a module's."""
+
+class Name(NamedTuple):
+    """Of a tensor of a module's: a buffer, or a plain attribute."""
 
     module: nn.Module
-    table: dict[str, Any]
+    buffer: bool
     name: str
-    tensor: Tensor
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Where the module has it."""
+        return self.module._buffers if self.buffer else vars(self.module)
 
 
-def bound(modules: Iterable[nn.Module]) -> list[Bound]:
+Bound = dict[Name, Tensor]
+
+
+def bound(modules: Sequence[nn.Module]) -> Bound:
     """All of the modules' buffers, and tensors that are plain attributes."""
-    return [
-        Bound(module, table, name, value)
-        for module in modules
-        for table in (module._buffers, vars(module))
-        for name, value in table.items()
-        if isinstance(value, Tensor)
-    ]
+    return dict(_bound(modules))
 
 
-@torch.no_grad()
-def put_back(before: Iterable[Bound]) -> None:
-    """At the end of a capture, as a part of it."""
-    for module, table, name, old in before:
-        new = table.get(name)
-        if new is old or not isinstance(new, Tensor) or new.requires_grad:
-            continue
-        same = (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
-        if not same:
-            raise Uncapturable(
-                f"{type(module).__name__} has another tensor as its '{name}' after every step: let "
-                "it keep its shape, its dtype and its device"
-            )
-        old.detach().copy_(new)
-        table[name] = old
+def _bound(modules: Sequence[nn.Module]) -> Iterator[tuple[Name, Tensor]]:
+    for module in modules:
+        for buffer, table in ((True, module._buffers), (False, vars(module))):
+            for name, value in table.items():
+                if isinstance(value, Tensor):
+                    yield Name(module, buffer, name), value
+
+
+class Rebound:
+    """The places of those that were seen to be replaced."""
+
+    def __init__(self) -> None:
+        self._places: Bound = {}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before a step, whoever has taken the one before: each is in its place."""
+        for name, place in list(self._places.items()):
+            value = name.table.get(name.name)
+            if value is place:
+                continue
+            if isinstance(value, Tensor) and _alike(value, place):
+                place.copy_(value)
+                name.table[name.name] = place
+            else:
+                del self._places[name]
+
+    def notice(self, before: Bound, modules: Sequence[nn.Module], called: Called) -> None:
+        """After a step: give those a place that it has replaced."""
+        for name, value in bound(modules).items():
+            if before.get(name) is value:
+                continue
+            old = before.get(name, value)
+            if not _alike(value, old):
+                raise Uncapturable(_another(called(name.module), name.name, old, value))
+            if value.requires_grad:
+                raise Uncapturable(
+                    f"{called(name.module)}: it keeps a tensor with its history as its "
+                    f"'{name.name}' in every step: keep it detached"
+                )
+            if name not in self._places:  # else it has one
+                self._places[name] = value.detach().clone()
+        self.settle()
+
+    @torch.no_grad()
+    def put_back(self, before: Bound, modules: Sequence[nn.Module], called: Called) -> None:
+        """At the end of a capture, as a part of it."""
+        for name, value in bound(modules).items():
+            old = before.get(name)
+            if old is value:
+                continue
+            if old is None or name not in self._places or not _alike(value, old):
+                raise Uncapturable(_another(called(name.module), name.name, old, value))
+            old.copy_(value)
+            name.table[name.name] = old
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _another(layer: str, name: str, old: Tensor | None, new: Tensor) -> str:
+    was = "none" if old is None else f"{tuple(old.shape)} of {old.dtype} on {old.device}"
+    return (
+        f"{layer}: its '{name}' is another tensor after the step ({was} before, "
+        f"{tuple(new.shape)} of {new.dtype} on {new.device} now), and a replay would not replace "
+        "it: change it in place, or let it keep its shape, its dtype and its device"
+    )
+
+
+class AsItWas:
+    """What modules have, to be put back if a capture fails."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        tables = [t for m in modules for t in (vars(m), m._buffers, m._parameters)]
+        self._kept = [(table, dict(table)) for table in tables]
+
+    def put_back(self) -> None:
+        """The names, not the numbers: nothing has been computed."""
+        for table, kept in self._kept:
+            table.clear()
+            table.update(kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,11 +29,17 @@ from penstock.stage.randomness import draws_nothing
 
 _ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _SMALL = 64  # so many numbers may come from the host, each as a part of the recording
+_REFUSED = () if (_of_device := getattr(torch, "AcceleratorError", None)) is None else (_of_device,)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
 class Uncapturable(RunError):
-    """A step that a replay would not repeat."""
+    """A step that a replay would not repeat.
+
+    If it is `passing`, something went wrong that need not do so again: its cause says what.
+    """
+
+    passing = False
 
 
 class Watch(TorchDispatchMode):
@@ -40,7 +49,12 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._kinds = kinds  # of the devices that are captured
         self._constant = WeakIdKeyDictionary()  # tensors of the host, made of nothing but code
+        self._generators: dict[int, torch.Generator] = {}  # dispatch makes other objects
         self._lending = False
+
+    def repeats(self, generator: torch.Generator) -> None:
+        """A replay draws new numbers from this one."""
+        self._generators[_address(generator)] = generator
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -62,9 +76,11 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         there = [tensor for tensor in given if tensor.device.type in self._kinds]
-        if there and any(tag in func.tags for tag in _ASKS):
+        if there and _waits(func, args, kwargs):
             raise Uncapturable(f"it waits for what the device has computed ({_name(func)})")
         host = [tensor for tensor in given if tensor.device.type not in self._kinds]
+        if func is torch.ops.aten.lift_fresh.default and host and _is_fresh(host[0]):
+            self._constant[host[0]] = True
         self._check_draws(func, args, kwargs)
         self._check_host(func, host, bool(there), kwargs)
         if func is torch.ops.aten._to_copy.default and host and self._goes_there(kwargs):
@@ -82,7 +98,13 @@ class Watch(TorchDispatchMode):
     def _check_draws(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.Tag.nondeterministic_seeded not in func.tags or self._lending:
             return
-        if kwargs.get("generator") is None and not draws_nothing(func, args, kwargs):
+        own = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)]
+        if own and _address(own[0]) not in self._generators:
+            raise Uncapturable(
+                "it draws random numbers from a generator of its own: draw without one, and the "
+                "pipe gives the layer its own"
+            )
+        if not own and not draws_nothing(func, args, kwargs):
             raise Uncapturable("it draws random numbers, which it had not done before")
 
     def _check_host(self, func: Any, host: list[Tensor], there: bool, kwargs: Any) -> None:
@@ -108,10 +130,19 @@ class Constants(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.new_tensor:
+            like, *args_of_it = args
+            func, args = torch.tensor, tuple(args_of_it)
+            kwargs = {"device": like.device, "dtype": like.dtype} | kwargs
         device = kwargs.get("device")
-        if func not in _MAKERS or device is None or torch.device(device).type not in self._kinds:
+        if func not in _MAKERS or (args and isinstance(args[0], Tensor)):
             return func(*args, **kwargs)
-        if args and isinstance(args[0], Tensor):
+        if args and type(args[0]).__module__ == "numpy":
+            raise Uncapturable(
+                "it makes a tensor of a numpy array in every step: keep it on the device, in a "
+                "buffer"
+            )
+        if device is None or torch.device(device).type not in self._kinds:
             return func(*args, **kwargs)
         del kwargs["device"]
         wants = kwargs.pop("requires_grad", False)
@@ -132,6 +163,29 @@ def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: An
     return made
 
 
+def _waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Does the host have to know numbers before it can go on?"""
+    if not any(tag in func.tags for tag in _ASKS):
+        return False
+    if func is torch.ops.aten.index.Tensor:
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if func is torch.ops.aten.one_hot.default:
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
+    return True
+
+
+def _is_fresh(tensor: Tensor) -> bool:
+    """Has torch.tensor made it of numbers? Else its memory is numpy's."""
+    return bool(tensor.untyped_storage().resizable())
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
 def _name(func: Any) -> str:
     return str(func).removesuffix(".default")
 
@@ -139,16 +193,24 @@ def _name(func: Any) -> str:
 # ---- which layer ---------------------------------------------------------------------------
 
 
+def captured_around() -> bool:
+    """Is this thread in the middle of a capture?"""
+    return any(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
+
+
 @contextmanager
-def naming(names: Mapping[nn.Module, str]) -> Iterator[None]:
+def naming(names: Callable[[], Mapping[nn.Module, str]]) -> Iterator[None]:
     """Within, what goes wrong is an `Uncapturable` that names the layer and its line."""
     try:
         yield
     except Exception as error:
-        where = _where(error.__traceback__, names)
+        where = _where(error.__traceback__, names())
         what = str(error).partition("\n")[0]
-        kind = "" if isinstance(error, Uncapturable) else f"{type(error).__name__}: "
-        raise Uncapturable(f"{where}{kind}{what}") from error
+        if isinstance(error, Uncapturable):
+            raise Uncapturable(f"{where}{what}") from error
+        found = Uncapturable(f"{where}{type(error).__name__}: {what}")
+        found.passing = not isinstance(error, _REFUSED) and "captur" not in what
+        raise found from error
 
 
 def _where(found: TracebackType | None, names: Mapping[nn.Module, str]) -> str:

@@ -95,11 +95,15 @@ class ManyProcesses:
                 settings,
                 outputs=lesson.outputs,
                 scaler=lesson.scaler is not None,
+                optimizer=lesson.optimizer is not None,
                 no_sync=not self._replicas.reduces,
             )
             opened = self._open(name, settings, batch, facts, _name_of(lesson.loss_fn))
             program, phase = self._arranged.run_of_step(settings, opened.fed)
-            return self._train(settings, lesson, opened, program, phase)
+            result = self._train(settings, lesson, opened, program, phase)
+        if lesson.optimizer is not None:
+            lesson.optimizer.step()
+        return result
 
     def clip(
         self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping
