@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -37,14 +38,29 @@ def copied(owners: Sequence[nn.Module]) -> list[Copied]:
     ]
 
 
-def changed(copies: Sequence[Copied]) -> list[Copied]:
-    """Those that have been written or replaced since."""
+def changed(copies: Sequence[Copied], always: Collection[int] = ()) -> list[Copied]:
+    """Those that have been written or replaced since, and those that always are."""
     return [
         copy
-        for copy in copies
+        for at, copy in enumerate(copies)
         if copy.owner._buffers.get(copy.name) is not copy.buffer
         or copy.buffer._version != copy.version
+        or at in always
     ]
+
+
+def written_unseen(copies: Sequence[Copied]) -> frozenset[int]:
+    """Which have been written with no new version: PyTorch's own batch_norm does that.
+
+    With one of a module's buffers come the others: it may have written to them what they held.
+    """
+    seen = {(copy.owner, copy.name) for copy in changed(copies)}
+    writers = {
+        copy.owner
+        for copy in copies
+        if (copy.owner, copy.name) not in seen and not torch.equal(copy.buffer, copy.before)
+    }
+    return frozenset(at for at, copy in enumerate(copies) if copy.owner in writers)
 
 
 def untouched(copies: Sequence[Copied], those: Sequence[Copied]) -> list[Copied]:

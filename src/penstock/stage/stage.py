@@ -21,6 +21,7 @@ class Habits:
     draws: bool | None = None  # random numbers
     mutates: bool | None = None  # its inputs, in place
     closed: bool = False  # learns by nothing but its parameters: seen
+    unseen: frozenset[int] | None = None  # buffers that it writes with no new version
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition.forward.boxes import boxes_kept
 from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.tables import works_in_place
+from penstock.partition.forward.tables import works_in_place, written_unseen
 from penstock.partition.forward.trees import flatten, unflatten
 
 # What comes next, or its shape, depends on numbers.
@@ -222,10 +223,17 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
-def changed_among(func: Any, tensors: Sequence[Tensor], before: Sequence[int]) -> list[Tensor]:
-    """Those that were changed in place since."""
+def changed_among(
+    func: Any,
+    tensors: Sequence[Tensor],
+    before: Sequence[int],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Tensor]:
+    """Those that were changed in place since, by a function called with these arguments."""
     now = versions(tensors)
     found = [t for t, a, b in zip(tensors, now, before, strict=True) if a != b]
+    found += written_unseen(func, args, kwargs)
     if not found and -1 in before and func is not None and works_in_place(func):
         return list(tensors[:1])  # in inference mode
     return found

@@ -140,7 +140,7 @@ class Recorder(Watcher):
         before, random = versions(asked.tensors), random_state(self.ledger.fakes.device)
         refs = self._refs(asked)
         found = asked.call(*asked.args, **asked.kwargs)
-        changed = changed_among(step.func, asked.tensors, before)
+        changed = changed_among(step.func, asked.tensors, before, asked.args, asked.kwargs)
         gives = any(True for _ in tensors_in(found))
         if not asked.tensors and not gives:
             self.steps.append(replace(step, kind=Kind.CALL))
@@ -183,7 +183,8 @@ class Recorder(Watcher):
                 raise looked(step, self.steps, self.ledger.values) from error
             found, drew = computed_with_any(*how), False
             step = self._asking(step, asked, found)
-        changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
+        changed = changed_among(step.func, inside, before, args, kwargs)
+        changed = _outside(asked.tensors, inside, changed)
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
                 raise looked(step, self.steps, self.ledger.values)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _LOOKS = (
     *("shape", "device", "dtype", "layout", "ndim", "itemsize", "nbytes", "names", "output_nr"),
@@ -81,6 +83,23 @@ def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
     if func not in LOOKING:
         return False
     return func is not Tensor.type or len(args) == 1
+
+
+def written_unseen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Running statistics that it changes, of which no version tells."""
+    if func not in _UNSEEN:
+        return []
+    given = {**dict(zip(_UNSEEN[func], args, strict=False)), **kwargs}
+    found = (given.get("running_mean"), given.get("running_var"))
+    return [one for one in found if given.get("training") and isinstance(one, Tensor)]
+
+
+_STATISTICS = ("running_mean", "running_var")
+_UNSEEN = {
+    functional.batch_norm: ("input", *_STATISTICS, "weight", "bias", "training"),
+    torch.batch_norm: ("input", "weight", "bias", *_STATISTICS, "training"),
+    torch.native_batch_norm: ("input", "weight", "bias", *_STATISTICS, "training"),
+}
 
 
 def called(func: Any) -> str:
