@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe
+from penstock import CutError, Pipe
 from penstock.partition.forward.whole import WAYS, Whole
 from tests.partition.forward.splitting import Four, assert_same, batches, made, piped
 from tests.zoo.architecture import squares
@@ -163,3 +163,42 @@ class Filled(Four):
 def test_numbers_that_a_new_tensor_is_filled_with() -> None:
     """Only the look of the first argument is enough: of the others the numbers count."""
     assert_same(Filled)
+
+
+class Picks(nn.Linear):
+    """How much it gives depends on numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        picked = x.sum((0, 2)) > 0
+        picked[0] = True
+        return x[:, picked]
+
+
+class Picked(Four):
+    """Nobody asks how much it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Picks(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(y) + y.square()).sum(1)
+
+
+class PickedAndMeasured(Picked):
+    """Every stage asks, and all but one saw what the unit gave when the forward was planned."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(y)).sum(1) / y.square().shape[1]
+
+
+def test_a_shape_that_depends_on_numbers() -> None:
+    """A mean over what a unit had picked was divided by another number than was picked."""
+    assert_same(Picked, lengths=(7, 7, 9))
+    model, (example, batch) = made(PickedAndMeasured), batches(7, 7)
+    pipe = piped(model, example, 3)
+    with pytest.raises(CutError, match=r"unit 'b' gives a tensor of the shape \(2, \d, 4\), and"):
+        pipe(batch)

@@ -6,12 +6,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.partition.forward.absent import Look
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.tables import MEASURING
 from penstock.partition.forward.trace import Value
 from penstock.partition.forward.watching import where_now
 
@@ -30,6 +32,7 @@ class Ledger:
     def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
         """Names are those of the last of the models that has a tensor."""
         self.values: list[Value] = []
+        self.measured: set[int] = set()  # values of which the host knows how large they are
         self.fakes = fakes
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
@@ -59,6 +62,11 @@ class Ledger:
         look = Look.of(tensor)
         name = parameter or buffer or self.new_name(f"constant {look}")
         return self.register(tensor, Value(look, not parameter, None, name, parameter, buffer))
+
+    def look(self, func: Any, args: tuple[Any, ...]) -> None:
+        """The host looks at a tensor."""
+        if func in MEASURING:
+            self.measured.update(self._known[id(t)] for t in args[:1] if id(t) in self._known)
 
     def is_free(self, value: int) -> bool:
         """Does it follow from the inputs alone?"""

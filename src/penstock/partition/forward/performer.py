@@ -122,6 +122,8 @@ class Performer(Watcher):
             else:
                 how = {"use_reentrant": False, **self.checkpointed}
                 found = checkpoint(run, *some_args, **how, **some_kwargs)
+            if act.shapes:
+                _check_shapes(act, found)
             if act.keeps:  # a copy that is made of one is no step of the forward
                 given = some_args, some_kwargs
                 self._keep(act, found, lambda: _tensors_of(given))
@@ -233,6 +235,21 @@ class Performer(Watcher):
                 pass
             finally:
                 self._mute = False
+
+
+def _check_shapes(act: Act, found: Any) -> None:
+    """Other stages know what the unit gives by the shape that it was planned with."""
+    leaves = [found] if isinstance(found, Tensor) else flatten(found)[0]
+    for leaf, planned in zip(leaves, act.shapes, strict=False):
+        now = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+        if planned is not None and now != planned:
+            raise CutError(
+                f"unit '{act.step.func}' gives a tensor of the shape {now}, and {planned} was "
+                f"planned for inputs like these: it depends on numbers, and the forward goes on by "
+                f"it, on stages that do not have them ({act.step.where}). Let the unit give one "
+                "shape (pad, or mask instead of picking), or put all that goes by the shape into "
+                "one unit with units="
+            )
 
 
 def _tensors_of(given: Any) -> list[Tensor]:

@@ -103,6 +103,7 @@ class Recorder(Watcher):
     ) -> Any:
         """One step, unless it only looks."""
         if only_looks(func, args):
+            self.ledger.look(func, args)
             return func(*args, **(kwargs or {}))
         return self.operation(func, args, kwargs or {}, func)
 
@@ -120,6 +121,7 @@ class Recorder(Watcher):
         if func in SHAPED and len(takes) == 1:  # else it takes the numbers of the others
             found, plain = asked.with_each(numberless)
             arguments = mapped((args, kwargs), lambda t: plain.pop(0))
+            self.ledger.measured.update(takes)
             step = replace(step, takes=(), free=True, arguments=arguments)
             return self._write(step, found, ())
         if func in CHECKING or func in TYING:
@@ -333,13 +335,9 @@ class Recorder(Watcher):
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
         values = self.ledger.values
         anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
-        return Trace(
-            tuple(self.steps),
-            tuple(self.ledger.values),
-            inputs,
-            Result(tuple(written), spec),
-            anew,
-        )
+        steps, gives = tuple(self.steps), Result(tuple(written), spec)
+        measured = frozenset(self.ledger.measured)
+        return Trace(steps, tuple(values), inputs, gives, anew, measured)
 
 
 def _outside(

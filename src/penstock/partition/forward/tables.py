@@ -46,6 +46,15 @@ LOOKING = frozenset(
     ]
 )
 
+# They look at how large it is.
+MEASURING = frozenset(
+    [
+        *_of_tensor(("shape", "nbytes"), get=True),
+        *_of_tensor(("size", "nelement", "numel", "stride", "__len__", "is_contiguous")),
+        torch.numel,
+    ]
+)
+
 # They look at what differs between a forward and its recomputation: answered as in the dry run.
 ANSWERED = frozenset(_of_tensor(("requires_grad", "is_leaf"), get=True))
 

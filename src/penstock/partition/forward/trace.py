@@ -118,6 +118,7 @@ class Trace:
     inputs: tuple[int, ...]  # the values of the tensors it was called with
     output: Result
     lasting: Mapping[str, int]  # buffers that were assigned anew: values, by the buffers' names
+    measured: frozenset[int] = frozenset()  # values of which the host knows how large they are
 
     @property
     def calls(self) -> list[int]:
