@@ -11,6 +11,7 @@ import torch
 
 from penstock.partition.forward.absent import Absent
 from penstock.partition.forward.division import Division, sources_of
+from penstock.partition.forward.filled import Filled
 from penstock.partition.forward.tables import TYING
 from penstock.partition.forward.trace import Kind, New, Same, Step
 from penstock.partition.forward.watching import Handle
@@ -26,6 +27,7 @@ class Act:
     plain: bool = True  # `ready` is given as it is
     keeps: tuple[Kept, ...] = ()
     rebinds: tuple[tuple[int, int], ...] = ()  # values that are now others, which arrive
+    fills: bool = False  # a unit: it puts something into a list or a dict that it is given
 
 
 class Kept(NamedTuple):
@@ -71,7 +73,8 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
     for at, step in enumerate(trace.steps):
         runs = at in portion.runs or step.kind is Kind.CALL
         if runs:
-            acts.append(Act(step, True, keeps=changing.keeps(step)))
+            fills = step.result is not None and step.result.spec.context is Filled
+            acts.append(Act(step, True, keeps=changing.keeps(step), fills=fills))
             continue
         ready, plain = _ready(step, absent)
         acts.append(Act(step, False, ready, plain, rebinds=changing.rebinds(step)))
