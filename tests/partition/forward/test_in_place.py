@@ -93,6 +93,19 @@ class Gathered(Four):
         return self.d(out.sum(0))
 
 
+class Selected(Four):
+    """Each writes into a view of what was made from nothing, and changed already."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = x.new_zeros(3, *x.shape)
+        y = x
+        for at, unit in enumerate((self.a, self.b, self.c)):
+            y = unit(y)
+            out.select(0, at).copy_(y)
+            out[at].narrow(-1, 0, 2).mul_(3)
+        return self.d(out.sum(0))
+
+
 class SideBySide(Four):
     """Two views of what is made from nothing, of which one is changed."""
 
@@ -140,8 +153,7 @@ class Counted(Four):
     "kind",
     [
         *(ChangedTwice, ChangedByAView, FreeThenChanged, Statistics, Slices, Gathered),
-        *(SideBySide, Chained),
-        Counted,
+        *(SideBySide, Chained, Counted, Selected),
     ],
     ids=lambda kind: kind.__name__,
 )

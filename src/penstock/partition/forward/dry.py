@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition.forward.boxes import boxes_kept
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.filled import filled
 from penstock.partition.forward.tables import works_in_place, written_unseen
 from penstock.partition.forward.trees import flatten, unflatten
 
@@ -142,11 +143,20 @@ def computed_without_numbers(
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     try:
         with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
-            return target(*args, **kwargs), marking.drew
+            return _given(target, args, kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
     return computed_with_any(fakes, unit, target, args, kwargs, known), True
+
+
+def _given(target: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives; of a unit, also what it puts into the lists and dicts it is given."""
+    return (filled if isinstance(target, nn.Module) else _called)(target, args, kwargs)
+
+
+def _called(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
 
 
 @contextmanager
@@ -192,7 +202,7 @@ def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         copies = [buffer.detach().clone() for buffer in buffers]
         try:
-            return target(*real_args, **real_kwargs)
+            return _given(target, real_args, real_kwargs)
         finally:
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,7 @@ class Ledger:
             if not isinstance(one, FakeTensor) and value not in self._fakes:
                 self._fakes[value] = made = self.fakes.of(one)
                 self._of_fakes.setdefault(id(made), value)
+                self._homes.setdefault(_home(made) or 0, []).append(one)  # views to come are there
         return self._fakes[self.value_of(tensor)]
 
     def change(self, at: int, free: bool, changed: Sequence[Tensor]) -> dict[int, int]:
@@ -115,7 +116,7 @@ class Ledger:
         changes: dict[int, int] = {}
         members: dict[int, Tensor] = {}
         for tensor in changed:
-            for one in (tensor, *self._homes.get(_home(tensor) or 0, ())):
+            for one in (tensor, *self._beside(tensor)):
                 members[id(one)] = one
         for one in members.values():
             before = self.value_of(one)
@@ -128,6 +129,12 @@ class Ledger:
                 self._fakes[changes[before]] = fake
                 self._of_fakes[id(fake)] = changes[before]
         return changes
+
+    def _beside(self, tensor: Tensor) -> Iterator[Tensor]:
+        """All that is in its memory, or was made from what stands for it without numbers."""
+        fake = self._fakes.get(self.value_of(tensor), tensor)
+        for home in {_home(tensor) or 0, _home(fake) or 0} - {0}:
+            yield from self._homes.get(home, ())
 
     def constants(self) -> dict[int, Tensor]:
         """The tensors that are no inputs, parameters or buffers, and were there before."""

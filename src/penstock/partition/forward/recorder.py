@@ -28,6 +28,7 @@ from penstock.partition.forward.dry import (
     versions,
 )
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.filled import taken_over
 from penstock.partition.forward.history import check_open, goes_on, is_check, looked
 from penstock.partition.forward.ledger import Leak, Ledger
 from penstock.partition.forward.tables import (
@@ -271,9 +272,8 @@ class Recorder(Watcher):
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
         known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
-        args, kwargs = unflatten(fakes, spec)
         with hooks_on(target, self.hooks.get(name)):
-            how = (self.ledger.fakes, name, target, args, kwargs, known)
+            how = (self.ledger.fakes, name, target, *unflatten(fakes, spec), known)
             found, _ = computed_without_numbers(*how)
         changed = _outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
@@ -284,7 +284,7 @@ class Recorder(Watcher):
         numbers = iter(takes)
         refs = [Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         step = Step(Kind.UNIT, call, takes, None, where, arguments=(refs, spec))
-        return self._write(step, found, tensors, changed, inside)
+        return taken_over(self._write(step, found, tensors, changed, inside), args, kwargs)
 
     # ---- writing --------------------------------------------------------------------------
 

@@ -80,6 +80,14 @@ COMPARING = frozenset(
     ]
 )
 
+# Python asks the right side first, if its class is derived from that of the left one.
+MIRRORED = {
+    Tensor.lt: Tensor.gt,
+    Tensor.gt: Tensor.lt,
+    Tensor.le: Tensor.ge,
+    Tensor.ge: Tensor.le,
+}
+
 # They draw numbers from 0 up to 1.
 UNIFORM = frozenset([torch.rand, torch.rand_like])
 

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+def _entries(value: Any) -> tuple[list[Any], list[Any]]:
+    return list(value.values()), list(value)
+
+
+def _entries_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[Any]]:
+    return [(pytree.MappingKey(key), one) for key, one in value.items()], list(value)
+
+
+def _user_dict(values: Any, keys: list[Any]) -> Any:
+    return UserDict(zip(keys, values, strict=True))
+
+
+if UserDict not in pytree.SUPPORTED_NODES:  # a dict like any other, for who has no reason to ask
+    pytree.register_pytree_node(
+        UserDict, _entries, _user_dict, flatten_with_keys_fn=_entries_with_keys
+    )
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
