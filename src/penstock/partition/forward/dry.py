@@ -52,9 +52,7 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(held)
-                if not _same_objects(module.__dict__, attributes):
-                    module.__dict__.clear()
-                    module.__dict__.update(attributes)
+                _set_back(module, attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
@@ -66,9 +64,12 @@ def _is_one(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.numel() == 1
 
 
-def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Nothing was set; what may be tensors, alone or in lists, is not compared by value."""
-    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+def _set_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """If anything was set; what may be tensors, alone or in lists, is not compared by value."""
+    now = module.__dict__
+    if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+        now.clear()
+        now.update(before)
 
 
 @contextmanager
@@ -140,12 +141,15 @@ def computed_without_numbers(
     others. A function between units does not, if what it gives depends on them.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    before = [dict(module.__dict__) for module in modules]
     try:
         with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
             return target(*args, **kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
+    for module, attributes in zip(modules, before, strict=True):
+        _set_back(module, attributes)  # what it keeps for the next time has no numbers
     return computed_with_any(fakes, unit, target, args, kwargs, known), True
 
 

@@ -29,7 +29,7 @@ from penstock.partition.forward.dry import (
 )
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.history import check_open, goes_on, is_check, looked
-from penstock.partition.forward.ledger import Leak, Ledger
+from penstock.partition.forward.ledger import Leak, Ledger, leaving_alone
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
@@ -95,6 +95,7 @@ class Recorder(Watcher):
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
         self._turns: Counter[str] = Counter()
+        self.shared: Mapping[str, Sequence[Any]] = {}  # by unit: lists and dicts of parents
 
     # ---- operations -----------------------------------------------------------------------
 
@@ -272,7 +273,8 @@ class Recorder(Watcher):
         before = versions(inside)
         known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
         args, kwargs = unflatten(fakes, spec)
-        with hooks_on(target, self.hooks.get(name)):
+        alone = leaving_alone(self.shared.get(name, ()), name, where)
+        with hooks_on(target, self.hooks.get(name)), alone:
             how = (self.ledger.fakes, name, target, args, kwargs, known)
             found, _ = computed_without_numbers(*how)
         changed = _outside(tensors, inside, changed_among(None, inside, before))
