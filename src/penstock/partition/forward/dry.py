@@ -170,7 +170,8 @@ def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -
             home.update(held)
 
 
-def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+def as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+    """The same without numbers, if it is a tensor, made in the unit of that name."""
     if not isinstance(leaf, Tensor):
         return leaf
     made = fakes.of(leaf.detach())
@@ -185,8 +186,11 @@ def computed_with_any(
     """The same, on numbers that are there for their shapes alone, but for those that are known."""
     leaves, spec = flatten((args, kwargs))
     some = [known[id(x)].clone() if id(x) in known else any_numbers(x) for x in leaves]
+    same = {id(real): x for real, x in zip(some, leaves, strict=True) if isinstance(x, Tensor)}
     leaves, spec = flatten(_really_computed(target, *unflatten(some, spec)))
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+    return unflatten(
+        [same[id(x)] if id(x) in same else as_fake(fakes, x, unit) for x in leaves], spec
+    )
 
 
 def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
@@ -241,6 +245,14 @@ def changed_among(
     if not found and -1 in before and func is not None and works_in_place(func):
         return list(tensors[:1])  # in inference mode
     return found
+
+
+def outside(
+    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
+) -> list[Tensor]:
+    """The arguments for which those stood that were changed."""
+    ids = set(map(id, changed))
+    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]
 
 
 def random_state(device: torch.device) -> Tensor:
