@@ -236,3 +236,42 @@ def test_units_whose_methods_are_called() -> None:
     partition = split(made(ByMethods), 3, example=batches(5)[0], balance="parameters")
     names = [name for stage in partition.stages for name in stage.names]
     assert {"codes.into", "codes.norm", "codes.out"} <= set(names)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts[0](x) + self.parts[1](x)
+        return y
+
+
+class Placed(nn.Module):
+    def __init__(self, positions: Positions) -> None:
+        super().__init__()
+        self.positions, self.linear = positions, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x + self.positions(x))
+        return y
+
+
+class Sharing(nn.Module):
+    """The blocks have a part in common, that the model has as well, and does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.blocks = nn.ModuleList(Placed(self.positions) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_units_that_share_a_part_with_a_list() -> None:
+    """The list's elements are units by the rule, and inside other units: a KeyError."""
+    assert_same(Sharing)

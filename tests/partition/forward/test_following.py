@@ -195,6 +195,12 @@ class PickedAndMeasured(Picked):
         return self.d(self.c(y)).sum(1) / y.square().shape[1]
 
 
+class PickedApart(Picked):
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(sum(y.unbind(1))))
+
+
 def test_a_shape_that_depends_on_numbers() -> None:
     """A mean over what a unit had picked was divided by another number than was picked."""
     assert_same(Picked, lengths=(7, 7, 9))
@@ -202,3 +208,64 @@ def test_a_shape_that_depends_on_numbers() -> None:
     pipe = piped(model, example, 3)
     with pytest.raises(CutError, match=r"unit 'b' gives a tensor of the shape \(2, \d, 4\), and"):
         pipe(batch)
+    pipe = piped(made(PickedApart), example, 3)
+    with pytest.raises(CutError, match=r"unbind gives \d values, and \d were planned"):
+        pipe(batch)
+
+
+class Anchors(nn.Linear):
+    """Keeps what it has made for the next time, and looks at numbers after that."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.kept: Any = [torch.arange(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.kept = [one.to(x.dtype) for one in self.kept]
+        kept: Tensor = self.kept[0]
+        return x + kept[torch.where(kept > 1)[0]].sum()
+
+
+class Anchored(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Anchors()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def test_what_a_unit_keeps_while_it_is_tried_without_numbers() -> None:
+    """It was tried again with numbers, and found what it had kept: that had none."""
+    assert_same(Anchored)
+
+
+class Heads(nn.Module):
+    """Puts what it gives besides into a list that is the model's, too."""
+
+    def __init__(self, found: list[Tensor]) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.found = found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        self.found[0] = self.head(x)
+        return x
+
+
+class Supervised(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = [torch.zeros(1, dtype=torch.float64)]
+        self.heads = Heads(self.found)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.d(self.c(self.b(self.heads(self.a(x)))))
+        return x, x + self.found[0]
+
+
+def test_a_list_that_a_unit_shares_with_the_model() -> None:
+    """The stages had lists of their own, and the model found what was in its list before."""
+    assert_same(Supervised)

@@ -64,12 +64,19 @@ def boxes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for box, then in before:
-            if not _same_inside(box, then):
+            if not same_inside(box, then):
                 box.clear()
                 _fill(box, then)
 
 
-def _same_inside(box: Any, then: Any) -> bool:
+def shared_boxes(unit: nn.Module, parents: Iterable[nn.Module]) -> list[Any]:
+    """Lists and dicts that something in the unit has, and a parent has, too."""
+    theirs = {id(box) for parent in parents for _, box in boxes_of(parent)}
+    inside = [box for module in unit.modules() for _, box in boxes_of(module)]
+    return list({id(box): box for box in inside if id(box) in theirs}.values())
+
+
+def same_inside(box: Any, then: Any) -> bool:
     """By identity: there may be tensors."""
     if isinstance(box, set):
         return bool(box == then)

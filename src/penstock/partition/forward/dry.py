@@ -53,9 +53,7 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(held)
-                if not _same_objects(module.__dict__, attributes):
-                    module.__dict__.clear()
-                    module.__dict__.update(attributes)
+                _set_back(module, attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
@@ -67,9 +65,12 @@ def _is_one(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.numel() == 1
 
 
-def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Nothing was set; what may be tensors, alone or in lists, is not compared by value."""
-    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+def _set_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """If anything was set; what may be tensors, alone or in lists, is not compared by value."""
+    now = module.__dict__
+    if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+        now.clear()
+        now.update(before)
 
 
 @contextmanager
@@ -141,12 +142,15 @@ def computed_without_numbers(
     others. A function between units does not, if what it gives depends on them.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    before = [dict(module.__dict__) for module in modules]
     try:
         with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
             return _given(target, args, kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
+    for module, attributes in zip(modules, before, strict=True):
+        _set_back(module, attributes)  # what it keeps for the next time has no numbers
     return computed_with_any(fakes, unit, target, args, kwargs, known), True
 
 
@@ -176,7 +180,8 @@ def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -
             home.update(held)
 
 
-def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+def as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+    """The same without numbers, if it is a tensor, made in the unit of that name."""
     if not isinstance(leaf, Tensor):
         return leaf
     made = fakes.of(leaf.detach())
@@ -191,8 +196,11 @@ def computed_with_any(
     """The same, on numbers that are there for their shapes alone, but for those that are known."""
     leaves, spec = flatten((args, kwargs))
     some = [known[id(x)].clone() if id(x) in known else any_numbers(x) for x in leaves]
+    same = {id(real): x for real, x in zip(some, leaves, strict=True) if isinstance(x, Tensor)}
     leaves, spec = flatten(_really_computed(target, *unflatten(some, spec)))
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+    return unflatten(
+        [same[id(x)] if id(x) in same else as_fake(fakes, x, unit) for x in leaves], spec
+    )
 
 
 def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
@@ -247,6 +255,14 @@ def changed_among(
     if not found and -1 in before and func is not None and works_in_place(func):
         return list(tensors[:1])  # in inference mode
     return found
+
+
+def outside(
+    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
+) -> list[Tensor]:
+    """The arguments for which those stood that were changed."""
+    ids = set(map(id, changed))
+    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.partition.forward.absent import Look
+from penstock.partition.forward.boxes import same_inside
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.tables import MEASURING
 from penstock.partition.forward.trace import Value
+from penstock.partition.forward.trees import tensors_in
 from penstock.partition.forward.watching import where_now
 
 
@@ -24,6 +28,16 @@ class Leak(Exception):
     def __init__(self, unit: str, where: str) -> None:
         super().__init__(unit)
         self.unit, self.where = unit, where
+
+
+@contextmanager
+def leaving_alone(boxes: Sequence[Any], unit: str, where: str) -> Iterator[None]:
+    """Within, the unit runs: a tensor that it puts into one of a parent's lists is a Leak."""
+    before = [copy.copy(box) for box in boxes]
+    yield
+    for box, then in zip(boxes, before, strict=True):
+        if not same_inside(box, then) and any(True for _ in tensors_in(box)):
+            raise Leak(unit, where)
 
 
 class Ledger:

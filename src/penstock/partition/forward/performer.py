@@ -105,6 +105,8 @@ class Performer(Watcher):
         if func in TYING and not some_args[0].requires_grad:  # in a forward without a graph
             call = _tied_to_nothing
         found = call(*some_args, **some_kwargs)
+        if isinstance(found, tuple | list) and step.result is not None:
+            self._check_count(step, found)
         if act.keeps:
             self._keep(act, found, lambda: list(tensors_in((some_args, some_kwargs))))
         return found
@@ -190,6 +192,18 @@ class Performer(Watcher):
                 raise self._elsewhere("a value that no stage sends to this one")
             return self._received[tensor.value]
         return self._instead.get(id(tensor), tensor) if self._instead else tensor
+
+    def _check_count(self, step: Step, found: Sequence[Any]) -> None:
+        """Into how many parts something falls may depend on its shape, and that on numbers."""
+        assert step.result is not None
+        count = len(flatten(found)[0])
+        if count != len(step.result.leaves):
+            raise CutError(
+                f"at {step.where}, {called(step.func)} gives {count} values, and "
+                f"{len(step.result.leaves)} were planned for inputs like these: how many depends "
+                "on numbers that other stages do not have; put it into one unit, with all that "
+                "follows from it, with units="
+            )
 
     def _shaped(self, tensor: Tensor) -> Tensor:
         return numberless(tensor) if type(tensor) is Absent else tensor

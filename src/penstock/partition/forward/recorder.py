@@ -24,13 +24,15 @@ from penstock.partition.forward.dry import (
     computed_with_any,
     computed_without_numbers,
     numberless,
+    outside,
     random_state,
     versions,
 )
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.filled import taken_over
 from penstock.partition.forward.history import check_open, goes_on, is_check, looked
-from penstock.partition.forward.ledger import Leak, Ledger
+from penstock.partition.forward.ledger import Leak, Ledger, leaving_alone
+from penstock.partition.forward.packing import PACK, PAD, Packing
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
@@ -54,6 +56,7 @@ from penstock.partition.forward.trace import (
     Value,
 )
 from penstock.partition.forward.trees import (
+    Called,
     flatten,
     hidden_in,
     mapped,
@@ -62,21 +65,6 @@ from penstock.partition.forward.trees import (
     unflatten,
 )
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
-
-
-@dataclass(frozen=True)
-class _Called:
-    """A function with its arguments, and the tensors among them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: Callable[..., Any]
-    tensors: list[Tensor]
-
-    def with_each(self, change: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
-        """What it gives with each tensor changed, and those."""
-        args, kwargs = mapped((self.args, self.kwargs), change)
-        return self.call(*args, **kwargs), list(tensors_in((args, kwargs)))
 
 
 @dataclass(frozen=True)
@@ -95,7 +83,10 @@ class Recorder(Watcher):
         self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
         self._drawn: dict[int, _Extremes] = {}
+        self._packing = Packing(fakes)
+        self._told: dict[int, Tensor] = {}
         self._turns: Counter[str] = Counter()
+        self.shared: Mapping[str, Sequence[Any]] = {}  # by unit: lists and dicts of parents
 
     # ---- operations -----------------------------------------------------------------------
 
@@ -112,7 +103,7 @@ class Recorder(Watcher):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Compute it, with numbers if they are there, and write it down."""
-        asked = _Called(args, kwargs, call, list(tensors_in((args, kwargs))))
+        asked = Called(args, kwargs, call, list(tensors_in((args, kwargs))))
         takes = tuple(map(self.ledger.value_of, asked.tensors))
         step = Step(Kind.GLUE, func, takes, None, where_now(), said=said_in((args, kwargs)))
         if func in ANSWERED:
@@ -137,9 +128,20 @@ class Recorder(Watcher):
             settled = self._follow_draws(step, asked)
             if settled is not None:
                 return settled[0]
+        if func is PACK or func is PAD:
+            return self._packed(step, asked)
         return self._without_numbers(step, asked)
 
-    def _with_numbers(self, step: Step, asked: _Called) -> Any:
+    def _packed(self, step: Step, asked: Called) -> Any:
+        free = {id(t): t for t in asked.tensors if self._is_known(t)}
+        found = self._packing.computed(asked, free)
+        if found is None:
+            raise looked(step, self.steps, self.ledger.values)
+        if step.func is PACK:  # the rest follows from how much it packs
+            step = self._asking(step, asked, found)
+        return self._write(step, found, asked.tensors)
+
+    def _with_numbers(self, step: Step, asked: Called) -> Any:
         before, random = versions(asked.tensors), random_state(self.ledger.fakes.device)
         refs = self._refs(asked)
         found = asked.call(*asked.args, **asked.kwargs)
@@ -161,7 +163,7 @@ class Recorder(Watcher):
             step = replace(step, asks=True, outcome=shapes)
         return self._write(step, found, asked.tensors, changed)
 
-    def _shape_asks(self, asked: _Called) -> bool:
+    def _shape_asks(self, asked: Called) -> bool:
         """Does the shape of what it makes depend on numbers?"""
         try:
             with self.ledger.fakes.mode:
@@ -172,7 +174,7 @@ class Recorder(Watcher):
             return False
         return False
 
-    def _without_numbers(self, step: Step, asked: _Called) -> Any:
+    def _without_numbers(self, step: Step, asked: Called) -> Any:
         fakes = {id(t): self.ledger.faked(t) for t in asked.tensors}
         inside = [fakes[id(t)] for t in asked.tensors]
         before = versions(inside)
@@ -187,7 +189,7 @@ class Recorder(Watcher):
             found, drew = computed_with_any(*how), False
             step = self._asking(step, asked, found)
         changed = changed_among(step.func, inside, before, args, kwargs)
-        changed = _outside(asked.tensors, inside, changed)
+        changed = outside(asked.tensors, inside, changed)
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
                 raise looked(step, self.steps, self.ledger.values)
@@ -201,25 +203,25 @@ class Recorder(Watcher):
     def _is_known(self, tensor: Tensor) -> bool:
         return self.ledger.is_free(self.ledger.value_of(tensor))
 
-    def _known_decides(self, step: Step, asked: _Called) -> bool:
+    def _known_decides(self, step: Step, asked: Called) -> bool:
         """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
         if step.func in COUNTING:
             return bool(asked.kwargs.get("minlength"))
         unknown = [t for t in asked.tensors if not self._is_known(t)]
         return len(unknown) < len(asked.tensors) and all(t.is_floating_point() for t in unknown)
 
-    def _asking(self, step: Step, asked: _Called, found: Any) -> Step:
+    def _asking(self, step: Step, asked: Called, found: Any) -> Step:
         shapes = [tuple(t.shape) for t in tensors_in(found)]
         if step.func in COUNTING or not any(shapes):
             return step
         return replace(step, asks=True, outcome=shapes, arguments=self._refs(asked))
 
-    def _refs(self, asked: _Called) -> Any:
+    def _refs(self, asked: Called) -> Any:
         return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
 
     # ---- random numbers -------------------------------------------------------------------
 
-    def _draw(self, step: Step, asked: _Called, found: Any) -> Any:
+    def _draw(self, step: Step, asked: Called, found: Any) -> Any:
         """Drawn on one stage. Of uniform ones it is known how far they reach."""
         found = self._write(replace(step, lasting=True, draws=True), found, asked.tensors)
         if step.func in UNIFORM and isinstance(found, Tensor):
@@ -228,7 +230,7 @@ class Recorder(Watcher):
             self._drawn[value] = _Extremes(torch.zeros_like(found), largest)
         return found
 
-    def _follow_draws(self, step: Step, asked: _Called) -> tuple[Any] | None:
+    def _follow_draws(self, step: Step, asked: Called) -> tuple[Any] | None:
         """What is decided by chance is refused; `rand() < 0.0` is not decided by chance."""
         value_of = self.ledger.value_of
         if not all(at in self._drawn or self.ledger.is_free(at) for at in step.takes):
@@ -272,10 +274,14 @@ class Recorder(Watcher):
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
         known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
-        with hooks_on(target, self.hooks.get(name)):
+        known |= self._packing.told(inside)
+        told = ((at, known.get(id(fake))) for at, fake in zip(takes, inside, strict=True))
+        self._told |= {at: t for at, t in told if t is not None and not t.is_floating_point()}
+        alone = leaving_alone(self.shared.get(name, ()), name, where)
+        with hooks_on(target, self.hooks.get(name)), alone:
             how = (self.ledger.fakes, name, target, *unflatten(fakes, spec), known)
             found, _ = computed_without_numbers(*how)
-        changed = _outside(tensors, inside, changed_among(None, inside, before))
+        changed = outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
         for leaf in flatten(found)[0]:
@@ -337,12 +343,4 @@ class Recorder(Watcher):
         anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
         steps, gives = tuple(self.steps), Result(tuple(written), spec)
         measured = frozenset(self.ledger.measured)
-        return Trace(steps, tuple(values), inputs, gives, anew, measured)
-
-
-def _outside(
-    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
-) -> list[Tensor]:
-    """The arguments for which those stood that were changed."""
-    ids = set(map(id, changed))
-    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]
+        return Trace(steps, tuple(values), inputs, gives, anew, measured, self._told)

@@ -107,7 +107,7 @@ def _measured(trace: Trace) -> set[int]:
         made = step.result.made if step.result else ()
         if step.kind is Kind.UNIT:
             continue
-        if len(made) > 1 or not found.isdisjoint((*made, *step.changes.values())):
+        if not found.isdisjoint((*made, *step.changes.values())):
             found.update(step.takes)
     return found
 

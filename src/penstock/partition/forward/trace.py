@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.partition.forward.absent import Look
@@ -119,6 +120,7 @@ class Trace:
     output: Result
     lasting: Mapping[str, int]  # buffers that were assigned anew: values, by the buffers' names
     measured: frozenset[int] = frozenset()  # values of which the host knows how large they are
+    told: Mapping[int, Tensor] = field(default_factory=dict)  # whole numbers that units are given
 
     @property
     def calls(self) -> list[int]:

@@ -169,3 +169,18 @@ class Itself:
 
     def __hash__(self) -> int:
         return id(self._of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """A function with its arguments, and the tensors among them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: Callable[..., Any]
+    tensors: list[Tensor]
+
+    def with_each(self, change: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
+        """What it gives with each tensor changed, and those."""
+        args, kwargs = mapped((self.args, self.kwargs), change)
+        return self.call(*args, **kwargs), list(tensors_in((args, kwargs)))

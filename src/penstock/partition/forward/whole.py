@@ -126,6 +126,8 @@ class Whole:
         """The units are those that were cut, and the parents have what they had."""
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
+            if path not in self.parents:  # inside another unit, that has it as a part
+                continue
             if self.parents[path]._modules.get(key) is not unit and not is_hollow(unit):
                 raise RunError(
                     f"unit '{name}' was replaced after the pipe was made, and would not run: make "
