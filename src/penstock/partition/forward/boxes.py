@@ -140,7 +140,12 @@ def _cell(cell: CellType, made: Made) -> CellType:
 
 
 def _swapped(value: Any, made: Made) -> Any:
-    return made[id(value)] if id(value) in made else remade(value, made)
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) in (list, tuple):
+        new = [_swapped(one, made) for one in value]
+        return value if _same(tuple(new), tuple(value)) else type(value)(new)
+    return remade(value, made)
 
 
 def uncached(kind: type) -> Iterator[tuple[str, Any]]:

@@ -190,8 +190,13 @@ def computed_with_any(
     """The same, on numbers that are there for their shapes alone, but for those that are known."""
     leaves, spec = flatten((args, kwargs))
     some = [known[id(x)].clone() if id(x) in known else any_numbers(x) for x in leaves]
+    same = {id(one): leaf for one, leaf in zip(some, leaves, strict=True)}  # as it was given
     leaves, spec = flatten(_really_computed(target, *unflatten(some, spec)))
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+    made = [
+        same[id(one)] if isinstance(one, Tensor) and id(one) in same else _as_fake(fakes, one, unit)
+        for one in leaves
+    ]
+    return unflatten(made, spec)
 
 
 def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
@@ -246,3 +251,11 @@ def random_state(device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.get_rng_state()
     return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
+
+
+def outside(
+    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
+) -> list[Tensor]:
+    """The arguments for which those stood that were changed."""
+    ids = set(map(id, changed))
+    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]

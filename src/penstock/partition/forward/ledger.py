@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +23,14 @@ class Leak(Exception):
     def __init__(self, unit: str, where: str) -> None:
         super().__init__(unit)
         self.unit, self.where = unit, where
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
+
+    least: Any
+    largest: Any
 
 
 class Ledger:
@@ -66,8 +75,8 @@ class Ledger:
 
     def stays(self, tensor: Tensor) -> bool:
         """Is it there after the forward?"""
-        value = self.values[self.value_of(tensor)]
-        return bool(value.parameter or value.buffer)
+        those = (self.values[self.value_of(t)] for t in (tensor, *self._beside(tensor)))
+        return any(value.parameter or value.buffer for value in those)  # also by its `.data`
 
     def register(self, tensor: Tensor, value: Value) -> int:
         """From now on the tensor is this value."""

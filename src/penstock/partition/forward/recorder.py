@@ -24,13 +24,21 @@ from penstock.partition.forward.dry import (
     computed_with_any,
     computed_without_numbers,
     numberless,
+    outside,
     random_state,
     versions,
 )
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.filled import taken_over
-from penstock.partition.forward.history import check_open, goes_on, is_check, looked
-from penstock.partition.forward.ledger import Leak, Ledger
+from penstock.partition.forward.history import (
+    check_open,
+    check_plain,
+    check_transforms,
+    goes_on,
+    is_check,
+    looked,
+)
+from penstock.partition.forward.ledger import Extremes, Leak, Ledger
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
@@ -79,14 +87,6 @@ class _Called:
         return self.call(*args, **kwargs), list(tensors_in((args, kwargs)))
 
 
-@dataclass(frozen=True)
-class _Extremes:
-    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
-
-    least: Any
-    largest: Any
-
-
 class Recorder(Watcher):
     """Writes steps and values."""
 
@@ -94,8 +94,7 @@ class Recorder(Watcher):
         super().__init__()
         self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
-        self._drawn: dict[int, _Extremes] = {}
-        self._turns: Counter[str] = Counter()
+        self._drawn, self._turns = dict[int, Extremes](), Counter[str]()
 
     # ---- operations -----------------------------------------------------------------------
 
@@ -113,7 +112,9 @@ class Recorder(Watcher):
         """Compute it, with numbers if they are there, and write it down."""
         asked = _Called(args, kwargs, call, list(tensors_in((args, kwargs))))
         takes = tuple(map(self.ledger.value_of, asked.tensors))
-        step = Step(Kind.GLUE, func, takes, None, where_now(), said=said_in((args, kwargs)))
+        said, where = said_in((args, kwargs)), where_now()
+        step = Step(Kind.GLUE, func, takes, None, where, said=said, call=call)
+        check_transforms(step)
         if func in ANSWERED:
             found = call(*args, **kwargs)
             self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
@@ -184,7 +185,7 @@ class Recorder(Watcher):
                 raise looked(step, self.steps, self.ledger.values) from error
             found, drew = computed_with_any(*how), False
             step = self._asking(step, asked, found)
-        changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
+        changed = outside(asked.tensors, inside, changed_among(step.func, inside, before))
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
                 raise looked(step, self.steps, self.ledger.values)
@@ -222,7 +223,7 @@ class Recorder(Watcher):
         if step.func in UNIFORM and isinstance(found, Tensor):
             largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
             value = self.ledger.value_of(found)
-            self._drawn[value] = _Extremes(torch.zeros_like(found), largest)
+            self._drawn[value] = Extremes(torch.zeros_like(found), largest)
         return found
 
     def _follow_draws(self, step: Step, asked: _Called) -> tuple[Any] | None:
@@ -241,7 +242,7 @@ class Recorder(Watcher):
         least, largest = at_extreme("least"), at_extreme("largest")
         if isinstance(least, Tensor):
             found = self._write(replace(step, lasting=True), least.clone(), asked.tensors)
-            self._drawn[value_of(found)] = _Extremes(least, largest)
+            self._drawn[value_of(found)] = Extremes(least, largest)
             return (found,)
         if least != largest:
             raise CutError(
@@ -272,7 +273,7 @@ class Recorder(Watcher):
         with hooks_on(target, self.hooks.get(name)):
             how = (self.ledger.fakes, name, target, *unflatten(fakes, spec), known)
             found, _ = computed_without_numbers(*how)
-        changed = _outside(tensors, inside, changed_among(None, inside, before))
+        changed = outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
         for leaf in flatten(found)[0]:
@@ -310,6 +311,7 @@ class Recorder(Watcher):
                 written.append(Same(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
+                check_plain(leaf, step.where)
                 made = Value(Look.of(leaf), step.free, at, self._named(step, position))
                 twice[id(leaf)] = New(self.ledger.register(leaf, made))
                 written.append(twice[id(leaf)])
@@ -339,11 +341,3 @@ class Recorder(Watcher):
             Result(tuple(written), spec),
             anew,
         )
-
-
-def _outside(
-    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
-) -> list[Tensor]:
-    """The arguments for which those stood that were changed."""
-    ids = set(map(id, changed))
-    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]

@@ -23,7 +23,7 @@ from torch._functorch import apis as _apis
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint as torch_checkpoint
 
-from penstock.partition.forward.boxes import Hooks
+from penstock.partition.forward.boxes import Hooks, remade
 
 
 class Watcher(TorchFunctionMode):
@@ -104,6 +104,7 @@ class Handle:
 
 apis: Any = _apis  # its names are not exported
 checks: Any = torch_checkpoint
+_VF: Any = torch._VF
 
 _making = threading.Lock()
 
@@ -116,6 +117,7 @@ def follow_all() -> None:
             _follow_scripts()
             _follow_vmap()
             _follow_checkpoint()
+            _follow_packing()
 
 
 def _follow_functions() -> None:
@@ -158,13 +160,15 @@ def _follow_vmap() -> None:
         watcher = watcher_here()
         if watcher is None:
             return original(func, *args, **kwargs)
+        captured = list(_captured(func))
+
+        def call(now: list[Tensor], *some: Any, **named: Any) -> Any:
+            pairs = zip(captured, now, strict=True)
+            made = {id(before): after for before, after in pairs if after is not before}
+            return original(remade(func, made) if made else func, *some, **named)
+
         with aside(watcher):
-            return watcher.operation(
-                original,
-                (list(_captured(func)), *args),
-                kwargs,
-                lambda _, *some, **named: original(func, *some, **named),
-            )
+            return watcher.operation(original, (captured, *args), kwargs, call)
 
     apis.vmap_impl = vmap_impl
 
@@ -223,6 +227,30 @@ def _follow_checkpoint() -> None:
             yield
 
     checks._checkpoint_without_reentrant_generator = generator
+
+
+def _follow_packing() -> None:
+    """How a packed sequence is divided follows from its lengths: that is a step of its own."""
+    original = _VF._pack_padded_sequence
+
+    def pack(rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        watcher = watcher_here()
+        if watcher is None:
+            return original(rows, lengths, batch_first)  # type: ignore[no-any-return]
+        with aside(watcher):
+            packed = watcher.operation(_packed_rows, (rows, lengths, batch_first), {}, _packed_rows)
+            return packed, watcher.operation(_packed_sizes, (lengths,), {}, _packed_sizes)
+
+    _VF._pack_padded_sequence = pack
+
+
+def _packed_rows(rows: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+    return _VF._pack_padded_sequence(rows, lengths, batch_first)[0]
+
+
+def _packed_sizes(lengths: Tensor) -> Tensor:
+    """How many sequences are as long as 1, 2, ..."""
+    return torch.stack([(lengths > at).sum() for at in range(int(lengths.max()))])
 
 
 @contextmanager
