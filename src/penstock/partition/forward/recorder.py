@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import hooks_on
+from penstock.partition.forward.boxes import filling, hooks_on
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
@@ -94,6 +94,7 @@ class Recorder(Watcher):
         super().__init__()
         self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
+        self.shared: Mapping[str, Sequence[Any]] = {}  # lists and such of units that others have
         self._drawn, self._turns = dict[int, Extremes](), Counter[str]()
 
     # ---- operations -----------------------------------------------------------------------
@@ -256,8 +257,12 @@ class Recorder(Watcher):
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Compute it without numbers, and write it down."""
+        filled = filling(self.shared.get(name, ()))
         with aside(self):
-            return self._unit(name, target, args, kwargs)
+            found = self._unit(name, target, args, kwargs)
+        if filled():
+            raise Leak(name, where_now())
+        return found
 
     def _unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         where = where_now()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent, Look
-from penstock.partition.forward.boxes import Box, Hooks, boxes_of, uncached
+from penstock.partition.forward.boxes import Box, Hooks, boxes_of, is_state, uncached
 from penstock.partition.forward.watching import watcher_here
 
 
@@ -94,8 +94,8 @@ class Skeleton:
         known[id(module)] = made
         self.parents[name] = module, made
         made.__dict__.update(module.__dict__)
-        for key, method in uncached(type(module)):
-            made.__dict__.setdefault(key, MethodType(method, made))
+        for key, method, own in uncached(type(module)):
+            made.__dict__.setdefault(key, MethodType(method, made) if own else method)
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
         rest = elsewhere(module)
         made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
@@ -195,6 +195,8 @@ def holds_module(value: Any) -> bool:
         return any(isinstance(one, nn.Module) for one in value.values())
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
+    if is_state(value):
+        return any(holds_module(one) for one in vars(value).values() if not is_state(one))
     return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
@@ -210,6 +212,11 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
         return type(value)(_mapped(one, made) for one in value)
     if type(value) is dict:
         return {key: _mapped(one, made) for key, one in value.items()}
+    if is_state(value):
+        own = copy.copy(value)
+        for key, one in vars(value).items():
+            vars(own)[key] = one if is_state(one) else _mapped(one, made)
+        return own
     return value
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.partition.forward.boxes import shared_boxes
 from penstock.partition.forward.dry import left_as_it_was
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.hollow import faked, is_hollow
@@ -65,6 +66,7 @@ def _followed(
     with left_as_it_was(model, parents), faked([*copies, *_away(units)], fakes):
         recorder = Recorder([model, skeleton.model], fakes)
         recorder.hooks = skeleton.hooks
+        recorder.shared = shared_boxes(parents, units)
         inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
