@@ -157,9 +157,53 @@ class Remembering(Four):
         return self.d(self.c(x * self.ramp(length)) + self.positions(length))
 
 
+class ByAClosure(Four):
+    """A function of the module's own knows the module from around it, and itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def run(x: Tensor, turn: int = 0) -> Tensor:
+            if turn == 4:
+                return x
+            unit = (self.a, self.b, self.c, self.d)[turn]
+            return run(torch.tanh(unit(x)), turn + 1)
+
+        self.run: Any = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x)
+
+
+class Helper:
+    """Has the units, and is no module."""
+
+    def __init__(self, *units: nn.Module) -> None:
+        self.units = units
+
+    def run(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = torch.tanh(unit(x))
+        return x
+
+
+class ByAHelper(Four):
+    """Leaves the work to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper(self.a, self.b, self.c, self.d)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.helper.run(x)
+
+
 @pytest.mark.parametrize(
     "kind",
-    [InAnObject, SharedList, SharedObject, AmongBlocks, OnTheParent, Remembering],
+    [
+        *(InAnObject, SharedList, SharedObject, AmongBlocks, OnTheParent, Remembering),
+        *(ByAClosure, ByAHelper),
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_state_of_every_sort(kind: type[nn.Module]) -> None:

@@ -160,19 +160,26 @@ def _refill(box: Any, values: Any) -> None:
 # ---- functions that know an original ------------------------------------------------------
 
 
-def remade(function: Any, made: Made) -> Any:
-    """The same function for what stands in the originals' place; itself, if it knows none."""
+def remade(function: Any, made: Made, depth: int = 6) -> Any:
+    """The same function for what stands in the originals' place; itself, if it knows none.
+
+    Functions that it knows are made anew with it; not without end, as one may know itself.
+    """
+    if not depth:
+        return function
     if isinstance(function, MethodType) and id(function.__self__) in made:
         return MethodType(function.__func__, made[id(function.__self__)])
     if isinstance(function, partial):
-        inner, args = remade(function.func, made), [_swapped(one, made) for one in function.args]
-        named = {key: _swapped(one, made) for key, one in function.keywords.items()}
-        changed = inner is not function.func or args != list(function.args)
-        return partial(inner, *args, **named) if changed or named != function.keywords else function
+        inner = remade(function.func, made, depth - 1)
+        args = [_swapped(one, made, depth) for one in function.args]
+        named = {key: _swapped(one, made, depth) for key, one in function.keywords.items()}
+        now, before = (inner, *args, *named.values()), (function.func, *function.args)
+        same = _same(now, (*before, *function.keywords.values()))
+        return function if same else partial(inner, *args, **named)
     if not isinstance(function, FunctionType):
         return function
-    cells = tuple(_cell(cell, made) for cell in function.__closure__ or ())
-    defaults = tuple(_swapped(one, made) for one in function.__defaults__ or ())
+    cells = tuple(_cell(cell, made, depth) for cell in function.__closure__ or ())
+    defaults = tuple(_swapped(one, made, depth) for one in function.__defaults__ or ())
     if _same(cells, function.__closure__) and _same(defaults, function.__defaults__):
         return function
     new = FunctionType(
@@ -186,22 +193,32 @@ def _same(now: tuple[Any, ...], before: tuple[Any, ...] | None) -> bool:
     return all(a is b for a, b in zip(now, before or (), strict=True))
 
 
-def _cell(cell: CellType, made: Made) -> CellType:
+def known_to(function: FunctionType) -> Iterator[Any]:
+    """What a function has from around it."""
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing yet
+            continue
+
+
+def _cell(cell: CellType, made: Made, depth: int) -> CellType:
     try:
         inside = cell.cell_contents
     except ValueError:  # nothing yet
         return cell
-    new = _swapped(inside, made)
+    new = _swapped(inside, made, depth)
     return cell if new is inside else CellType(new)
 
 
-def _swapped(value: Any, made: Made) -> Any:
+def _swapped(value: Any, made: Made, depth: int) -> Any:
     if id(value) in made:
         return made[id(value)]
     if type(value) in (list, tuple):
-        new = [_swapped(one, made) for one in value]
+        new = [_swapped(one, made, depth - 1) for one in value] if depth > 1 else list(value)
         return value if _same(tuple(new), tuple(value)) else type(value)(new)
-    return remade(value, made)
+    return remade(value, made, depth - 1)
 
 
 def uncached(kind: type) -> Iterator[tuple[str, Any, bool]]:

@@ -16,7 +16,7 @@ from penstock.errors import CutError
 from penstock.partition.forward.tables import GRADIENTS, called
 from penstock.partition.forward.trace import CallOf, Kind, New, Same, Step, Trace, Value
 
-Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter
+Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter, or write a buffer
 
 
 @dataclass
@@ -181,12 +181,12 @@ class _Placing:
         return any(self.stages.get(user) == stage for user in users if user != but)
 
     def _at_home(self, step: Step, chosen: int, early: int | None) -> int:
-        """A parameter that has its home already is used there."""
+        """A parameter that has its home already is used there, and a buffer that is written."""
         if self._homes is None:
             return chosen
-        for value in step.takes:
-            name = self.trace.values[value].parameter
-            if not name:
+        for value in (self.trace.values[at] for at in step.takes):
+            name = value.parameter or value.buffer
+            if not value.parameter and name not in self._homes:
                 continue
             homes = sorted(self._homes[name])
             fitting = [home for home in homes if home >= (early or 0)]

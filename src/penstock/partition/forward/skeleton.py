@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent, Look
-from penstock.partition.forward.boxes import Box, Hooks, boxes_of, is_state, uncached
+from penstock.partition.forward.boxes import Box, Hooks, boxes_of, is_state, known_to, uncached
+from penstock.partition.forward.boxes import remade as remade_function
 from penstock.partition.forward.watching import watcher_here
 
 
@@ -197,6 +198,8 @@ def holds_module(value: Any) -> bool:
         return isinstance(value.__self__, nn.Module)
     if is_state(value):
         return any(holds_module(one) for one in vars(value).values() if not is_state(one))
+    if isinstance(value, FunctionType):
+        return any(holds_module(x) for x in known_to(value) if not isinstance(x, FunctionType))
     return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
@@ -205,6 +208,8 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
         return made.get(id(value), value)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _mapped(value.__self__, made))
+    if isinstance(value, FunctionType):
+        return remade_function(value, made)
     if isinstance(value, partial):
         args = [_mapped(one, made) for one in value.args]
         return partial(_mapped(value.func, made), *args, **value.keywords)
