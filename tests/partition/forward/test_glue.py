@@ -107,6 +107,16 @@ class Ragged(Four):
         return self.d(self.c(self.b(self.a(rows)))).to_padded_tensor(0.0)
 
 
+class Replaced(Four):
+    """A unit computes with weights that another one has made."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        weight = y.mean((0, 1)).outer(y.sum((0, 1)))
+        y = torch.func.functional_call(self.c, {"weight": weight}, (y,))
+        return self.d(y)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "words"),
@@ -114,6 +124,7 @@ class Ragged(Four):
         (Forces, "grad goes backward inside the forward, through what stages 0, 1 compute"),
         (Transformed, "the forward computes inside a transform of torch.func"),
         (Ragged, "the forward makes a nested tensor"),
+        (Replaced, "unit 'c' is called with other tensors in the place of its parameters"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

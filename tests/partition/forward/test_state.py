@@ -49,7 +49,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.linear(x))
-        return x + self.put(self.held, x)
+        more: Tensor | int = self.put(self.held, x)
+        return x + more
 
 
 def _append(held: Any, x: Tensor) -> Any:
@@ -117,7 +118,7 @@ class OnTheParent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: Tensor | None = None
+        self.notes: Any = None
         self.blocks = nn.ModuleList(Block(_set, [self]) for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:

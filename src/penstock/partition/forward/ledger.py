@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.trace import Value
@@ -72,6 +73,18 @@ class Ledger:
     def is_free(self, value: int) -> bool:
         """Does it follow from the inputs alone?"""
         return self.values[value].free
+
+    def check_parameters(self, unit: str, target: nn.Module) -> None:
+        """A unit computes with its own parameters, and with none that the forward has made."""
+        for tensor in target.parameters():
+            at = self._known.get(id(tensor))
+            if at is not None and self.values[at].maker is not None:
+                raise CutError(
+                    f"at {where_now()}, unit '{unit}' is called with other tensors in the place "
+                    "of its parameters (torch.func.functional_call), and stages would all put "
+                    "theirs there: give them to functions (F.linear), or put it all into one unit "
+                    "with units="
+                )
 
     def stays(self, tensor: Tensor) -> bool:
         """Is it there after the forward?"""

@@ -266,6 +266,7 @@ class Recorder(Watcher):
 
     def _unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         where = where_now()
+        self.ledger.check_parameters(name, target)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
