@@ -78,7 +78,8 @@ class Ledger:
         """A unit computes with its own parameters, and with none that the forward has made."""
         for tensor in target.parameters():
             at = self._known.get(id(tensor))
-            if at is not None and self.values[at].maker is not None:
+            value = None if at is None else self.values[at]
+            if value is not None and value.maker is not None and not value.parameter:
                 raise CutError(
                     f"at {where_now()}, unit '{unit}' is called with other tensors in the place "
                     "of its parameters (torch.func.functional_call), and stages would all put "
