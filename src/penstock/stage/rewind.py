@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+Quietly = dict[tuple[nn.Module, str], bool]  # is the buffer written so that nobody counts it?
 
 
 class Copied(NamedTuple):
@@ -38,29 +40,31 @@ def copied(owners: Sequence[nn.Module]) -> list[Copied]:
     ]
 
 
-def changed(copies: Sequence[Copied], always: Collection[int] = ()) -> list[Copied]:
-    """Those that have been written or replaced since, and those that always are."""
+def changed(copies: Sequence[Copied]) -> list[Copied]:
+    """Those that have been written or replaced since."""
     return [
         copy
-        for at, copy in enumerate(copies)
+        for copy in copies
         if copy.owner._buffers.get(copy.name) is not copy.buffer
         or copy.buffer._version != copy.version
-        or at in always
     ]
 
 
-def written_unseen(copies: Sequence[Copied]) -> frozenset[int]:
-    """Which have been written with no new version: PyTorch's own batch_norm does that.
+def written(copies: Sequence[Copied], quietly: Quietly) -> list[Copied]:
+    """The same of a forward; also those that it wrote so that no version tells.
 
-    With one of a module's buffers come the others: it may have written to them what they held.
+    By their `.data`, or as PyTorch's own batch_norm does. With one of a module's buffers come the
+    others: it may have written to them what they held. To compare numbers, a host must wait for its
+    GPU: there it is done once for each buffer.
     """
-    seen = {(copy.owner, copy.name) for copy in changed(copies)}
-    writers = {
-        copy.owner
-        for copy in copies
-        if (copy.owner, copy.name) not in seen and not torch.equal(copy.buffer, copy.before)
-    }
-    return frozenset(at for at, copy in enumerate(copies) if copy.owner in writers)
+    found = {id(copy) for copy in changed(copies)}
+    for copy in copies:
+        place = copy.owner, copy.name
+        if id(copy) not in found and (place not in quietly or copy.buffer.device.type == "cpu"):
+            differs = not torch.equal(copy.buffer, copy.before)
+            quietly[place] = differs or quietly.get(place, False)
+    writers = {copy.owner for copy in copies if quietly.get((copy.owner, copy.name))}
+    return [copy for copy in copies if id(copy) in found or copy.owner in writers]
 
 
 def untouched(copies: Sequence[Copied], those: Sequence[Copied]) -> list[Copied]:

@@ -43,7 +43,7 @@ from penstock.stage.rewind import (
     rewound,
     training_as,
     untouched,
-    written_unseen,
+    written,
 )
 from penstock.stage.sharing import check_unchanged, memory, protect
 from penstock.stage.stage import OUTSIDE, Stage
@@ -208,11 +208,9 @@ class Tape:
             )
         habits.mutates = mutated or bool(habits.mutates)
         kept = kept if mutated else arrived
-        if habits.unseen is None:
-            habits.unseen = written_unseen(buffers)
-        written = changed(buffers, habits.unseen)
-        others = untouched(buffers, written)
-        return _Kept(kept, versions_in(kept.values()), written, others), apart(outputs)
+        wrote = written(buffers, habits.quietly)
+        others = untouched(buffers, wrote)
+        return _Kept(kept, versions_in(kept.values()), wrote, others), apart(outputs)
 
     def _build(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[Graph, Apart]:
         habits = self._habits

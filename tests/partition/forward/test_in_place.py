@@ -180,3 +180,33 @@ def test_a_buffer_that_two_stages_have_is_not_changed() -> None:
     (x,) = batches(5)
     with pytest.raises(PenstockError, match="the forward changes the buffer 'mean' between units"):
         piped(made(Behind), x, stages=3)
+
+
+class Centred(Four):
+    """Each unit's mean is kept in training, and taken away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for at in range(3):
+            self.register_buffer(f"mean{at}", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for at, unit in enumerate((self.a, self.b, self.c)):
+            x = unit(x)
+            if self.training:
+                mean = 0.9 * getattr(self, f"mean{at}") + x.detach().mean((0, 1))
+                setattr(self, f"mean{at}", mean)
+            x = x - getattr(self, f"mean{at}")
+        return self.d(x)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_buffer_that_is_written_in_training_is_read_where_it_is(stages: int) -> None:
+    """In eval mode a stage was to read it that does not have it."""
+    (x,) = batches(5)
+    model = made(Centred)
+    pipe = piped(model, x, stages)
+    pipe.step(x)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval()(x), model(x), rtol=0, atol=1e-12)

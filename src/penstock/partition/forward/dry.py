@@ -35,7 +35,7 @@ _UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError, Ru
 @contextmanager
 def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
     """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
-    modules = list(model.modules())
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
     held_by = [*parents, *(m for m in modules if any(map(_is_one, m._buffers.values())))]
     buffers = list(
@@ -166,7 +166,8 @@ def _called(target: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within, the modules' own parameters and buffers are what they are changed to."""
-    homes: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._buffers) if h]
+    own = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]  # that has no dicts
+    homes: list[dict[str, Any]] = [h for m in own for h in (m._parameters, m._buffers) if h]
     before = [dict(home) for home in homes]
     for home in homes:
         for name, tensor in home.items():
@@ -207,7 +208,7 @@ def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
     """The unit's own buffers are as before, after it."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     with _swapped(modules, lambda t: any_numbers(t) if isinstance(t, FakeTensor) else t):
-        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        buffers = [b for m in modules for b in m.buffers(recurse=False)]
         copies = [buffer.detach().clone() for buffer in buffers]
         try:
             return _given(target, real_args, real_kwargs)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import same_inside
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.tables import MEASURING
 from penstock.partition.forward.trace import Value
-from penstock.partition.forward.trees import tensors_in
 from penstock.partition.forward.watching import where_now
 
 
@@ -30,14 +27,12 @@ class Leak(Exception):
         self.unit, self.where = unit, where
 
 
-@contextmanager
-def leaving_alone(boxes: Sequence[Any], unit: str, where: str) -> Iterator[None]:
-    """Within, the unit runs: a tensor that it puts into one of a parent's lists is a Leak."""
-    before = [copy.copy(box) for box in boxes]
-    yield
-    for box, then in zip(boxes, before, strict=True):
-        if not same_inside(box, then) and any(True for _ in tensors_in(box)):
-            raise Leak(unit, where)
+@dataclass(frozen=True)
+class Extremes:
+    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
+
+    least: Any
+    largest: Any
 
 
 class Ledger:
@@ -86,10 +81,23 @@ class Ledger:
         """Does it follow from the inputs alone?"""
         return self.values[value].free
 
+    def check_parameters(self, unit: str, target: nn.Module) -> None:
+        """A unit computes with its own parameters, and with none that the forward has made."""
+        for tensor in target.parameters():
+            at = self._known.get(id(tensor))
+            value = None if at is None else self.values[at]
+            if value is not None and value.maker is not None and not value.parameter:
+                raise CutError(
+                    f"at {where_now()}, unit '{unit}' is called with other tensors in the place "
+                    "of its parameters (torch.func.functional_call), and stages would all put "
+                    "theirs there: give them to functions (F.linear), or put it all into one unit "
+                    "with units="
+                )
+
     def stays(self, tensor: Tensor) -> bool:
         """Is it there after the forward?"""
-        value = self.values[self.value_of(tensor)]
-        return bool(value.parameter or value.buffer)
+        those = (self.values[self.value_of(t)] for t in (tensor, *self._beside(tensor)))
+        return any(value.parameter or value.buffer for value in those)  # also by its `.data`
 
     def register(self, tensor: Tensor, value: Value) -> int:
         """From now on the tensor is this value."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import hooks_on
+from penstock.partition.forward.boxes import filling, hooks_on
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
@@ -30,8 +30,15 @@ from penstock.partition.forward.dry import (
 )
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.filled import taken_over
-from penstock.partition.forward.history import check_open, goes_on, is_check, looked
-from penstock.partition.forward.ledger import Leak, Ledger, leaving_alone
+from penstock.partition.forward.history import (
+    check_open,
+    check_plain,
+    check_transforms,
+    goes_on,
+    is_check,
+    looked,
+)
+from penstock.partition.forward.ledger import Extremes, Leak, Ledger
 from penstock.partition.forward.packing import PACK, PAD, Packing
 from penstock.partition.forward.tables import (
     ANSWERED,
@@ -67,14 +74,6 @@ from penstock.partition.forward.trees import (
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
-@dataclass(frozen=True)
-class _Extremes:
-    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
-
-    least: Any
-    largest: Any
-
-
 class Recorder(Watcher):
     """Writes steps and values."""
 
@@ -82,11 +81,9 @@ class Recorder(Watcher):
         super().__init__()
         self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
-        self._drawn: dict[int, _Extremes] = {}
-        self._packing = Packing(fakes)
-        self._told: dict[int, Tensor] = {}
-        self._turns: Counter[str] = Counter()
-        self.shared: Mapping[str, Sequence[Any]] = {}  # by unit: lists and dicts of parents
+        self.shared: Mapping[str, Sequence[Any]] = {}  # lists and such of units that others have
+        self._drawn, self._turns = dict[int, Extremes](), Counter[str]()
+        self._packing, self._told = Packing(fakes), dict[int, Tensor]()
 
     # ---- operations -----------------------------------------------------------------------
 
@@ -105,7 +102,9 @@ class Recorder(Watcher):
         """Compute it, with numbers if they are there, and write it down."""
         asked = Called(args, kwargs, call, list(tensors_in((args, kwargs))))
         takes = tuple(map(self.ledger.value_of, asked.tensors))
-        step = Step(Kind.GLUE, func, takes, None, where_now(), said=said_in((args, kwargs)))
+        said, where = said_in((args, kwargs)), where_now()
+        step = Step(Kind.GLUE, func, takes, None, where, said=said, call=call)
+        check_transforms(step)
         if func in ANSWERED:
             found = call(*args, **kwargs)
             self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
@@ -227,7 +226,7 @@ class Recorder(Watcher):
         if step.func in UNIFORM and isinstance(found, Tensor):
             largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
             value = self.ledger.value_of(found)
-            self._drawn[value] = _Extremes(torch.zeros_like(found), largest)
+            self._drawn[value] = Extremes(torch.zeros_like(found), largest)
         return found
 
     def _follow_draws(self, step: Step, asked: Called) -> tuple[Any] | None:
@@ -246,7 +245,7 @@ class Recorder(Watcher):
         least, largest = at_extreme("least"), at_extreme("largest")
         if isinstance(least, Tensor):
             found = self._write(replace(step, lasting=True), least.clone(), asked.tensors)
-            self._drawn[value_of(found)] = _Extremes(least, largest)
+            self._drawn[value_of(found)] = Extremes(least, largest)
             return (found,)
         if least != largest:
             raise CutError(
@@ -260,11 +259,16 @@ class Recorder(Watcher):
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Compute it without numbers, and write it down."""
+        filled = filling(self.shared.get(name, ()))
         with aside(self):
-            return self._unit(name, target, args, kwargs)
+            found = self._unit(name, target, args, kwargs)
+        if filled():
+            raise Leak(name, where_now())
+        return found
 
     def _unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         where = where_now()
+        self.ledger.check_parameters(name, target)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
@@ -277,8 +281,7 @@ class Recorder(Watcher):
         known |= self._packing.told(inside)
         told = ((at, known.get(id(fake))) for at, fake in zip(takes, inside, strict=True))
         self._told |= {at: t for at, t in told if t is not None and not t.is_floating_point()}
-        alone = leaving_alone(self.shared.get(name, ()), name, where)
-        with hooks_on(target, self.hooks.get(name)), alone:
+        with hooks_on(target, self.hooks.get(name)):
             how = (self.ledger.fakes, name, target, *unflatten(fakes, spec), known)
             found, _ = computed_without_numbers(*how)
         changed = outside(tensors, inside, changed_among(None, inside, before))
@@ -319,6 +322,7 @@ class Recorder(Watcher):
                 written.append(Same(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
+                check_plain(leaf, step.where)
                 made = Value(Look.of(leaf), step.free, at, self._named(step, position))
                 twice[id(leaf)] = New(self.ledger.register(leaf, made))
                 written.append(twice[id(leaf)])

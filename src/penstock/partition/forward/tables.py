@@ -80,6 +80,9 @@ COMPARING = frozenset(
     ]
 )
 
+# They go backward inside the forward.
+GRADIENTS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
+
 # Python asks the right side first, if its class is derived from that of the left one.
 MIRRORED = {
     Tensor.lt: Tensor.gt,

@@ -91,11 +91,12 @@ class Step:
     outcome: Any = None
     said: str = ""  # the arguments that are no tensors, as text
     arguments: Any = None  # of a unit, or one that is free: with a Ref where a value was
+    call: Any = None  # how an operation is called
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is to be looked at: functions cannot all be copied."""
         func = self.func if self.kind is Kind.UNIT else called(self.func)
-        plain = replace(self, func=func, arguments=None)
+        plain = replace(self, func=func, arguments=None, call=None)
         return Step, tuple(getattr(plain, one.name) for one in fields(self))
 
 

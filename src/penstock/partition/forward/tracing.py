@@ -66,7 +66,7 @@ def _followed(
     with left_as_it_was(model, parents), faked([*copies, *_away(units)], fakes):
         recorder = Recorder([model, skeleton.model], fakes)
         recorder.hooks = skeleton.hooks
-        recorder.shared = {name: shared_boxes(unit, parents) for name, unit in units.items()}
+        recorder.shared = shared_boxes(parents, units)
         inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
