@@ -299,3 +299,36 @@ def test_a_recomputation_reads_the_buffers_that_its_forward_read(
         outcome = trained(one, x, target, door)
         assert outcome.buffers["0.count"] == 3 * step
         assert differences(outcome, trained(other, x, target, door)) == []
+
+
+class Normalizes(nn.Module):
+    """As timm's norms: PyTorch writes the statistics, and their versions do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.spread: Tensor
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("spread", torch.ones(6, dtype=torch.float64))
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.mean.clone()
+        x = functional.batch_norm(self.linear(x), self.mean, self.spread, training=self.training)
+        return x + shift
+
+
+@each_checkpoint
+@each_door
+def test_a_recomputation_writes_no_statistics_a_second_time(door: str, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Normalizes(), Normalizes(), nn.Linear(6, 3).double())
+    x, target = batch(9)
+
+    def pipe(checkpoint: str) -> Pipe:
+        return Pipe(copy.deepcopy(model), 3, checkpoint, stages=3, loss_fn=functional.mse_loss)
+
+    one, other = pipe(checkpoint), pipe("never")
+    for _ in range(2):
+        expected = trained(other, x, target, door)
+        assert differences(trained(one, x, target, door), expected) == []

@@ -16,7 +16,7 @@ from penstock import PenstockError, Pipe
 from tests.zoo import models_habits as habits
 from tests.zoo import models_refused as models
 from tests.zoo.architecture import SEED, Batch, called, numbers, squares, tokens
-from tests.zoo.hugging_face import BASE, DECODER, IMAGE, SEQ2SEQ, model
+from tests.zoo.hugging_face import BASE, IMAGE, SEQ2SEQ, model
 
 
 @dataclass(frozen=True)
@@ -131,27 +131,11 @@ REFUSED = [
         "the forward took another path",
     ),
     Refused(
-        "Gemma 3n: layers write into a dict that others read",
-        "transformers",
-        partial(
-            model,
-            "Gemma3nForCausalLM",
-            "Gemma3nTextConfig",
-            {
-                **DECODER,
-                "num_hidden_layers": 4,
-                "vocab_size_per_layer_input": 40,
-                "hidden_size_per_layer_input": 4,
-                "altup_num_inputs": 2,
-                "num_kv_shared_layers": 2,
-                "laurel_rank": 4,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "activation_sparsity_pattern": [0.0] * 4,
-                "sliding_window": 4,
-            },
-        ),
-        ({"input_ids": tokens(4, 6)},),
-        "unit 'model.layers.1' is given a UserDict with a tensor of a unit inside",
+        "an object that blocks fill, and others read",
+        "here",
+        models.Noting,
+        (_rows(),),
+        "unit 'blocks.1' is given a Notes with a tensor of a unit inside",
     ),
     Refused(
         "a cache of keys and values",

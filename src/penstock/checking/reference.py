@@ -88,6 +88,7 @@ def difference(kind: str, name: str, found: Tensor | None, wanted: Tensor | None
     if found.shape != wanted.shape:
         note = f"has the shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
         return Difference(kind, name, float("inf"), note)
+    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
     if torch.equal(found, wanted) or not wanted.numel():
         return Difference(kind, name, 0.0)
     wide = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64

@@ -79,15 +79,22 @@ def counts_of(
 
 
 def calls_of(prospect: Prospect) -> Iterator[Call]:
-    """Each call of a unit with arguments that look like its own; their numbers are any."""
+    """Each call of a unit with arguments that look like its own; most of their numbers are any.
+
+    Lengths and indices are those of the example: with others a unit may not run.
+    """
     trace = prospect.trace
     for at in trace.calls:
         step = trace.steps[at]
         refs, spec = step.arguments
-        looks = [trace.values[r.value].look if isinstance(r, Ref) else None for r in refs]
-        leaves = [r if look is None else _any(look) for r, look in zip(refs, looks, strict=True)]
+        leaves = [_like(trace, ref.value) if isinstance(ref, Ref) else ref for ref in refs]
         args, kwargs = unflatten(leaves, spec)
         yield prospect.units[step.func.unit], args, kwargs
+
+
+def _like(trace: Trace, value: int) -> Tensor:
+    told = trace.told.get(value)
+    return _any(trace.values[value].look) if told is None else told
 
 
 def values_of(trace: Trace) -> Iterator[balancing.Value]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.batch import scatter
 from penstock.errors import ArgumentError, KindError
@@ -115,3 +116,9 @@ def _check(model: nn.Module) -> None:
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
             "cannot be followed: give the model itself, and compile its blocks"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ArgumentError(
+                f"'{name}' has no shape yet, as its module is a lazy one: call the model once on a "
+                "batch, and then make the Pipe"
+            )

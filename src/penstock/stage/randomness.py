@@ -152,9 +152,11 @@ class OwnRandom(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
-        return self._draw(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # what no function mode has seen, it need not see now
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            if not draws or draws_nothing(func, args, kwargs):
+                return func(*args, **kwargs)
+            return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _in_a_cell():  # of a pipe around this one: what is drawn here is not its affair

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.stage.rewind import Quietly
+
 OUTSIDE = -1  # the neighbour that feeds the batch in and takes the outputs
 
 # From what each source sent to what each destination gets; OUTSIDE is a neighbour too.
@@ -21,6 +23,7 @@ class Habits:
     draws: bool | None = None  # random numbers
     mutates: bool | None = None  # its inputs, in place
     closed: bool = False  # learns by nothing but its parameters: seen
+    quietly: Quietly = field(default_factory=dict)  # writes its buffers
 
 
 @dataclass(eq=False)

@@ -36,7 +36,15 @@ from penstock.stage.graph import Beginning, Gradients, Graph, edge
 from penstock.stage.later import Pair, weight_gradients
 from penstock.stage.parcel import Parcel
 from penstock.stage.randomness import OwnRandom, Source
-from penstock.stage.rewind import Copied, changed, copied, rewound, training_as, untouched
+from penstock.stage.rewind import (
+    Copied,
+    changed,
+    copied,
+    rewound,
+    training_as,
+    untouched,
+    written,
+)
 from penstock.stage.sharing import check_unchanged, memory, protect
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.stand_ins import StandIns, real
@@ -200,9 +208,9 @@ class Tape:
             )
         habits.mutates = mutated or bool(habits.mutates)
         kept = kept if mutated else arrived
-        written = changed(buffers)
-        others = untouched(buffers, written)
-        return _Kept(kept, versions_in(kept.values()), written, others), apart(outputs)
+        wrote = written(buffers, habits.quietly)
+        others = untouched(buffers, wrote)
+        return _Kept(kept, versions_in(kept.values()), wrote, others), apart(outputs)
 
     def _build(self, microbatch: int, arrived: dict[int, Parcel]) -> tuple[Graph, Apart]:
         habits = self._habits

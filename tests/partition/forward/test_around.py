@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import ArgumentError, Pipe, RunError, split
+from tests.partition.forward.splitting import Four, assert_same, batches, made
 
 WIDTH = 4
 
@@ -187,3 +188,90 @@ def test_memory_bounds_the_cut() -> None:
     assert split(model, 2, x, memory=room).counts[1] <= 3
     with pytest.raises(ArgumentError, match="memory"):
         split(model, 2, x, memory=10)
+
+
+class Codes(nn.Module):
+    """Nobody calls it: its methods are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.into(x).transpose(1, 2))
+        return y.transpose(1, 2)
+
+    def decode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(x)
+        return y
+
+
+class Scales(nn.Module):
+    """The same, and it has no parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(4))
+        self.shift: Tensor
+        self.register_buffer("shift", torch.full((4,), 0.5))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.by + self.shift
+
+
+class ByMethods(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.scales = Codes(), Scales()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.a(self.codes.encode(self.scales.scaled(x)))
+        return self.d(self.c(self.codes.decode(self.b(x))))
+
+
+def test_units_whose_methods_are_called() -> None:
+    """All that happened in them was one lump, and stages without it lacked their buffers."""
+    assert_same(ByMethods)
+    partition = split(made(ByMethods), 3, example=batches(5)[0], balance="parameters")
+    names = [name for stage in partition.stages for name in stage.names]
+    assert {"codes.into", "codes.norm", "codes.out"} <= set(names)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts[0](x) + self.parts[1](x)
+        return y
+
+
+class Placed(nn.Module):
+    def __init__(self, positions: Positions) -> None:
+        super().__init__()
+        self.positions, self.linear = positions, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x + self.positions(x))
+        return y
+
+
+class Sharing(nn.Module):
+    """The blocks have a part in common, that the model has as well, and does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.blocks = nn.ModuleList(Placed(self.positions) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_units_that_share_a_part_with_a_list() -> None:
+    """The list's elements are units by the rule, and inside other units: a KeyError."""
+    assert_same(Sharing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.partition.forward.splitting import batches, piped
+from tests.partition.forward.splitting import assert_same, batches, piped
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own
 
@@ -54,3 +55,20 @@ def test_compiled_blocks_run_compiled() -> None:
     with torch.no_grad():
         pipe(x)
     assert runs["compiled"] == 3 * 2
+
+
+class Scripted(Stack):
+    """Its blocks are TorchScript: their parameters are in no dict of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_scripted(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+
+
+def _scripted(block: nn.Module, count: int = 4) -> list[nn.Module]:
+    return [torch.jit.script(copy.deepcopy(block)) for _ in range(count)]
+
+
+def test_scripted_blocks() -> None:
+    """To leave them as they were was an AttributeError."""
+    assert_same(Scripted)

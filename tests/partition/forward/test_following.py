@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Pipe
+from penstock import CutError, Pipe
 from penstock.partition.forward.whole import WAYS, Whole
 from tests.partition.forward.splitting import Four, assert_same, batches, made, piped
 from tests.zoo.architecture import squares
@@ -163,3 +163,109 @@ class Filled(Four):
 def test_numbers_that_a_new_tensor_is_filled_with() -> None:
     """Only the look of the first argument is enough: of the others the numbers count."""
     assert_same(Filled)
+
+
+class Picks(nn.Linear):
+    """How much it gives depends on numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        picked = x.sum((0, 2)) > 0
+        picked[0] = True
+        return x[:, picked]
+
+
+class Picked(Four):
+    """Nobody asks how much it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Picks(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(y) + y.square()).sum(1)
+
+
+class PickedAndMeasured(Picked):
+    """Every stage asks, and all but one saw what the unit gave when the forward was planned."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(y)).sum(1) / y.square().shape[1]
+
+
+class PickedApart(Picked):
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(sum(y.unbind(1))))
+
+
+def test_a_shape_that_depends_on_numbers() -> None:
+    """A mean over what a unit had picked was divided by another number than was picked."""
+    assert_same(Picked, lengths=(7, 7, 9))
+    model, (example, batch) = made(PickedAndMeasured), batches(7, 7)
+    pipe = piped(model, example, 3)
+    with pytest.raises(CutError, match=r"unit 'b' gives a tensor of the shape \(2, \d, 4\), and"):
+        pipe(batch)
+    pipe = piped(made(PickedApart), example, 3)
+    with pytest.raises(CutError, match=r"unbind gives \d values, and \d were planned"):
+        pipe(batch)
+
+
+class Anchors(nn.Linear):
+    """Keeps what it has made for the next time, and looks at numbers after that."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.kept: Any = [torch.arange(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.kept = [one.to(x.dtype) for one in self.kept]
+        kept: Tensor = self.kept[0]
+        return x + kept[torch.where(kept > 1)[0]].sum()
+
+
+class Anchored(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Anchors()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def test_what_a_unit_keeps_while_it_is_tried_without_numbers() -> None:
+    """It was tried again with numbers, and found what it had kept: that had none."""
+    assert_same(Anchored)
+
+
+class Heads(nn.Module):
+    """Puts what it gives besides into a list that is the model's, too."""
+
+    def __init__(self, found: list[Tensor]) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.found = found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        self.found[0] = self.head(x)
+        return x
+
+
+class Supervised(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = [torch.zeros(1, dtype=torch.float64)]
+        self.heads = Heads(self.found)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.d(self.c(self.b(self.heads(self.a(x)))))
+        return x, x + self.found[0]
+
+
+def test_a_list_that_a_unit_shares_with_the_model() -> None:
+    """The stages had lists of their own, and the model found what was in its list before."""
+    assert_same(Supervised)

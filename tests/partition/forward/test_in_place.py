@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from penstock import PenstockError
 from tests.partition.forward.splitting import Four, assert_same, batches, made, piped
@@ -52,6 +53,22 @@ class FreeThenChanged(Four):
         return self.d(z + mask)
 
 
+class Statistics(Four):
+    """PyTorch writes them with no new version; recomputed on its stage, they are written once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.spread: Tensor
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("spread", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x)).transpose(1, 2)
+        y = functional.batch_norm(y, self.mean, self.spread, training=self.training)
+        return self.d(self.c(y.transpose(1, 2)))
+
+
 class Slices(Four):
     """`x[..., :2] += y` changes a view of what another stage has made."""
 
@@ -73,6 +90,19 @@ class Gathered(Four):
         out[0] = self.a(x)
         out[1] = self.b(out[0].clone())
         out[2] = self.c(out[1].clone())
+        return self.d(out.sum(0))
+
+
+class Selected(Four):
+    """Each writes into a view of what was made from nothing, and changed already."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = x.new_zeros(3, *x.shape)
+        y = x
+        for at, unit in enumerate((self.a, self.b, self.c)):
+            y = unit(y)
+            out.select(0, at).copy_(y)
+            out[at].narrow(-1, 0, 2).mul_(3)
         return self.d(out.sum(0))
 
 
@@ -122,8 +152,8 @@ class Counted(Four):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(ChangedTwice, ChangedByAView, FreeThenChanged, Slices, Gathered, SideBySide, Chained),
-        Counted,
+        *(ChangedTwice, ChangedByAView, FreeThenChanged, Statistics, Slices, Gathered),
+        *(SideBySide, Chained, Counted, Selected),
     ],
     ids=lambda kind: kind.__name__,
 )
@@ -150,3 +180,33 @@ def test_a_buffer_that_two_stages_have_is_not_changed() -> None:
     (x,) = batches(5)
     with pytest.raises(PenstockError, match="the forward changes the buffer 'mean' between units"):
         piped(made(Behind), x, stages=3)
+
+
+class Centred(Four):
+    """Each unit's mean is kept in training, and taken away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for at in range(3):
+            self.register_buffer(f"mean{at}", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for at, unit in enumerate((self.a, self.b, self.c)):
+            x = unit(x)
+            if self.training:
+                mean = 0.9 * getattr(self, f"mean{at}") + x.detach().mean((0, 1))
+                setattr(self, f"mean{at}", mean)
+            x = x - getattr(self, f"mean{at}")
+        return self.d(x)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_buffer_that_is_written_in_training_is_read_where_it_is(stages: int) -> None:
+    """In eval mode a stage was to read it that does not have it."""
+    (x,) = batches(5)
+    model = made(Centred)
+    pipe = piped(model, x, stages)
+    pipe.step(x)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval()(x), model(x), rtol=0, atol=1e-12)

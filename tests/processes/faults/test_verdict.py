@@ -140,5 +140,5 @@ def test_an_error_that_cannot_be_written_is_published_all_the_same() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    found = causes.raised(Mute(), 1, "step 4", "in step 4, at 1F0")
+    found = causes.raised(Mute(), 1, "step 4", "in step 4, at 1F0", 1)
     assert "Mute: <exception str() failed>" in found.message

@@ -254,6 +254,27 @@ def test_the_host_of_the_store_stays_until_all_have_heard() -> None:
     same_cause(fates, [0, 1], "raised", 0, within=2)
 
 
+# ---- one is a call ahead -------------------------------------------------------------------
+
+
+def comes_through(stage: Stage) -> None:
+    watch = watched(stage)
+    with watch.guarded("step 0"):
+        dist.all_reduce(torch.zeros(1))
+        if stage.rank == 1:
+            time.sleep(0.5)
+        watch.at("its end")
+    watch.outside()
+    stage.tell(through=True)
+    step(watch, stage, 1, At(0, "agreement", burst))
+
+
+def test_who_fails_in_the_next_call_lets_others_finish_this_one() -> None:
+    fates = perform(2, comes_through)
+    assert [fate.told.get("through") for fate in fates] == [True, True]
+    same_cause(fates, [0, 1], "raised", 0, within=3)
+
+
 # ---- after a failure -----------------------------------------------------------------------
 
 

@@ -181,7 +181,8 @@ def _shell(
     for path, module in made.named_modules(prefix=name):
         _keep_only(module, lambda key, path=path: f"{path}.{key}" in used, device)
         for key in [key for key in module._buffers if f"{path}.{key}" not in used]:
-            del module._buffers[key]
+            buffer = module._buffers.pop(key)
+            module.__dict__[key] = None if buffer is None else absent_of(buffer, device)
     return made
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import CutError
-from penstock.partition.forward.tables import called
+from penstock.partition.forward.tables import GRADIENTS, called
 from penstock.partition.forward.trace import CallOf, Kind, New, Same, Step, Trace, Value
 
-Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter
+Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter, or write a buffer
 
 
 @dataclass
@@ -76,6 +76,7 @@ def divide(
         for source, values in portion.arriving.items():
             portions[source].departing[stage] = values
     _check_changes(trace, where.stages, portions)
+    _check_gradients(trace, where.stages)
     uses = _users(trace, portions, lambda v: v.parameter)
     reads = _users(trace, portions, lambda v: v.buffer)
     writes = _writers(trace, where.stages, reads)
@@ -144,8 +145,7 @@ class _Placing:
 
     def _placed(self, at: int, early: int | None) -> int:
         step = self.trace.steps[at]
-        made = set(step.result.made) if step.result else set()
-        made |= set(step.changes.values())
+        made = made_by(step)
         users = [self.stages[u] for value in made for u in self._users.get(value, ())
                  if u in self.stages]  # fmt: skip
         if made & self._late:
@@ -181,12 +181,12 @@ class _Placing:
         return any(self.stages.get(user) == stage for user in users if user != but)
 
     def _at_home(self, step: Step, chosen: int, early: int | None) -> int:
-        """A parameter that has its home already is used there."""
+        """A parameter that has its home already is used there, and a buffer that is written."""
         if self._homes is None:
             return chosen
-        for value in step.takes:
-            name = self.trace.values[value].parameter
-            if not name:
+        for value in (self.trace.values[at] for at in step.takes):
+            name = value.parameter or value.buffer
+            if not value.parameter and name not in self._homes:
                 continue
             homes = sorted(self._homes[name])
             fitting = [home for home in homes if home >= (early or 0)]
@@ -257,6 +257,34 @@ def _check_changes(trace: Trace, stages: Mapping[int, int], portions: list[Porti
                     f"stage {home} has a view that is used again: clone it before you change it, "
                     "or put both into one unit with units="
                 )
+
+
+def _check_gradients(trace: Trace, stages: Mapping[int, int]) -> None:
+    """Who goes backward inside the forward must have computed all that lies between."""
+    for at, step in enumerate(trace.steps):
+        if step.func not in GRADIENTS or at not in stages:
+            continue
+        after, before = set(step.takes), set(step.takes)
+        earlier = list(enumerate(trace.steps[:at]))
+        for _, one in earlier:
+            after |= made_by(one) if after.intersection(one.takes) else set()
+        between = []
+        for number, one in reversed(earlier):
+            if before & made_by(one):
+                before.update(one.takes)
+                between += [number] if after.intersection(one.takes) else []
+        homes = {stages.get(number, stages[at]) for number in between} | {stages[at]}
+        if len(homes) > 1:
+            raise CutError(
+                f"at {step.where}, {called(step.func)} goes backward inside the forward, through "
+                f"what stages {', '.join(map(str, sorted(homes)))} compute: put it all into one "
+                "unit with units=, or cut elsewhere with stages="
+            )
+
+
+def made_by(step: Step) -> set[int]:
+    """The values that there are after it."""
+    return {*(step.result.made if step.result else ()), *step.changes.values()}
 
 
 def _seen_here(trace: Trace, step: Step, base: int, stages: Mapping[int, int], stage: int) -> bool:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition.forward.boxes import boxes_kept
 from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.tables import works_in_place
+from penstock.partition.forward.filled import filled
+from penstock.partition.forward.tables import works_in_place, written_unseen
 from penstock.partition.forward.trees import flatten, unflatten
 
 # What comes next, or its shape, depends on numbers.
@@ -33,7 +35,7 @@ _UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError, Ru
 @contextmanager
 def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
     """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
-    modules = list(model.modules())
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
     held_by = [*parents, *(m for m in modules if any(map(_is_one, m._buffers.values())))]
     buffers = list(
@@ -51,9 +53,7 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(held)
-                if not _same_objects(module.__dict__, attributes):
-                    module.__dict__.clear()
-                    module.__dict__.update(attributes)
+                _set_back(module, attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
@@ -65,9 +65,12 @@ def _is_one(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.numel() == 1
 
 
-def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Nothing was set; what may be tensors, alone or in lists, is not compared by value."""
-    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+def _set_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """If anything was set; what may be tensors, alone or in lists, is not compared by value."""
+    now = module.__dict__
+    if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+        now.clear()
+        now.update(before)
 
 
 @contextmanager
@@ -139,19 +142,32 @@ def computed_without_numbers(
     others. A function between units does not, if what it gives depends on them.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
+    before = [dict(module.__dict__) for module in modules]
     try:
         with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
-            return target(*args, **kwargs), marking.drew
+            return _given(target, args, kwargs), marking.drew
     except _UNKNOWN as error:
         if not unit and isinstance(error, DATA_DECIDES):
             raise
+    for module, attributes in zip(modules, before, strict=True):
+        _set_back(module, attributes)  # what it keeps for the next time has no numbers
     return computed_with_any(fakes, unit, target, args, kwargs, known), True
+
+
+def _given(target: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives; of a unit, also what it puts into the lists and dicts it is given."""
+    return (filled if isinstance(target, nn.Module) else _called)(target, args, kwargs)
+
+
+def _called(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
 
 
 @contextmanager
 def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within, the modules' own parameters and buffers are what they are changed to."""
-    homes: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._buffers) if h]
+    own = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]  # that has no dicts
+    homes: list[dict[str, Any]] = [h for m in own for h in (m._parameters, m._buffers) if h]
     before = [dict(home) for home in homes]
     for home in homes:
         for name, tensor in home.items():
@@ -165,7 +181,8 @@ def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -
             home.update(held)
 
 
-def _as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+def as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+    """The same without numbers, if it is a tensor, made in the unit of that name."""
     if not isinstance(leaf, Tensor):
         return leaf
     made = fakes.of(leaf.detach())
@@ -180,18 +197,21 @@ def computed_with_any(
     """The same, on numbers that are there for their shapes alone, but for those that are known."""
     leaves, spec = flatten((args, kwargs))
     some = [known[id(x)].clone() if id(x) in known else any_numbers(x) for x in leaves]
+    same = {id(real): x for real, x in zip(some, leaves, strict=True) if isinstance(x, Tensor)}
     leaves, spec = flatten(_really_computed(target, *unflatten(some, spec)))
-    return unflatten([_as_fake(fakes, one, unit) for one in leaves], spec)
+    return unflatten(
+        [same[id(x)] if id(x) in same else as_fake(fakes, x, unit) for x in leaves], spec
+    )
 
 
 def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
     """The unit's own buffers are as before, after it."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     with _swapped(modules, lambda t: any_numbers(t) if isinstance(t, FakeTensor) else t):
-        buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+        buffers = [b for m in modules for b in m.buffers(recurse=False)]
         copies = [buffer.detach().clone() for buffer in buffers]
         try:
-            return target(*real_args, **real_kwargs)
+            return _given(target, real_args, real_kwargs)
         finally:
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
@@ -222,13 +242,28 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
-def changed_among(func: Any, tensors: Sequence[Tensor], before: Sequence[int]) -> list[Tensor]:
-    """Those that were changed in place since."""
+def changed_among(
+    func: Any,
+    tensors: Sequence[Tensor],
+    before: Sequence[int],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Tensor]:
+    """Those that were changed in place since, by a function called with these arguments."""
     now = versions(tensors)
     found = [t for t, a, b in zip(tensors, now, before, strict=True) if a != b]
+    found += written_unseen(func, args, kwargs)
     if not found and -1 in before and func is not None and works_in_place(func):
         return list(tensors[:1])  # in inference mode
     return found
+
+
+def outside(
+    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
+) -> list[Tensor]:
+    """The arguments for which those stood that were changed."""
+    ids = set(map(id, changed))
+    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]
 
 
 def random_state(device: torch.device) -> Tensor:

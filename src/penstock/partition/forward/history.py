@@ -78,3 +78,22 @@ def check_open(leaf: Any, what: str, where: str) -> None:
                 "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
                 "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
             )
+
+
+def check_transforms(step: Step) -> None:
+    """What `vmap` computes is one step; of other transforms, units may be a part."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise CutError(
+            f"at {step.where}, the forward computes inside a transform of torch.func (grad, jvp, "
+            "...), which cannot be followed between units: put all that is transformed into one "
+            "unit with units="
+        )
+
+
+def check_plain(tensor: Tensor, where: str) -> None:
+    """Can it be told how a tensor looks, and be sent as it is?"""
+    if tensor.is_nested:
+        raise CutError(
+            f"at {where}, the forward makes a nested tensor, which cannot be followed between "
+            "units: pad it, or put all that computes with it into one unit with units="
+        )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
 from penstock.partition.forward.faking import Fakes
+from penstock.partition.forward.tables import MEASURING
 from penstock.partition.forward.trace import Value
 from penstock.partition.forward.watching import where_now
 
@@ -24,12 +27,21 @@ class Leak(Exception):
         self.unit, self.where = unit, where
 
 
+@dataclass(frozen=True)
+class Extremes:
+    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
+
+    least: Any
+    largest: Any
+
+
 class Ledger:
     """Tensors are known by identity; a change in place makes them other values."""
 
     def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
         """Names are those of the last of the models that has a tensor."""
         self.values: list[Value] = []
+        self.measured: set[int] = set()  # values of which the host knows how large they are
         self.fakes = fakes
         self._known: dict[int, int] = {}  # tensors, by identity: the values that they are now
         self._alive: list[Tensor] = []
@@ -60,14 +72,32 @@ class Ledger:
         name = parameter or buffer or self.new_name(f"constant {look}")
         return self.register(tensor, Value(look, not parameter, None, name, parameter, buffer))
 
+    def look(self, func: Any, args: tuple[Any, ...]) -> None:
+        """The host looks at a tensor."""
+        if func in MEASURING:
+            self.measured.update(self._known[id(t)] for t in args[:1] if id(t) in self._known)
+
     def is_free(self, value: int) -> bool:
         """Does it follow from the inputs alone?"""
         return self.values[value].free
 
+    def check_parameters(self, unit: str, target: nn.Module) -> None:
+        """A unit computes with its own parameters, and with none that the forward has made."""
+        for tensor in target.parameters():
+            at = self._known.get(id(tensor))
+            value = None if at is None else self.values[at]
+            if value is not None and value.maker is not None and not value.parameter:
+                raise CutError(
+                    f"at {where_now()}, unit '{unit}' is called with other tensors in the place "
+                    "of its parameters (torch.func.functional_call), and stages would all put "
+                    "theirs there: give them to functions (F.linear), or put it all into one unit "
+                    "with units="
+                )
+
     def stays(self, tensor: Tensor) -> bool:
         """Is it there after the forward?"""
-        value = self.values[self.value_of(tensor)]
-        return bool(value.parameter or value.buffer)
+        those = (self.values[self.value_of(t)] for t in (tensor, *self._beside(tensor)))
+        return any(value.parameter or value.buffer for value in those)  # also by its `.data`
 
     def register(self, tensor: Tensor, value: Value) -> int:
         """From now on the tensor is this value."""
@@ -100,6 +130,7 @@ class Ledger:
             if not isinstance(one, FakeTensor) and value not in self._fakes:
                 self._fakes[value] = made = self.fakes.of(one)
                 self._of_fakes.setdefault(id(made), value)
+                self._homes.setdefault(_home(made) or 0, []).append(one)  # views to come are there
         return self._fakes[self.value_of(tensor)]
 
     def change(self, at: int, free: bool, changed: Sequence[Tensor]) -> dict[int, int]:
@@ -107,7 +138,7 @@ class Ledger:
         changes: dict[int, int] = {}
         members: dict[int, Tensor] = {}
         for tensor in changed:
-            for one in (tensor, *self._homes.get(_home(tensor) or 0, ())):
+            for one in (tensor, *self._beside(tensor)):
                 members[id(one)] = one
         for one in members.values():
             before = self.value_of(one)
@@ -120,6 +151,12 @@ class Ledger:
                 self._fakes[changes[before]] = fake
                 self._of_fakes[id(fake)] = changes[before]
         return changes
+
+    def _beside(self, tensor: Tensor) -> Iterator[Tensor]:
+        """All that is in its memory, or was made from what stands for it without numbers."""
+        fake = self._fakes.get(self.value_of(tensor), tensor)
+        for home in {_home(tensor) or 0, _home(fake) or 0} - {0}:
+            yield from self._homes.get(home, ())
 
     def constants(self) -> dict[int, Tensor]:
         """The tensors that are no inputs, parameters or buffers, and were there before."""

@@ -8,6 +8,7 @@ runs gets the real values, made here or received. After the stage's last step, t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,16 @@ from penstock.errors import CutError
 from penstock.partition.forward.absent import Absent
 from penstock.partition.forward.boxes import hooks_after, with_hooks
 from penstock.partition.forward.dry import numberless
+from penstock.partition.forward.filled import Filled, filled, taken_over
 from penstock.partition.forward.score import Act, Score
-from penstock.partition.forward.tables import LOOKING, SHAPED, TYING, called, only_looks
+from penstock.partition.forward.tables import (
+    LOOKING,
+    MIRRORED,
+    SHAPED,
+    TYING,
+    called,
+    only_looks,
+)
 from penstock.partition.forward.trace import Kind, New, Same, Step
 from penstock.partition.forward.trees import changed_in_call, flatten, mapped, tensors_in, unflatten
 from penstock.partition.forward.watching import Handle, Muted, Watcher, aside, where_now
@@ -35,7 +44,9 @@ def _tied_to_nothing(*_: Any, **__: Any) -> Handle:
 
 def _is_of(step: Step, func: Any) -> bool:
     known = step.func
-    return known is func or bool(known.unit == func if step.kind is Kind.UNIT else known == func)
+    if step.kind is Kind.UNIT:
+        return bool(known.unit == func)
+    return known is func or bool(known == func) or func is MIRRORED.get(known, known)
 
 
 class Performer(Watcher):
@@ -94,6 +105,8 @@ class Performer(Watcher):
         if func in TYING and not some_args[0].requires_grad:  # in a forward without a graph
             call = _tied_to_nothing
         found = call(*some_args, **some_kwargs)
+        if isinstance(found, tuple | list) and step.result is not None:
+            self._check_count(step, found)
         if act.keeps:
             self._keep(act, found, lambda: list(tensors_in((some_args, some_kwargs))))
         return found
@@ -112,20 +125,24 @@ class Performer(Watcher):
                 if act.rebinds:
                     self._rebind(act, tensors)
                 found = act.ready if act.plain else self._given(act, tensors)
+                found = taken_over(found, args, kwargs)
             self._tell_hooks(name, target, args, kwargs, found)
             return found
         some_args, some_kwargs = changed_in_call(args, kwargs, self._real)
-        run = with_hooks(self._targets[name], self.hooks.get(name))
+        run: Callable[..., Any] = with_hooks(self._targets[name], self.hooks.get(name))
+        if self.checkpointed is not None:
+            how = {"use_reentrant": False, **self.checkpointed}
+            run = partial(checkpoint, run, **how)
         with aside(self):
-            if self.checkpointed is None:
-                found = run(*some_args, **some_kwargs)
-            else:
-                how = {"use_reentrant": False, **self.checkpointed}
-                found = checkpoint(run, *some_args, **how, **some_kwargs)
+            found = filled(run, some_args, some_kwargs)
+            if act.shapes:
+                _check_shapes(act, found)
             if act.keeps:  # a copy that is made of one is no step of the forward
                 given = some_args, some_kwargs
                 self._keep(act, found, lambda: _tensors_of(given))
-        return found
+        if isinstance(found, Filled) is not act.fills:
+            raise self._elsewhere(f"unit '{name}', which fills a list or a dict now and then")
+        return taken_over(found, args, kwargs)
 
     def finished(self, output: Any) -> Any:
         """The model's output, with the values that other stages sent."""
@@ -175,6 +192,18 @@ class Performer(Watcher):
                 raise self._elsewhere("a value that no stage sends to this one")
             return self._received[tensor.value]
         return self._instead.get(id(tensor), tensor) if self._instead else tensor
+
+    def _check_count(self, step: Step, found: Sequence[Any]) -> None:
+        """Into how many parts something falls may depend on its shape, and that on numbers."""
+        assert step.result is not None
+        count = len(flatten(found)[0])
+        if count != len(step.result.leaves):
+            raise CutError(
+                f"at {step.where}, {called(step.func)} gives {count} values, and "
+                f"{len(step.result.leaves)} were planned for inputs like these: how many depends "
+                "on numbers that other stages do not have; put it into one unit, with all that "
+                "follows from it, with units="
+            )
 
     def _shaped(self, tensor: Tensor) -> Tensor:
         return numberless(tensor) if type(tensor) is Absent else tensor
@@ -233,6 +262,21 @@ class Performer(Watcher):
                 pass
             finally:
                 self._mute = False
+
+
+def _check_shapes(act: Act, found: Any) -> None:
+    """Other stages know what the unit gives by the shape that it was planned with."""
+    leaves = [found] if isinstance(found, Tensor) else flatten(found)[0]
+    for leaf, planned in zip(leaves, act.shapes, strict=False):
+        now = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+        if planned is not None and now != planned:
+            raise CutError(
+                f"unit '{act.step.func}' gives a tensor of the shape {now}, and {planned} was "
+                f"planned for inputs like these: it depends on numbers, and the forward goes on by "
+                f"it, on stages that do not have them ({act.step.where}). Let the unit give one "
+                "shape (pad, or mask instead of picking), or put all that goes by the shape into "
+                "one unit with units="
+            )
 
 
 def _tensors_of(given: Any) -> list[Tensor]:

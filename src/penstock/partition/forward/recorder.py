@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import hooks_on
+from penstock.partition.forward.boxes import filling, hooks_on
 from penstock.partition.forward.counted import LOSSES
 from penstock.partition.forward.dry import (
     DATA_DECIDES,
@@ -24,12 +24,22 @@ from penstock.partition.forward.dry import (
     computed_with_any,
     computed_without_numbers,
     numberless,
+    outside,
     random_state,
     versions,
 )
 from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.history import check_open, goes_on, is_check, looked
-from penstock.partition.forward.ledger import Leak, Ledger
+from penstock.partition.forward.filled import taken_over
+from penstock.partition.forward.history import (
+    check_open,
+    check_plain,
+    check_transforms,
+    goes_on,
+    is_check,
+    looked,
+)
+from penstock.partition.forward.ledger import Extremes, Leak, Ledger
+from penstock.partition.forward.packing import PACK, PAD, Packing
 from penstock.partition.forward.tables import (
     ANSWERED,
     CHECKING,
@@ -53,6 +63,7 @@ from penstock.partition.forward.trace import (
     Value,
 )
 from penstock.partition.forward.trees import (
+    Called,
     flatten,
     hidden_in,
     mapped,
@@ -63,29 +74,6 @@ from penstock.partition.forward.trees import (
 from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
 
 
-@dataclass(frozen=True)
-class _Called:
-    """A function with its arguments, and the tensors among them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: Callable[..., Any]
-    tensors: list[Tensor]
-
-    def with_each(self, change: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
-        """What it gives with each tensor changed, and those."""
-        args, kwargs = mapped((self.args, self.kwargs), change)
-        return self.call(*args, **kwargs), list(tensors_in((args, kwargs)))
-
-
-@dataclass(frozen=True)
-class _Extremes:
-    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
-
-    least: Any
-    largest: Any
-
-
 class Recorder(Watcher):
     """Writes steps and values."""
 
@@ -93,8 +81,9 @@ class Recorder(Watcher):
         super().__init__()
         self.ledger = Ledger(models, fakes)
         self.steps: list[Step] = []
-        self._drawn: dict[int, _Extremes] = {}
-        self._turns: Counter[str] = Counter()
+        self.shared: Mapping[str, Sequence[Any]] = {}  # lists and such of units that others have
+        self._drawn, self._turns = dict[int, Extremes](), Counter[str]()
+        self._packing, self._told = Packing(fakes), dict[int, Tensor]()
 
     # ---- operations -----------------------------------------------------------------------
 
@@ -103,6 +92,7 @@ class Recorder(Watcher):
     ) -> Any:
         """One step, unless it only looks."""
         if only_looks(func, args):
+            self.ledger.look(func, args)
             return func(*args, **(kwargs or {}))
         return self.operation(func, args, kwargs or {}, func)
 
@@ -110,9 +100,11 @@ class Recorder(Watcher):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Compute it, with numbers if they are there, and write it down."""
-        asked = _Called(args, kwargs, call, list(tensors_in((args, kwargs))))
+        asked = Called(args, kwargs, call, list(tensors_in((args, kwargs))))
         takes = tuple(map(self.ledger.value_of, asked.tensors))
-        step = Step(Kind.GLUE, func, takes, None, where_now(), said=said_in((args, kwargs)))
+        said, where = said_in((args, kwargs)), where_now()
+        step = Step(Kind.GLUE, func, takes, None, where, said=said, call=call)
+        check_transforms(step)
         if func in ANSWERED:
             found = call(*args, **kwargs)
             self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
@@ -120,6 +112,7 @@ class Recorder(Watcher):
         if func in SHAPED and len(takes) == 1:  # else it takes the numbers of the others
             found, plain = asked.with_each(numberless)
             arguments = mapped((args, kwargs), lambda t: plain.pop(0))
+            self.ledger.measured.update(takes)
             step = replace(step, takes=(), free=True, arguments=arguments)
             return self._write(step, found, ())
         if func in CHECKING or func in TYING:
@@ -134,13 +127,24 @@ class Recorder(Watcher):
             settled = self._follow_draws(step, asked)
             if settled is not None:
                 return settled[0]
+        if func is PACK or func is PAD:
+            return self._packed(step, asked)
         return self._without_numbers(step, asked)
 
-    def _with_numbers(self, step: Step, asked: _Called) -> Any:
+    def _packed(self, step: Step, asked: Called) -> Any:
+        free = {id(t): t for t in asked.tensors if self._is_known(t)}
+        found = self._packing.computed(asked, free)
+        if found is None:
+            raise looked(step, self.steps, self.ledger.values)
+        if step.func is PACK:  # the rest follows from how much it packs
+            step = self._asking(step, asked, found)
+        return self._write(step, found, asked.tensors)
+
+    def _with_numbers(self, step: Step, asked: Called) -> Any:
         before, random = versions(asked.tensors), random_state(self.ledger.fakes.device)
         refs = self._refs(asked)
         found = asked.call(*asked.args, **asked.kwargs)
-        changed = changed_among(step.func, asked.tensors, before)
+        changed = changed_among(step.func, asked.tensors, before, asked.args, asked.kwargs)
         gives = any(True for _ in tensors_in(found))
         if not asked.tensors and not gives:
             self.steps.append(replace(step, kind=Kind.CALL))
@@ -158,7 +162,7 @@ class Recorder(Watcher):
             step = replace(step, asks=True, outcome=shapes)
         return self._write(step, found, asked.tensors, changed)
 
-    def _shape_asks(self, asked: _Called) -> bool:
+    def _shape_asks(self, asked: Called) -> bool:
         """Does the shape of what it makes depend on numbers?"""
         try:
             with self.ledger.fakes.mode:
@@ -169,7 +173,7 @@ class Recorder(Watcher):
             return False
         return False
 
-    def _without_numbers(self, step: Step, asked: _Called) -> Any:
+    def _without_numbers(self, step: Step, asked: Called) -> Any:
         fakes = {id(t): self.ledger.faked(t) for t in asked.tensors}
         inside = [fakes[id(t)] for t in asked.tensors]
         before = versions(inside)
@@ -183,7 +187,8 @@ class Recorder(Watcher):
                 raise looked(step, self.steps, self.ledger.values) from error
             found, drew = computed_with_any(*how), False
             step = self._asking(step, asked, found)
-        changed = _outside(asked.tensors, inside, changed_among(step.func, inside, before))
+        changed = changed_among(step.func, inside, before, args, kwargs)
+        changed = outside(asked.tensors, inside, changed)
         if not changed and not any(True for _ in tensors_in(found)):
             if found is not None:
                 raise looked(step, self.steps, self.ledger.values)
@@ -197,34 +202,34 @@ class Recorder(Watcher):
     def _is_known(self, tensor: Tensor) -> bool:
         return self.ledger.is_free(self.ledger.value_of(tensor))
 
-    def _known_decides(self, step: Step, asked: _Called) -> bool:
+    def _known_decides(self, step: Step, asked: Called) -> bool:
         """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
         if step.func in COUNTING:
             return bool(asked.kwargs.get("minlength"))
         unknown = [t for t in asked.tensors if not self._is_known(t)]
         return len(unknown) < len(asked.tensors) and all(t.is_floating_point() for t in unknown)
 
-    def _asking(self, step: Step, asked: _Called, found: Any) -> Step:
+    def _asking(self, step: Step, asked: Called, found: Any) -> Step:
         shapes = [tuple(t.shape) for t in tensors_in(found)]
         if step.func in COUNTING or not any(shapes):
             return step
         return replace(step, asks=True, outcome=shapes, arguments=self._refs(asked))
 
-    def _refs(self, asked: _Called) -> Any:
+    def _refs(self, asked: Called) -> Any:
         return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
 
     # ---- random numbers -------------------------------------------------------------------
 
-    def _draw(self, step: Step, asked: _Called, found: Any) -> Any:
+    def _draw(self, step: Step, asked: Called, found: Any) -> Any:
         """Drawn on one stage. Of uniform ones it is known how far they reach."""
         found = self._write(replace(step, lasting=True, draws=True), found, asked.tensors)
         if step.func in UNIFORM and isinstance(found, Tensor):
             largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
             value = self.ledger.value_of(found)
-            self._drawn[value] = _Extremes(torch.zeros_like(found), largest)
+            self._drawn[value] = Extremes(torch.zeros_like(found), largest)
         return found
 
-    def _follow_draws(self, step: Step, asked: _Called) -> tuple[Any] | None:
+    def _follow_draws(self, step: Step, asked: Called) -> tuple[Any] | None:
         """What is decided by chance is refused; `rand() < 0.0` is not decided by chance."""
         value_of = self.ledger.value_of
         if not all(at in self._drawn or self.ledger.is_free(at) for at in step.takes):
@@ -240,7 +245,7 @@ class Recorder(Watcher):
         least, largest = at_extreme("least"), at_extreme("largest")
         if isinstance(least, Tensor):
             found = self._write(replace(step, lasting=True), least.clone(), asked.tensors)
-            self._drawn[value_of(found)] = _Extremes(least, largest)
+            self._drawn[value_of(found)] = Extremes(least, largest)
             return (found,)
         if least != largest:
             raise CutError(
@@ -254,11 +259,16 @@ class Recorder(Watcher):
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Compute it without numbers, and write it down."""
+        filled = filling(self.shared.get(name, ()))
         with aside(self):
-            return self._unit(name, target, args, kwargs)
+            found = self._unit(name, target, args, kwargs)
+        if filled():
+            raise Leak(name, where_now())
+        return found
 
     def _unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         where = where_now()
+        self.ledger.check_parameters(name, target)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
@@ -268,11 +278,13 @@ class Recorder(Watcher):
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         before = versions(inside)
         known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
-        args, kwargs = unflatten(fakes, spec)
+        known |= self._packing.told(inside)
+        told = ((at, known.get(id(fake))) for at, fake in zip(takes, inside, strict=True))
+        self._told |= {at: t for at, t in told if t is not None and not t.is_floating_point()}
         with hooks_on(target, self.hooks.get(name)):
-            how = (self.ledger.fakes, name, target, args, kwargs, known)
+            how = (self.ledger.fakes, name, target, *unflatten(fakes, spec), known)
             found, _ = computed_without_numbers(*how)
-        changed = _outside(tensors, inside, changed_among(None, inside, before))
+        changed = outside(tensors, inside, changed_among(None, inside, before))
         call = CallOf(name, self._turns[name])
         self._turns[name] += 1
         for leaf in flatten(found)[0]:
@@ -281,7 +293,7 @@ class Recorder(Watcher):
         numbers = iter(takes)
         refs = [Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         step = Step(Kind.UNIT, call, takes, None, where, arguments=(refs, spec))
-        return self._write(step, found, tensors, changed, inside)
+        return taken_over(self._write(step, found, tensors, changed, inside), args, kwargs)
 
     # ---- writing --------------------------------------------------------------------------
 
@@ -310,6 +322,7 @@ class Recorder(Watcher):
                 written.append(Same(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
+                check_plain(leaf, step.where)
                 made = Value(Look.of(leaf), step.free, at, self._named(step, position))
                 twice[id(leaf)] = New(self.ledger.register(leaf, made))
                 written.append(twice[id(leaf)])
@@ -332,18 +345,6 @@ class Recorder(Watcher):
         anew = {name: value_of(tensor) for name, tensor in lasting.items()}
         values = self.ledger.values
         anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
-        return Trace(
-            tuple(self.steps),
-            tuple(self.ledger.values),
-            inputs,
-            Result(tuple(written), spec),
-            anew,
-        )
-
-
-def _outside(
-    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
-) -> list[Tensor]:
-    """The arguments for which those stood that were changed."""
-    ids = set(map(id, changed))
-    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]
+        steps, gives = tuple(self.steps), Result(tuple(written), spec)
+        measured = frozenset(self.ledger.measured)
+        return Trace(steps, tuple(values), inputs, gives, anew, measured, self._told)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent
 from penstock.partition.forward.boxes import hooks_after
+from penstock.partition.forward.filled import taken_over
 from penstock.partition.forward.ledger import Leak
 from penstock.partition.forward.skeleton import Skeleton
-from penstock.partition.forward.tables import TYING, only_looks
+from penstock.partition.forward.tables import MIRRORED, TYING, only_looks
 from penstock.partition.forward.trace import Kind, New, Same, Step, Trace
 from penstock.partition.forward.trees import flatten, tensors_in, unflatten
 from penstock.partition.forward.watching import Handle, Muted, Watcher
@@ -90,13 +91,15 @@ class _Passing(Watcher):
         step = self._next(func)
         if step.kind is Kind.CALL:
             return call(*args, **kwargs)
-        return self._given(step, list(tensors_in((args, kwargs))))
+        tensors = list(tensors_in((args, kwargs)))
+        turned = step.func is not func and MIRRORED.get(func) is step.func
+        return self._given(step, tensors[::-1] if turned else tensors)
 
     def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """What it gave; its own hooks see it."""
         step = self._next(name)
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        found = self._given(step, tensors)
+        found = taken_over(self._given(step, tensors), args, kwargs)
         for key, hook in hooks_after(target, self.hooks.get(name)).items():
             more = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
             self._mute = True
@@ -115,7 +118,7 @@ class _Passing(Watcher):
             raise _Lost
         step = self._trace.steps[self._at]
         known = step.func.unit if step.kind is Kind.UNIT else step.func
-        if known is not func and known != func:
+        if known is not func and known != func and MIRRORED.get(func) is not known:
             raise _Lost
         self._at += 1
         return step

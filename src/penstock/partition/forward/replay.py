@@ -61,7 +61,7 @@ class Replay:
             for at in self._steps:
                 step = self._trace.steps[at]
                 args, kwargs = _with_values(step.arguments, real)
-                found = step.func(*args, **kwargs)
+                found = step.call(*args, **kwargs)
                 for old, new in step.changes.items():
                     real.made[new] = real(old)
                 if step.result is not None:

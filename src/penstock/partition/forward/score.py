@@ -11,9 +11,12 @@ import torch
 
 from penstock.partition.forward.absent import Absent
 from penstock.partition.forward.division import Division, sources_of
+from penstock.partition.forward.filled import Filled
 from penstock.partition.forward.tables import TYING
-from penstock.partition.forward.trace import Kind, New, Same, Step
+from penstock.partition.forward.trace import Kind, New, Same, Step, Trace
 from penstock.partition.forward.watching import Handle
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class Act:
     ready: Any = None  # what it gives instead, if it does not run
     plain: bool = True  # `ready` is given as it is
     keeps: tuple[Kept, ...] = ()
+    shapes: tuple[Shape | None, ...] = ()  # of what a unit gives, if something rests on it
     rebinds: tuple[tuple[int, int], ...] = ()  # values that are now others, which arrive
+    fills: bool = False  # a unit: it puts something into a list or a dict that it is given
 
 
 class Kept(NamedTuple):
@@ -66,12 +71,14 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
             stand_ins[value] = Absent.of(trace.values[value].look, device, value)
         return stand_ins[value]
 
-    changing = _Changing(division, stage)
+    changing, measured = _Changing(division, stage), _measured(trace)
     acts = []
     for at, step in enumerate(trace.steps):
         runs = at in portion.runs or step.kind is Kind.CALL
         if runs:
-            acts.append(Act(step, True, keeps=changing.keeps(step)))
+            fills = step.result is not None and step.result.spec.context is Filled
+            shapes = _shapes(trace, step, measured)
+            acts.append(Act(step, True, keeps=changing.keeps(step), shapes=shapes, fills=fills))
             continue
         ready, plain = _ready(step, absent)
         acts.append(Act(step, False, ready, plain, rebinds=changing.rebinds(step)))
@@ -90,6 +97,30 @@ def score_of(division: Division, stage: int, device: torch.device) -> Score:
         device,
         any(trace.steps[at].draws for at in portion.runs),
         changing.mutates(trace.inputs),
+    )
+
+
+def _measured(trace: Trace) -> set[int]:
+    """Values on whose shapes something rests that the host knows, and so every stage."""
+    found = set(trace.measured)
+    for step in reversed(trace.steps):
+        made = step.result.made if step.result else ()
+        if step.kind is Kind.UNIT:
+            continue
+        if not found.isdisjoint((*made, *step.changes.values())):
+            found.update(step.takes)
+    return found
+
+
+def _shapes(trace: Trace, step: Step, measured: set[int]) -> tuple[Shape | None, ...]:
+    """Of what a unit gives."""
+    if step.kind is not Kind.UNIT or step.result is None or measured.isdisjoint(step.result.made):
+        return ()
+    return tuple(
+        trace.values[leaf.value].look.shape
+        if isinstance(leaf, New) and leaf.value in measured
+        else None
+        for leaf in step.result.leaves
     )
 
 

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.partition.forward.absent import Absent, Look
-from penstock.partition.forward.boxes import Box, Hooks, boxes_of, uncached
+from penstock.partition.forward.boxes import Box, Hooks, boxes_of, is_state, known_to, uncached
+from penstock.partition.forward.boxes import remade as remade_function
 from penstock.partition.forward.watching import watcher_here
 
 
@@ -94,8 +95,8 @@ class Skeleton:
         known[id(module)] = made
         self.parents[name] = module, made
         made.__dict__.update(module.__dict__)
-        for key, method in uncached(type(module)):
-            made.__dict__.setdefault(key, MethodType(method, made))
+        for key, method, own in uncached(type(module)):
+            made.__dict__.setdefault(key, MethodType(method, made) if own else method)
         made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
         rest = elsewhere(module)
         made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
@@ -195,6 +196,10 @@ def holds_module(value: Any) -> bool:
         return any(isinstance(one, nn.Module) for one in value.values())
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
+    if is_state(value):
+        return any(holds_module(one) for one in vars(value).values() if not is_state(one))
+    if isinstance(value, FunctionType):
+        return any(holds_module(x) for x in known_to(value) if not isinstance(x, FunctionType))
     return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
@@ -203,6 +208,8 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
         return made.get(id(value), value)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _mapped(value.__self__, made))
+    if isinstance(value, FunctionType):
+        return remade_function(value, made)
     if isinstance(value, partial):
         args = [_mapped(one, made) for one in value.args]
         return partial(_mapped(value.func, made), *args, **value.keywords)
@@ -210,6 +217,11 @@ def _mapped(value: Any, made: Mapping[int, nn.Module]) -> Any:
         return type(value)(_mapped(one, made) for one in value)
     if type(value) is dict:
         return {key: _mapped(one, made) for key, one in value.items()}
+    if is_state(value):
+        own = copy.copy(value)
+        for key, one in vars(value).items():
+            vars(own)[key] = one if is_state(one) else _mapped(one, made)
+        return own
     return value
 
 

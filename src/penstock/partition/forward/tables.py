@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _LOOKS = (
     *("shape", "device", "dtype", "layout", "ndim", "itemsize", "nbytes", "names", "output_nr"),
@@ -44,6 +46,15 @@ LOOKING = frozenset(
     ]
 )
 
+# They look at how large it is.
+MEASURING = frozenset(
+    [
+        *_of_tensor(("shape", "nbytes"), get=True),
+        *_of_tensor(("size", "nelement", "numel", "stride", "__len__", "is_contiguous")),
+        torch.numel,
+    ]
+)
+
 # They look at what differs between a forward and its recomputation: answered as in the dry run.
 ANSWERED = frozenset(_of_tensor(("requires_grad", "is_leaf"), get=True))
 
@@ -69,6 +80,17 @@ COMPARING = frozenset(
     ]
 )
 
+# They go backward inside the forward.
+GRADIENTS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
+
+# Python asks the right side first, if its class is derived from that of the left one.
+MIRRORED = {
+    Tensor.lt: Tensor.gt,
+    Tensor.gt: Tensor.lt,
+    Tensor.le: Tensor.ge,
+    Tensor.ge: Tensor.le,
+}
+
 # They draw numbers from 0 up to 1.
 UNIFORM = frozenset([torch.rand, torch.rand_like])
 
@@ -81,6 +103,23 @@ def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
     if func not in LOOKING:
         return False
     return func is not Tensor.type or len(args) == 1
+
+
+def written_unseen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Running statistics that it changes, of which no version tells."""
+    if func not in _UNSEEN:
+        return []
+    given = {**dict(zip(_UNSEEN[func], args, strict=False)), **kwargs}
+    found = (given.get("running_mean"), given.get("running_var"))
+    return [one for one in found if given.get("training") and isinstance(one, Tensor)]
+
+
+_STATISTICS = ("running_mean", "running_var")
+_UNSEEN = {
+    functional.batch_norm: ("input", *_STATISTICS, "weight", "bias", "training"),
+    torch.batch_norm: ("input", "weight", "bias", *_STATISTICS, "training"),
+    torch.native_batch_norm: ("input", "weight", "bias", *_STATISTICS, "training"),
+}
 
 
 def called(func: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.partition.forward.absent import Look
@@ -90,11 +91,12 @@ class Step:
     outcome: Any = None
     said: str = ""  # the arguments that are no tensors, as text
     arguments: Any = None  # of a unit, or one that is free: with a Ref where a value was
+    call: Any = None  # how an operation is called
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is to be looked at: functions cannot all be copied."""
         func = self.func if self.kind is Kind.UNIT else called(self.func)
-        plain = replace(self, func=func, arguments=None)
+        plain = replace(self, func=func, arguments=None, call=None)
         return Step, tuple(getattr(plain, one.name) for one in fields(self))
 
 
@@ -118,6 +120,8 @@ class Trace:
     inputs: tuple[int, ...]  # the values of the tensors it was called with
     output: Result
     lasting: Mapping[str, int]  # buffers that were assigned anew: values, by the buffers' names
+    measured: frozenset[int] = frozenset()  # values of which the host knows how large they are
+    told: Mapping[int, Tensor] = field(default_factory=dict)  # whole numbers that units are given
 
     @property
     def calls(self) -> list[int]:

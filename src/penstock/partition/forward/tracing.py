@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.partition.forward.boxes import shared_boxes
 from penstock.partition.forward.dry import left_as_it_was
 from penstock.partition.forward.faking import Fakes
 from penstock.partition.forward.hollow import faked, is_hollow
@@ -65,6 +66,7 @@ def _followed(
     with left_as_it_was(model, parents), faked([*copies, *_away(units)], fakes):
         recorder = Recorder([model, skeleton.model], fakes)
         recorder.hooks = skeleton.hooks
+        recorder.shared = shared_boxes(parents, units)
         inputs = recorder.ledger.given([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parents.items()}
         with recorder:
@@ -111,14 +113,35 @@ def traced_open(
     device: torch.device,
     opened: Collection[str] = (),
 ) -> tuple[Trace, dict[int, Tensor], dict[str, nn.Module]]:
-    """The same; units that leak are opened, with all others of their class, until none does."""
+    """The same; units that leak are opened, with all others of their class, until none does.
+
+    So are those that nobody calls, if their parts are called from outside.
+    """
     now = set(opened)
     while True:
         units = units_of(model, asked, now)
         try:
-            return *traced(model, units, args, kwargs, device), units
+            trace, constants = traced(model, units, args, kwargs, device)
         except Leak as leak:
             now |= _to_open(leak, units)
+            continue
+        reached = _reached_into(trace, units)
+        if not reached:
+            return trace, constants, units
+        now |= reached
+
+
+def _reached_into(trace: Trace, units: Mapping[str, nn.Module]) -> set[str]:
+    """As `self.vae.encode(x)` does, and the forward of a graph that torch.fx has made."""
+    called = {trace.steps[at].func.unit for at in trace.calls}
+    used = [value.parameter for value in trace.values if value.parameter]
+    return {
+        name
+        for name, unit in units.items()
+        if name not in called
+        and parts_inside(unit)
+        and any(parameter.startswith(f"{name}.") for parameter in used)
+    }
 
 
 def _to_open(leak: Leak, units: Mapping[str, nn.Module]) -> set[str]:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+def _entries(value: Any) -> tuple[list[Any], list[Any]]:
+    return list(value.values()), list(value)
+
+
+def _entries_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[Any]]:
+    return [(pytree.MappingKey(key), one) for key, one in value.items()], list(value)
+
+
+def _user_dict(values: Any, keys: list[Any]) -> Any:
+    return UserDict(zip(keys, values, strict=True))
+
+
+if UserDict not in pytree.SUPPORTED_NODES:  # a dict like any other, for who has no reason to ask
+    pytree.register_pytree_node(
+        UserDict, _entries, _user_dict, flatten_with_keys_fn=_entries_with_keys
+    )
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -150,3 +169,18 @@ class Itself:
 
     def __hash__(self) -> int:
         return id(self._of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """A function with its arguments, and the tensors among them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: Callable[..., Any]
+    tensors: list[Tensor]
+
+    def with_each(self, change: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
+        """What it gives with each tensor changed, and those."""
+        args, kwargs = mapped((self.args, self.kwargs), change)
+        return self.call(*args, **kwargs), list(tensors_in((args, kwargs)))

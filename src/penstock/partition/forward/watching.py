@@ -23,7 +23,7 @@ from torch._functorch import apis as _apis
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint as torch_checkpoint
 
-from penstock.partition.forward.boxes import Hooks
+from penstock.partition.forward.boxes import Hooks, remade
 
 
 class Watcher(TorchFunctionMode):
@@ -158,13 +158,15 @@ def _follow_vmap() -> None:
         watcher = watcher_here()
         if watcher is None:
             return original(func, *args, **kwargs)
+        captured = list(_captured(func))
+
+        def call(now: list[Tensor], *some: Any, **named: Any) -> Any:
+            pairs = zip(captured, now, strict=True)
+            made = {id(before): after for before, after in pairs if after is not before}
+            return original(remade(func, made) if made else func, *some, **named)
+
         with aside(watcher):
-            return watcher.operation(
-                original,
-                (list(_captured(func)), *args),
-                kwargs,
-                lambda _, *some, **named: original(func, *some, **named),
-            )
+            return watcher.operation(original, (captured, *args), kwargs, call)
 
     apis.vmap_impl = vmap_impl
 

@@ -126,6 +126,8 @@ class Whole:
         """The units are those that were cut, and the parents have what they had."""
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
+            if path not in self.parents:  # inside another unit, that has it as a part
+                continue
             if self.parents[path]._modules.get(key) is not unit and not is_hollow(unit):
                 raise RunError(
                     f"unit '{name}' was replaced after the pipe was made, and would not run: make "
@@ -158,7 +160,9 @@ class Whole:
                 "sideways, which it did not with the example: make the Pipe with an example like "
                 "these inputs"
             ) from None
-        division = divide(trace, self.cut.placed, self.cut.stages, self.cut.parameters)
+        written = {name: frozenset({stage}) for name, stage in self.cut.written.items()}
+        homes = {**self.cut.parameters, **written}
+        division = divide(trace, self.cut.placed, self.cut.stages, homes)
         self._check_homes(division)
         known = self._add(key, trace, division, constants)
         return Dealt(known, leaves, spec, tensors)
@@ -175,7 +179,14 @@ class Whole:
                     f"{sorted(self.cut.parameters[name])}: make the Pipe with an example like "
                     "these inputs"
                 )
-
+        for name, home in self.cut.written.items():
+            others = sorted(division.reads.get(name, frozenset()) - {home})
+            if others:
+                raise CutError(
+                    f"the forward changes the buffer '{name}' on stage {home}, between units, and "
+                    f"with these inputs reads it on others, {', '.join(map(str, others))}: change "
+                    "and read it in one unit, or cut elsewhere with stages="
+                )
         for name, stage in division.writes.items():
             if self.cut.written.get(name) != stage:
                 raise CutError(

@@ -13,7 +13,7 @@ _LONGEST = 20_000  # characters of a traceback
 
 @dataclass(frozen=True)
 class Cause:
-    """The fields of a `RemoteError`."""
+    """The fields of a `RemoteError`, and in the how-manieth call it was, if that is known."""
 
     message: str
     kind: Kind
@@ -21,6 +21,7 @@ class Cause:
     doing: str = ""
     where: Whereabouts | None = None
     traceback: str = ""
+    call: int = 0
 
     def error(self) -> RemoteError:
         """A new error with these fields."""
@@ -43,18 +44,18 @@ class Cause:
         return Cause(where=where, **fields)
 
 
-def raised(error: BaseException, rank: int, label: str, doing: str) -> Cause:
+def raised(error: BaseException, rank: int, label: str, doing: str, call: int) -> Cause:
     """An error on this rank; one that is a RemoteError already says all of it itself."""
     if isinstance(error, RemoteError):
         given = error.message, error.kind, error.rank, doing, error.where, error.traceback
-        return Cause(*given)
+        return Cause(*given, call)
     text = "".join(traceback.format_exception(error))[-_LONGEST:]
     if not isinstance(error, Exception):
         message = (
             f"rank {rank} was interrupted by {type(error).__name__}, {doing}: every rank of the "
             f"pipe stopped"
         )
-        return Cause(message, "interrupted", rank, doing, None, text)
+        return Cause(message, "interrupted", rank, doing, None, text, call)
     where = getattr(error, "whereabouts", None)
     place = doing if where is None else f"in {label}, {where}"
     said = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
@@ -63,7 +64,7 @@ def raised(error: BaseException, rank: int, label: str, doing: str) -> Cause:
         f"Every rank of the pipe stopped. Mend it on rank {rank}; or catch RemoteError on every "
         f"rank, and call the pipe again."
     )
-    return Cause(message, "raised", rank, doing, where, text)
+    return Cause(message, "raised", rank, doing, where, text, call)
 
 
 def died(rank: int, doing: str, quiet: float, waiter: str) -> Cause:

@@ -55,7 +55,7 @@ class Lookout:
         self._near = near  # the ranks that it looks at
         self.pid = os.getpid()
         # What the watched thread does now: it writes, the others read.
-        self.count, self.label = 0, ""
+        self.count, self.label, self.calls = 0, "", 0
         self.now: Doing = (Mode.OUTSIDE, "", None, 1.0)
         self.busy: Doing = self.now  # with what, when it does not wait
         self.inside: threading.Thread | None = None  # the thread that is in a guarded part
@@ -90,9 +90,9 @@ class Lookout:
         mode, what, peer, patience = self.now
         return Sign(self._beats, self.count, mode, self.label, str(what), peer, patience)
 
-    def tell(self, cause: Cause) -> Cause:
-        """Publish a cause, unless another rank was first; which one it became."""
-        self._told = cause
+    def tell_of(self, error: BaseException, was: str) -> Cause:
+        """Publish what was raised here, unless another rank was first; which cause it became."""
+        self._told = cause = causes.raised(error, self.rank, self.label, was, self.calls)
         self.ring()
         self.known.wait(self.patience.hold)
         return self.cause or cause
@@ -200,7 +200,9 @@ class Lookout:
         try:
             self._wait_to_be_woken(store)
             if store.check(["cause"]):
-                self._learn(Cause.loads(store.get("cause")))
+                cause = Cause.loads(store.get("cause"))
+                self._let_finish(cause)
+                self._learn(cause)
                 store.set(f"seen/{self.rank}", "")
                 self._wait_for_others(store)
         except RuntimeError:
@@ -213,6 +215,14 @@ class Lookout:
             with suppress(DistStoreError):  # a day has passed
                 store.wait([f"wake/{self.rank}"], timedelta(days=1))
                 return
+
+    def _let_finish(self, cause: Cause) -> None:
+        """Who fails in a later call has come through this one: so can this rank, first."""
+        until = time.monotonic() + _GRACE
+        while self.inside is not None and self.calls < cause.call and not self._suspicious:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.005)
 
     def _wait_for_others(self, store: Store) -> None:
         """The store goes with its host: let everyone read the cause first."""

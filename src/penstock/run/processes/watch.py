@@ -18,7 +18,6 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import PenstockError, RemoteError, RunError
-from penstock.run.processes import cause as causes
 from penstock.run.processes.cause import Cause
 from penstock.run.processes.lookout import Lookout
 from penstock.run.processes.signals import Signals
@@ -147,6 +146,7 @@ class Guard:
             self._watch.close()
             raise lookout.cause.error()
         lookout.inside, lookout.label = threading.current_thread(), self._doing
+        lookout.calls += self._outer is None
         self._signals.take()
         lookout.count += 1
         lookout.now = lookout.busy = (Mode.AT, "its beginning", None, self._patience)
@@ -168,11 +168,11 @@ class Guard:
         was, lost = str(lookout.sign()), _is_transport(error, lookout)
         try:
             cause = lookout.cause or (lookout.wait_for_cause() if lost else None)
-            cause = cause or lookout.tell(causes.raised(error, lookout.rank, lookout.label, was))
+            cause = cause or lookout.tell_of(error, was)
             lookout.settled.wait(_SETTLED)
         except BaseException as interrupt:  # Ctrl-C while this thread was in C: heard only now
             error = interrupt
-            cause = lookout.tell(causes.raised(error, lookout.rank, lookout.label, was))
+            cause = lookout.tell_of(error, was)
         lookout.inside = None
         self._signals.give_back(failed=True)
         self._watch.close()
@@ -200,6 +200,6 @@ def _leave(lookout: Lookout) -> None:
     ends = not threading.main_thread().is_alive()
     error = getattr(sys, "last_value", None) if ends else None
     if error is not None and lookout.cause is None:
-        lookout.tell(causes.raised(error, lookout.rank, lookout.label, str(lookout.sign())))
+        lookout.tell_of(error, str(lookout.sign()))
         lookout.settled.wait(_SETTLED)
     lookout.close()
