@@ -104,9 +104,8 @@ class OwnRandom(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # what no function mode has seen, it need not see now
-            if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(
-                func, args, kwargs
-            ):
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            if not draws or _draws_nothing(func, args, kwargs):
                 return func(*args, **kwargs)
             return self._draw(func, args, kwargs)
 
