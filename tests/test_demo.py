@@ -202,7 +202,7 @@ def test_interrupted_it_ends_at_once_and_quietly(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert any(line.startswith("step") for line in process.stdout)
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()  # one that does not end would be waited for
     assert process.returncode == 130

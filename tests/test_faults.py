@@ -235,9 +235,10 @@ def interrupt() -> None:
     main = threading.main_thread().ident
     assert main is not None
     if main != threading.get_ident():
-        at = None
-        while at != (at := _where(main)):  # a signal just before a wait does not end the wait
+        seen = [_where(main)]
+        while len(seen) < 5 or len({*seen[-5:]}) > 1:  # a signal just before a wait does not end it
             time.sleep(0.02)
+            seen.append(_where(main))
     signal.pthread_kill(main, signal.SIGINT)
     time.sleep(0.2)
 

@@ -59,7 +59,7 @@ def test_a_second_start_in_the_same_store_meets_only_the_living(order: list[int]
 
 def test_whoever_does_not_come_is_missed_by_all() -> None:
     stores = clients(3)
-    for met in met_by(stores, [0, 2], "rank", patience=0.2):
+    for met in met_by(stores, [0, 2], "rank", patience=2):
         assert met.words == {0: "rank 0", 2: "rank 2"}
         assert met.missing(3) == [1]
 

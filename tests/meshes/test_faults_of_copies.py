@@ -21,7 +21,7 @@ from tests.processes.rank import Returned
 from tests.processes.ranks import Died, ranks
 from tests.support import Do, batch
 
-HEARTBEAT = 2.0
+HEARTBEAT = 3.0
 FAULTY = 3  # the second rank of the second copy
 
 
@@ -40,8 +40,8 @@ def burst(kind: str) -> None:
     raise Burst("on purpose")
 
 
-def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None, float]:
-    """What each rank hears of it, and after how many seconds."""
+def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
+    """What each rank hears of it."""
     layers, faulty = model(), dist.get_rank() == FAULTY
     broken = False
 
@@ -58,7 +58,6 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None, f
     pipe.step(x, target=y)
     broken = True
     spoilt = patch.object(replicas, "average", lambda *_: burst(kind))
-    began = time.monotonic()
     try:
         if faulty and where == "between":
             burst(kind)
@@ -66,8 +65,8 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None, f
             for _ in range(2):  # who is done before it happens hears of it in the next
                 pipe.step(x, target=y)
     except RemoteError as error:
-        return error.kind, error.rank, time.monotonic() - began
-    return "nothing", None, 0.0
+        return error.kind, error.rank
+    return "nothing", None
 
 
 def heard(wrap: str | None, kind: str, where: str) -> list[Any]:
@@ -81,9 +80,7 @@ def heard(wrap: str | None, kind: str, where: str) -> list[Any]:
 def test_an_error_is_raised_on_all_ranks_of_all_copies(wrap: str | None, where: str) -> None:
     for answer in heard(wrap, "raise", where):
         assert isinstance(answer, Returned), answer
-        said, rank, took = answer.value
-        assert (said, rank) == ("raised", FAULTY)
-        assert took < HEARTBEAT + 5
+        assert answer.value == ("raised", FAULTY)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +92,7 @@ def test_a_process_that_dies_is_named_by_all_copies(wrap: str | None, where: str
     assert isinstance(dead, Died)
     for answer in others:
         assert isinstance(answer, Returned), answer
-        said, rank, took = answer.value
-        assert (said, rank) == ("died", FAULTY)
-        assert took < HEARTBEAT + 8
+        assert answer.value == ("died", FAULTY)
 
 
 def test_whoever_waits_in_a_group_of_the_users_ends_itself() -> None:
@@ -111,4 +106,4 @@ def test_whoever_waits_in_a_group_of_the_users_ends_itself() -> None:
     assert "rank 3 failed, in step" in twin.written
     for answer in answers:
         assert isinstance(answer, Returned), answer
-        assert answer.value[:2] == ("raised", FAULTY)
+        assert answer.value == ("raised", FAULTY)

@@ -29,6 +29,7 @@ from tests.processes.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
 START = 120.0  # seconds in which processes must come up
+SHOWING = 3.0  # and in which one that hangs writes down where
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,17 @@ class _Team:
 
     def _given_up(self, late: Sequence[int]) -> dict[int, Answer | Died]:
         """Those that are not done in time write down what they do, and are ended."""
+        before = {rank: self._written(rank) for rank in late}
         for rank in late:
             pid = self._processes[rank].pid
             if self._processes[rank].is_alive() and pid is not None:
                 os.kill(pid, SHOW)
-        time.sleep(0.2)
+        end = time.monotonic() + SHOWING
+        while any(before[rank] == self._written(rank) for rank in late):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        time.sleep(0.2)  # to the last line
         for rank in late:
             self._processes[rank].kill()
         for rank in late:

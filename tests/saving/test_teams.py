@@ -19,7 +19,7 @@ from penstock import RunError, saved
 from penstock.saving.holding import Holding
 from penstock.saving.pending import Pending
 from penstock.saving.saver import Saver
-from penstock.saving.savers import Grouped
+from penstock.saving.savers import Grouped, each
 from tests.processes.ranks import ranks
 from tests.saving.parts import (
     alone,
@@ -225,6 +225,25 @@ def test_if_one_rank_cannot_write_no_rank_has_saved(background: bool, tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["latest", "save-000001"]
     for extra, _ in ranks(3).run(loaded, tmp_path):
         assert extra == {"steps": 0}
+
+
+class Lost:
+    """The others have gone: they heard of a failure before this one did."""
+
+    rank = 1
+
+    def share(self, value: Any) -> list[Any]:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_tells_its_own_failure_though_the_others_were_quicker() -> None:
+    def full() -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        each(Lost(), "saving", full)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        each(Lost(), "saving", list)
 
 
 def test_a_rank_reads_its_own_tensors_and_no_others(tmp_path: Path) -> None:

@@ -84,7 +84,12 @@ def together(savers: Savers, doing: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:
         failure = error
-    answers = savers.share((result, None if failure is None else _told(failure)))
+    try:
+        answers = savers.share((result, None if failure is None else _told(failure)))
+    except RuntimeError:  # the others heard of the failure first: they have told all, and left
+        if failure is None:
+            raise
+        raise failure from None
     problems = {rank: said for rank, (_, said) in enumerate(answers) if said is not None}
     if problems:
         first, (_, frames) = next(iter(problems.items()))

@@ -11,7 +11,7 @@ from penstock import saved
 from tests.processes.faults.course import resumed, unsplit
 from tests.processes.faults.throwaway import Fate
 
-SOON = 2.0  # seconds in which an error is heard of
+SOON = 10.0  # seconds in which an error is heard of; a tenth of one, if nothing else runs
 
 
 def others(size: int, rank: int) -> list[int]:

@@ -17,7 +17,7 @@ from penstock.run.processes.store import store_of
 from penstock.run.processes.watch import Watch
 from tests.processes.faults.throwaway import Stage
 
-HEARTBEAT = 1.0
+HEARTBEAT = 3.0
 PLACES = ("agreement", "forward", "send", "backward", "end", "between")
 
 Fault = Callable[[Stage, str], None]

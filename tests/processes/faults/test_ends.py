@@ -121,7 +121,7 @@ def does_not_come(stage: Stage) -> None:
     patch("penstock.run.processes.gathering.GATHERING", 0.5).start()
     stage.tell(fault=time.monotonic())
     if stage.rank == 1:
-        time.sleep(1.5)
+        time.sleep(4)
     else:
         pipe_of(no_trap)
 
@@ -159,7 +159,7 @@ def tries_again(stage: Stage) -> None:
     with pytest.raises(RemoteError) as second:
         pipe.step(x, target=target)
     assert str(second.value) == str(first.value)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < SOON
 
 
 def test_a_pipe_without_one_of_its_ranks_says_so_again() -> None:

@@ -48,7 +48,7 @@ class Box:
 
     def restore(self) -> None:
         """As it was."""
-        _refill(self.own, _copied(self.before))
+        refill(self.own, _copied(self.before))
 
 
 def boxes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -84,8 +84,8 @@ def boxes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for box, then in before:
-            if not _same_inside(box, then):
-                _refill(box, then)
+            if not same_inside(box, then):
+                refill(box, then)
 
 
 def _as_now(boxes: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -98,7 +98,7 @@ def _as_now(boxes: Iterable[Any]) -> list[tuple[Any, Any]]:
 def filling(boxes: Iterable[Any]) -> Callable[[], bool]:
     """Asked later: has something been put into one of them since?"""
     before = _as_now(boxes)
-    return lambda: not all(_same_inside(box, then) for box, then in before)
+    return lambda: not all(same_inside(box, then) for box, then in before)
 
 
 def shared_boxes(
@@ -116,12 +116,12 @@ def shared_boxes(
     }
 
 
-def _same_inside(box: Any, then: Any) -> bool:
+def same_inside(box: Any, then: Any) -> bool:
     """By identity: there may be tensors."""
     if isinstance(box, set):
         return bool(box == then)
     if is_state(box):
-        return _same_inside(vars(box), vars(then))
+        return same_inside(vars(box), vars(then))
     if len(box) != len(then):
         return False
     pairs = zip(box, then, strict=True)
@@ -147,7 +147,8 @@ def _copied(value: Any, depth: int = 3) -> Any:
     return made
 
 
-def _refill(box: Any, values: Any) -> None:
+def refill(box: Any, values: Any) -> None:
+    """Let it hold these, and nothing else."""
     if is_state(box):
         box, values = vars(box), vars(values)
     box.clear()

@@ -156,10 +156,8 @@ def computed_without_numbers(
 
 def _given(target: Any, args: Any, kwargs: Any) -> Any:
     """What a function gives; of a unit, also what it puts into the lists and dicts it is given."""
-    return (filled if isinstance(target, nn.Module) else _called)(target, args, kwargs)
-
-
-def _called(target: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(target, nn.Module):
+        return filled(target, args, kwargs)
     return target(*args, **kwargs)
 
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.partition.forward.boxes import refill, same_inside
+
 _LISTS = (list, deque)
 _DICTS = (dict, OrderedDict, defaultdict, UserDict)
 
@@ -41,7 +43,7 @@ def filled(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     changed = {
         place: _each(now, lambda one: places.get(id(one), one))
         for place, (box, then) in enumerate(zip(boxes, before, strict=True))
-        if not _same(now := _inside(box), then)
+        if not same_inside(now := _inside(box), then)
     }
     return Filled(found, changed) if changed else found
 
@@ -52,7 +54,8 @@ def taken_over(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return found
     boxes = list(_boxes_in((*args, *kwargs.values())))
     for place, now in found.boxes.items():
-        _put(boxes[place], _each(now, lambda x: boxes[x.place] if isinstance(x, _Inside) else x))
+        box = boxes[place] if type(boxes[place]) in (*_LISTS, *_DICTS) else vars(boxes[place])
+        refill(box, _each(now, lambda x: boxes[x.place] if isinstance(x, _Inside) else x))
     return found.found
 
 
@@ -81,26 +84,7 @@ def _inside(box: Any) -> list[Any] | dict[Any, Any]:
     return dict(getattr(box, "__dict__", {}))
 
 
-def _same(now: Any, before: Any) -> bool:
-    """By identity: there may be tensors."""
-    if isinstance(now, dict):
-        return list(now) == list(before) and _same(list(now.values()), list(before.values()))
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
 def _each(inside: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(inside, dict):
         return {key: change(one) for key, one in inside.items()}
     return [change(one) for one in inside]
-
-
-def _put(box: Any, inside: Any) -> None:
-    if type(box) in _LISTS:
-        box.clear()
-        box.extend(inside)
-    elif type(box) in _DICTS:
-        box.clear()
-        box.update(inside)
-    else:
-        box.__dict__.clear()
-        box.__dict__.update(inside)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.partition.forward.absent import Absent
-from penstock.partition.forward.division import Division, sources_of
+from penstock.partition.forward.division import Division, made_by, sources_of
 from penstock.partition.forward.filled import Filled
 from penstock.partition.forward.tables import TYING
 from penstock.partition.forward.trace import Kind, New, Same, Step, Trace
@@ -104,10 +104,7 @@ def _measured(trace: Trace) -> set[int]:
     """Values on whose shapes something rests that the host knows, and so every stage."""
     found = set(trace.measured)
     for step in reversed(trace.steps):
-        made = step.result.made if step.result else ()
-        if step.kind is Kind.UNIT:
-            continue
-        if not found.isdisjoint((*made, *step.changes.values())):
+        if step.kind is not Kind.UNIT and not found.isdisjoint(made_by(step)):
             found.update(step.takes)
     return found
 

@@ -32,7 +32,7 @@ from penstock.run.processes.verdict import Mode, Patience, Peer, Sightings, Sign
 _GRACE = 2.0  # seconds for a main thread to come back, once it is known that all stop
 _INTERRUPTED = 0.2  # for Python's own handler, which cannot run while a wait is in C
 _TERMINATED = 1.5  # a launcher ends all when one has died: the cause is soon known
-_ACKNOWLEDGED = 1.0  # for the others to read the cause, before the store's host may go
+_ACKNOWLEDGED = 3.0  # for the others to read the cause, before the store's host may go
 
 # The fields of a sign that the watched thread writes.
 Doing = tuple[Mode, object, Peer, float]

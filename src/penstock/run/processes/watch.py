@@ -23,7 +23,7 @@ from penstock.run.processes.lookout import Lookout
 from penstock.run.processes.signals import Signals
 from penstock.run.processes.verdict import Mode, Patience, Peer
 
-_SETTLED = 1.5  # seconds for the others to hear of it, if this process hosts the store
+_SETTLED = 3.5  # seconds for the others to hear of it, if this process hosts the store
 _TRANSPORT = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
 )
