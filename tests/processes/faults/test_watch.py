@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import RemoteError, RunError
+from penstock.run.processes.cause import Cause
+from penstock.run.processes.lookout import Lookout
 from penstock.run.processes.poison import poison
 from penstock.run.processes.store import store_of
 from penstock.run.processes.watch import _TRANSPORT
@@ -137,6 +141,22 @@ def test_a_rank_that_dies(place: str, fail: Callable[[], None]) -> None:
         assert "waiting for " in text
 
 
+def looks_seldom(stage: Stage) -> None:
+    """As on a machine that gives it little time: nobody can be blamed for what it did not see."""
+    look = Lookout._look
+
+    def slowly(self: Lookout, store: Store) -> Cause | None:
+        time.sleep(1.2)
+        return look(self, store)
+
+    patch.object(Lookout, "_look", slowly).start()
+    run(stage, At(1, "forward", kill))
+
+
+def test_a_rank_that_is_held_up_still_finds_who_died() -> None:
+    same_cause(perform(2, looks_seldom), [0], "died", 1, within=HEARTBEAT + SOON)
+
+
 # ---- a rank stalls ------------------------------------------------------------------------
 
 
@@ -178,7 +198,8 @@ def test_a_rank_that_leaves_in_order() -> None:
 def interrupted(
     stage: Stage, ranks: list[int], place: str, number: int, pause: float = 5.0
 ) -> None:
-    """Signals come to these ranks while each does something else."""
+    """Signals come to these ranks while each does something else; all have the time to go on."""
+    patch("penstock.run.processes.lookout._TERMINATED", 20.0).start()
     watch = watched(stage, heartbeat=20)
     step(watch, stage, 0)
     if stage.rank in ranks:

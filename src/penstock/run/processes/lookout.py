@@ -101,7 +101,12 @@ class Lookout:
         """The one behind a lost connection, if any is found in time."""
         self._suspicious = True
         self.ring()
-        self.known.wait(self.patience.hold)
+        # While this process is held up, it cannot see who is quiet: that time does not count.
+        until = self._sightings.clock + self.patience.hold
+        last = time.monotonic() + 4 * self.patience.hold
+        while self._sightings.clock < until and time.monotonic() < last:
+            if self.known.wait(self.patience.beat):
+                break
         return self.cause
 
     def ring(self) -> None:

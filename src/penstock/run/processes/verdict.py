@@ -80,17 +80,17 @@ class Sightings:
 
     def __init__(self, most: float) -> None:
         self._most = most  # seconds between two looks that count
-        self._looked = self._clock = 0.0
+        self.clock = self._looked = 0.0
         self._seen: dict[int, tuple[Sign, float, float]] = {}
 
     def see(self, signs: Mapping[int, Sign], now: float) -> dict[int, Sight]:
         """One look: each rank's last sign, and for how long it has been the last."""
-        self._clock += min(now - self._looked, self._most)
+        self.clock += min(now - self._looked, self._most)
         self._looked = now
         return {rank: self._of(rank, sign) for rank, sign in signs.items()}
 
     def _of(self, rank: int, sign: Sign) -> Sight:
-        now = self._clock
+        now = self.clock
         old, beaten, moved = self._seen.get(rank, (sign, now, now))
         if sign.beat != old.beat:
             beaten = now
