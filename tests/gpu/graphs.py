@@ -97,7 +97,7 @@ def replays_of(pipe: Pipe) -> int:
     """How often the recordings that it has were replayed."""
     runs: Any = pipe._runs
     kept = runs._made.captures
-    return 0 if kept is None else sum(one.replays for one in kept._captured.values())
+    return 0 if kept is None else sum(one.replays for one in kept._notes.captured.values())
 
 
 def follow(

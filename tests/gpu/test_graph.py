@@ -226,7 +226,7 @@ def test_an_optimizer_inside_does_what_it_does_outside(kind: str) -> None:
                     optimizer.step()
             for other in pipes[1:]:
                 check_same(pipes[0], other)
-    assert min(replays_of(pipe) for pipe in pipes[:2]) >= 5
+    assert min(replays_of(pipe) for pipe in pipes[:2]) >= 4  # each lr, and grad None, is a kind
 
 
 def test_a_scaler_skips_a_step_that_overflows() -> None:
@@ -260,7 +260,7 @@ def test_several_signatures_and_no_more_than_are_kept() -> None:
     given = [batch(number, each) for number, each in enumerate(order)]
     follow(pipes, [((x,), {"target": y}) for x, y in given])
     runs: Any = pipes[0]._runs
-    assert len(runs._made.captures._captured) == captures.KEPT
+    assert len(runs._made.captures._notes.captured) == captures.KEPT
 
 
 def test_kinds_of_steps_take_turns() -> None:

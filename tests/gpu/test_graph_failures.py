@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe
+from penstock.run.capture import captures
 from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, replays_of, twins
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -89,6 +91,7 @@ def interrupted(x: Tensor) -> Tensor:
 class Case(NamedTuple):
     what: Callable[[Tensor], Tensor]
     told: str
+    passing: type[Exception] | None = None  # it need not go wrong again, and so it is tried twice
 
 
 CASES = [
@@ -98,8 +101,8 @@ CASES = [
     Case(computes_on_the_host, "copies between the host and the device"),
     Case(has_a_number_on_the_host, "computes with a tensor in the host's memory"),
     Case(brings_numbers, "copies 288 numbers from the host's memory"),
-    Case(fails, "LookupError: planted"),
-    Case(takes_too_much, "OutOfMemoryError"),
+    Case(fails, "LookupError: planted", LookupError),
+    Case(takes_too_much, "OutOfMemoryError", torch.OutOfMemoryError),
     Case(waits, "Error"),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.what.__name__)
@@ -126,13 +129,17 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert torch.equal(kept, x @ x)
 
 
-def failing(pipe: Pipe, x: Tensor, y: Tensor, told: str = "") -> str:
+def failing(pipe: Pipe, x: Tensor, y: Tensor, case: Case) -> str:
     """The first step is taken as it comes, the second would be captured."""
     pipe.step(x, target=y)
+    for _ in range(captures.TRIES if case.passing else 0):
+        with pytest.raises(case.passing or Exception) as found:
+            pipe.step(x, target=y)
+        assert "while the step was captured as a CUDA graph" in found.value.__notes__
     with pytest.raises(penstock.RunError, match="cannot be captured as a CUDA graph") as caught:
         pipe.step(x, target=y)
     text = str(caught.value)
-    assert told in text
+    assert case.told in text
     return text
 
 
@@ -151,7 +158,7 @@ def test_who_insists_is_told_which_layer_and_goes_on(case: Case) -> None:
     model, odd = model_with(case.what)
     pipe = pipe_of(model, "graph")
     x, y = batch(0)
-    text = failing(pipe, x, y, case.told)
+    text = failing(pipe, x, y, case)
     assert "layer 6 (Odd)" in text
     assert "test_graph_failures.py" in text
     with pytest.raises(penstock.RunError, match="layer 6"):  # known by now: it is not tried again
@@ -182,7 +189,8 @@ def test_auto_takes_threads_with_a_warning(case: Case) -> None:
         if number == 0:
             assert pipes[0].step(x, target=y).ran.runtime == "graph"
         else:
-            with pytest.warns(UserWarning, match="runs in threads: .*layer 6"):
+            once = pytest.warns(UserWarning, match="runs in threads: .*layer 6")
+            with once if number == 1 else nullcontext():
                 ran = pipes[0].step(x, target=y).ran
             assert ran.runtime == "threads"
             assert case.told in ran.why
@@ -262,6 +270,7 @@ def used_by_libraries() -> tuple[int, int]:
 
 
 MOMENTS = [reads, fails, takes_too_much, waits, interrupted]
+STOPPED = (penstock.RunError, LookupError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("what", MOMENTS)
@@ -274,7 +283,7 @@ def test_memory_does_not_creep_over_failing_captures(what: Callable[[Tensor], Te
     for number in range(12):
         odd.number = number  # another kind of step: it is tried anew
         pipe.step(x, target=y)
-        with pytest.raises((penstock.RunError, KeyboardInterrupt)):
+        with pytest.raises(STOPPED):
             pipe.step(x, target=y)
         found.append(used())
     assert found[-1][0] <= found[1][0] + 2**20
@@ -294,7 +303,7 @@ def test_steps_that_are_not_captured_give_their_memory_back_after_that(
     pipe = pipe_of(model, "graph")
     x, y = batch(0, ROWS)
     pipe.step(x, target=y)
-    with pytest.raises((penstock.RunError, KeyboardInterrupt)):
+    with pytest.raises(STOPPED):
         pipe.step(x, target=y)
     threads = pipe_of(layers(), "threads")
     found = []
@@ -333,5 +342,4 @@ def test_without_memory_for_the_step_the_pipe_goes_on_afterwards() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
     check_captured(pipe, x[:60], y[:60])
-    with pytest.warns(UserWarning, match="OutOfMemoryError"):  # remembered for that kind
-        assert pipe.step(x, target=y).ran.runtime == "threads"
+    assert pipe.step(x, target=y).ran.runtime == "graph"  # tried once more, and there is enough

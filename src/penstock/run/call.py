@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple, Protocol
@@ -137,11 +138,17 @@ class Call:
         states = shared_states(place.device for place in places) if self._draws.watched else []
         try:
             self._runtime.carry_out(self.workers, phase, self.context)
-        finally:
-            for worker in self.workers:
-                worker.place.part(streams)
+        except BaseException:
+            with suppress(RuntimeError):  # a device that refuses has said so: that is to be told
+                self._part(streams)
+            raise
+        self._part(streams)
         self._shared.settle()
         self._look_after(states)
+
+    def _part(self, streams: Streams) -> None:
+        for worker in self.workers:
+            worker.place.part(streams)
 
     def anchors(self) -> list[GradientEdge]:
         """Where the parameters' gradients arrive, made on the streams of their ranks.

@@ -97,6 +97,7 @@ class EmulatedRecording:
                     whole.copy_(before)
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # as on a device, where what was cast is cast
     def replay(self) -> None:
         self.replays += 1
         for func, args, kwargs, out, lent in self._recorder.ops:

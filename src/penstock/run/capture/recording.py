@@ -7,9 +7,11 @@ nodes of the graph. A replay is one launch of all of it, on the stream that is c
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -40,11 +42,17 @@ class Pools:
     def __init__(self) -> None:
         self._first: Any = None
         self._others: dict[torch.device, Any] = {}
+        self._users: WeakSet[CudaRecording] = WeakSet()
 
     def handle(self) -> Any:
-        """On the first device, for `capture_begin`."""
-        self._first = self._first or torch.cuda.graph_pool_handle()
+        """On the first device, for `capture_begin`. PyTorch takes none again that has no users."""
+        if not self._users:
+            self._first = torch.cuda.graph_pool_handle()
         return self._first
+
+    def used_by(self, recording: CudaRecording) -> None:
+        """As long as that is there."""
+        self._users.add(recording)
 
     def on(self, device: torch.device) -> Any:
         """On another device, for `use_mem_pool`."""
@@ -103,10 +111,11 @@ class CudaRecording:
                 for device in self._others:
                     stack.enter_context(self._joined(device, origin))
                 made = body()
+            self._graph.capture_end()
         except BaseException:
-            self._give_up(pool)
+            self._give_up(origin)
             raise
-        self._graph.capture_end()
+        self._pools.used_by(self)
         return made
 
     @contextmanager
@@ -125,13 +134,19 @@ class CudaRecording:
                 torch.cuda.set_stream(before)
                 torch.cuda.set_device(self._first)
 
-    def _give_up(self, pool: Any) -> None:
-        """End the capture, whatever has become of it, so that the allocator knows."""
+    def _give_up(self, origin: torch.cuda.Stream) -> None:
+        """End the capture, whatever has become of it, so that PyTorch knows.
+
+        If the driver has given it up, PyTorch goes no further: its allocators and its generators
+        would think for ever that it goes on. So one of nothing is ended in its place.
+        """
         try:
             self._graph.capture_end()
-        except RuntimeError:  # the driver has given it up already, and PyTorch went no further
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._first.index, pool)
+        except RuntimeError:
+            with suppress(ImportError, RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it says that the graph is empty
+                _begin(origin)
+                self._graph.capture_end()
         self._graph.reset()
 
     def replay(self) -> None:
@@ -144,3 +159,12 @@ class CudaRecording:
             self._graph.replay()
         for stream in others:
             stream.wait_stream(here)
+
+
+def _begin(stream: torch.cuda.Stream) -> None:
+    """A capture that PyTorch knows nothing of."""
+    from cuda.bindings import driver
+
+    driver.cuStreamBeginCapture(
+        stream.cuda_stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    )

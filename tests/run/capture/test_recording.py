@@ -1,0 +1,91 @@
+"""How a capture ends that the driver has given up, with a graph that does as PyTorch's does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.run.capture import recording
+from penstock.run.capture.recording import CudaRecording, Pools
+
+DEVICE = torch.device("cuda", 0)
+capturing: list[bool] = []  # the stream, if it is captured: is the capture whole?
+at_work: set[int] = set()  # pools that the allocators think are recorded to
+
+
+class Graph:
+    pool: int
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        assert pool not in at_work
+        self.pool = pool
+        at_work.add(pool)
+        capturing.append(True)
+
+    def capture_end(self) -> None:
+        if not capturing or not capturing.pop():
+            raise RuntimeError("operation failed due to a previous error during capture")
+        at_work.remove(self.pool)
+
+    def reset(self) -> None:
+        assert self.pool not in at_work
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing.clear()
+    at_work.clear()
+    handles = iter(range(1, 100))
+    entered: Callable[..., Any] = lambda *_: nullcontext()  # noqa: E731
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    fakes: dict[str, Any] = {"CUDAGraph": Graph, "Stream": object, "device": entered}
+    fakes |= {"stream": entered, "synchronize": nothing, "empty_cache": nothing}
+    fakes["graph_pool_handle"] = lambda: next(handles)
+    fakes["Stream"] = lambda device: object()
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(recording, "_begin", lambda stream: capturing.append(True))
+
+
+def raises() -> None:
+    raise LookupError("planted")
+
+
+def gives_up() -> None:
+    """As the driver does, if the body waits; PyTorch raises then and there."""
+    capturing[-1] = False
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def gives_up_quietly() -> None:
+    capturing[-1] = False
+
+
+@pytest.mark.parametrize("body", [raises, gives_up, gives_up_quietly])
+def test_a_capture_that_fails_is_ended(body: Callable[[], None]) -> None:
+    pools = Pools()
+    for _ in range(3):
+        with pytest.raises((LookupError, RuntimeError)):
+            CudaRecording([DEVICE], pools).capture(body)
+        assert not capturing
+        assert not at_work
+    CudaRecording([DEVICE], pools).capture(lambda: None)
+
+
+def test_a_pool_is_shared_as_long_as_somebody_uses_it() -> None:
+    pools = Pools()
+    with pytest.raises(LookupError):
+        CudaRecording([DEVICE], pools).capture(raises)
+    first, second = (CudaRecording([DEVICE], pools) for _ in range(2))
+    first.capture(lambda: None)
+    second.capture(lambda: None)
+    assert pools.handle() == pools.handle() == 2
+    del first
+    assert pools.handle() == 2
+    del second
+    assert pools.handle() == 3  # of one that nobody uses any more, PyTorch wants to hear nothing
