@@ -96,10 +96,12 @@ class EmulatedRecording:
                 for whole, before in self._recorder.before.values():
                     whole.copy_(before)
 
-    @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)  # as on a device, where what was cast is cast
     def replay(self) -> None:
         self.replays += 1
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # what was cast is cast
+            self._again()
+
+    def _again(self) -> None:
         for func, args, kwargs, out, lent in self._recorder.ops:
             if lent is None:
                 new = func(*args, **kwargs)
