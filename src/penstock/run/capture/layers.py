@@ -98,7 +98,7 @@ class Glance:
         self._modules = modules
         self._names, self._values = _own(modules)
         self._tensors = _tensors(modules)
-        self._hooks = [table for tensor in self._tensors for table in _hooks_on(tensor)]
+        self._hooks = _hooks_of(self._tensors)
         tables = [vars(module)[name] for module in modules for name in _TABLES] + [
             table for table in self._hooks if table is not None
         ]
@@ -121,13 +121,18 @@ class Glance:
             and same(values, self._values)
             and not any(self._empty)
             and same(_entries(self._full), self._entries)
-            and same([t for one in self._tensors for t in _hooks_on(one)], self._hooks)
+            and same(_hooks_of(self._tensors), self._hooks)
             and self._look() == (self._places, self._told)
         )
 
     def _look(self) -> tuple[list[Hashable], list[Hashable]]:
         told = [tell(v) for values in self._inside for tell in [Telling()] for v in values]
         return [*map(place_of, self._tensors)], told
+
+
+def _hooks_of(tensors: Sequence[Tensor]) -> list[Any]:
+    others = [tensor._post_accumulate_grad_hooks for tensor in tensors]
+    return [tensor._backward_hooks for tensor in tensors] + others
 
 
 def _own(modules: Iterable[nn.Module]) -> tuple[list[str], list[Any]]:

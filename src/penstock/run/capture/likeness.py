@@ -70,8 +70,7 @@ def likeness_of(ready: Ready, inputs: Inputs, subject: Subject, kinds: frozenset
 
 
 def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:
-    kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs.tensors]
-    return tuple(kinds), inputs.places, inputs.memory, tell(inputs.rest), str(inputs.spec)
+    return inputs.kinds, inputs.places, inputs.memory, tell(inputs.rest), inputs.shape
 
 
 # ---- the optimizer -------------------------------------------------------------------------
