@@ -27,22 +27,24 @@ def nothing(*_: Any) -> None:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.linear = nn.Linear(2, 2)
+        self.inner = nn.Sequential(self.linear, nn.ReLU())
         self.norm = nn.BatchNorm1d(2)
-        self.rate, self.shape, self.sizes = 0.5, (2, (3, "a")), [1, [2]]
+        self.rate, self.shape = 0.5, (2, (3, "a"))
+        self.sizes: list[Any] = [1, [2]]
         self.mask = torch.ones(2)
         self.masks = [torch.ones(2)]
         self.options = SimpleNamespace(deep={"a": 1})
         self.way = {"at": 1}
         self.chosen, self.part = chosen_by(self.way), partial(nothing, self.sizes)
         self.handle = self.inner.register_forward_hook(nothing)
-        self.inner[0].weight.register_hook(nothing)
+        self.linear.weight.register_hook(nothing)
         self.last = "of all"
 
 
 def rename(layer: Layer) -> None:
     del layer.last
-    layer.latest = "of all"
+    setattr(layer, "latest", "of all")  # noqa: B010
 
 
 def another_hook(layer: Layer) -> None:
@@ -51,11 +53,11 @@ def another_hook(layer: Layer) -> None:
 
 
 def other_memory(layer: Layer) -> None:
-    layer.inner[0].weight.data = layer.inner[0].weight.data.clone()
+    layer.linear.weight.data = layer.linear.weight.data.clone()
 
 
 def transposed(layer: Layer) -> None:
-    layer.inner[0].weight.data = layer.inner[0].weight.data.t()
+    layer.linear.weight.data = layer.linear.weight.data.t()
 
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
@@ -84,7 +86,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     "another hook": another_hook,
     "a table of hooks": lambda m: setattr(m.norm, "_forward_hooks", OrderedDict({0: nothing})),
     "a first hook on a parameter": lambda m: m.norm.weight.register_hook(nothing),
-    "one more hook on a parameter": lambda m: m.inner[0].weight.register_hook(nothing),
+    "one more hook on a parameter": lambda m: m.linear.weight.register_hook(nothing),
     "a hook after a gradient": lambda m: m.norm.weight.register_post_accumulate_grad_hook(nothing),
 }
 
