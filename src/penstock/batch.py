@@ -162,7 +162,7 @@ def scatter(
 def _cut_alike(values: tuple[Tensor, ...], chunks: int) -> tuple[list[tuple[Any, ...]], Rows]:
     made = {id(value): torch.chunk(value, chunks) for value in values}
     columns = [made[id(value)] for value in values]
-    return list(zip(*columns, strict=True)), Rows(tuple([len(piece) for piece in columns[0]]))
+    return list(zip(*columns, strict=True)), Rows(tuple([piece.size(0) for piece in columns[0]]))
 
 
 def _dim(leaf: Any) -> int | None:

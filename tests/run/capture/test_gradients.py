@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.run.capture.support import Twins, batch, emulate, recordings, same_state, stack, twins
+from tests.run.capture.support import (
+    Twins,
+    batch,
+    captures_of,
+    emulate,
+    recordings,
+    same_state,
+    stack,
+    twins,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +39,21 @@ def test_zeroed_or_added_up(zero: str) -> None:
             pair.each(lambda pipe: pipe.zero_grad(set_to_none=zero == "to_none"))
         some_steps(pair, number)
     assert recordings(pair.graph) == [4]
+
+
+def test_a_gradient_that_nobody_else_knows_is_at_home_where_it_is() -> None:
+    """It was copied before each replay, and back, where PyTorch counts holders in another way."""
+    pair = twins(stack())
+    some_steps(pair, 0)
+    kept = pair.graph[0].weight.grad
+    places = [p.grad.data_ptr() for p in pair.graph.parameters() if p.grad is not None]
+    some_steps(pair, 1, 2)
+    (captured,) = captures_of(pair.graph)._notes.captured.values()
+    homes = [captured.taken[p].tensor for p in pair.graph.parameters()]
+    assert [home.data_ptr() == place for home, place in zip(homes, places, strict=True)] == [
+        p.grad is not kept for p in pair.graph.parameters()
+    ]
+    assert pair.graph[0].weight.grad is kept
 
 
 @pytest.mark.parametrize("since", [0, 1, 3])

@@ -50,10 +50,12 @@ class Captured:
         )
 
 
-@torch.no_grad()
 def _copied(value: Any) -> Any:
     """The caller's own: the next replay writes other numbers."""
-    return pytree.tree_map_only(Tensor, Tensor.clone, value)
+    if value is None or (isinstance(value, dict) and not value):  # in most steps
+        return value
+    with torch.no_grad():
+        return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 @dataclass(frozen=True)

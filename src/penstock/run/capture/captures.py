@@ -21,20 +21,14 @@ from penstock.run.call import Draws, Measured, Runtime
 from penstock.run.capture.captured import Captured
 from penstock.run.capture.homes import Homes, Learned, check_dense
 from penstock.run.capture.host import Host
+from penstock.run.capture.layers import attributes_of, check_same
 from penstock.run.capture.lending import Lending
-from penstock.run.capture.likeness import (
-    Likeness,
-    attributes_of,
-    check_counts,
-    check_same,
-    likeness_of,
-    numbers_of,
-    places_of,
-)
+from penstock.run.capture.likeness import Likeness, check_counts, likeness_of, numbers_of
 from penstock.run.capture.rebound import AsItWas, Rebound, bound
 from penstock.run.capture.recording import CudaRecording, Pools, Recording
 from penstock.run.capture.sources import Asked, Sources
 from penstock.run.capture.standing import Inputs, Standing, inputs_of
+from penstock.run.capture.subject import Subject
 from penstock.run.capture.watching import Constants, Uncapturable, Watch, naming
 from penstock.run.inline import Inline
 from penstock.run.training import StepResult
@@ -48,34 +42,6 @@ TRIES = 2  # what stood against it so often is not tried again
 
 Run = Callable[[Ready, Runtime, Draws, bool], StepResult]
 Record = Callable[[Sequence[torch.device], Pools], Recording]
-
-
-class Subject(NamedTuple):
-    """What computes, as it is now: layers may have come and gone since the last step."""
-
-    partition: Partition
-    modules: list[nn.Module]
-    parameters: list[nn.Parameter]
-
-    @staticmethod
-    def of(partition: Partition) -> Subject:
-        """Of a pipe's partition."""
-        modules = partition.modules()
-        found = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-        return Subject(partition, modules, list(found.values()))
-
-    def called(self, module: nn.Module) -> str:
-        """For people."""
-        name = self.partition.names().get(module, "")
-        return f"layer {name} ({type(module).__name__})" if name else type(module).__name__
-
-    def named(self, parameter: nn.Parameter) -> str:
-        """For people."""
-        for module, of_module in self.partition.names().items():
-            for name, value in module._parameters.items():
-                if value is parameter:
-                    return f"{of_module}.{name}".lstrip(".")
-        return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 class Seen(NamedTuple):
@@ -110,16 +76,17 @@ class Captures:
         self._kinds = frozenset(place.device.type for place in places)
         self._pools, self._homes, self._rebound = Pools(), Homes(), Rebound()
         self._notes = _Notes()
+        self._subject: Subject | None = None
         self._last: Likeness | None = None
         self._in_a_row = 0
 
     def step(self, ready: Ready, run: Run) -> StepResult:
         """Replayed, if there is a recording; else captured, if one like it was seen."""
-        subject, notes = Subject.of(self._partition), self._notes
-        check_dense(subject.parameters, subject.named)
         self._rebound.settle()
+        subject, notes = self._subject_of(ready), self._notes
+        check_dense(subject.parameters, subject.named)
         inputs = inputs_of(ready.fed, ready.scale)
-        key = likeness_of(ready, inputs, subject.modules, subject.parameters, self._kinds)
+        key = likeness_of(ready, inputs, subject, self._kinds)
         captured = notes.captured.get(key)
         if captured is None:
             for refused in (key, key.whatever_layers_have()):
@@ -131,6 +98,13 @@ class Captures:
         notes.captured.move_to_end(key)
         self._in_a_row = 0
         return captured.replay(inputs.tensors)
+
+    def _subject_of(self, ready: Ready) -> Subject:
+        """That of the last step, if nothing of it has changed."""
+        loss_fn = ready.lesson.loss_fn
+        if self._subject is None or not self._subject.still(loss_fn):
+            self._subject = Subject(self._partition, loss_fn)
+        return self._subject
 
     # ---- the first of its kind ------------------------------------------------------------
 
@@ -152,7 +126,7 @@ class Captures:
         except Uncapturable as reason:
             self._failed(key.whatever_layers_have(), reason)
         else:
-            moved = key._replace(places=places_of(ready, modules))
+            moved = key._replace(places=subject.places_now())
             _note(self._notes.seen, moved, Seen(asked, learned.found()))
         return result
 
@@ -175,7 +149,7 @@ class Captures:
         while len(notes.captured) >= KEPT:
             notes.captured.popitem(last=False)
         try:
-            with naming(subject.partition.names):
+            with naming(self._partition.names):
                 captured = self._capture(ready, run, inputs, notes.seen[key], subject)
                 host.check()
         except BaseException as reason:

@@ -35,7 +35,14 @@ class Home:
         kept.data = kept.clone()
 
 
+def _of_a_gradient() -> int:
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.grad = torch.empty(0)
+    return Home(parameter.grad).holders
+
+
 _ALONE = Home(torch.empty(0)).holders
+_AS_GRADIENT = _of_a_gradient()  # in some versions of PyTorch the parameter is one more
 
 Taken = dict[nn.Parameter, Home]
 
@@ -85,7 +92,7 @@ def _adopted(parameter: nn.Parameter) -> Home | None:
     if parameter.grad is None or not _fits(parameter.grad, parameter):
         return None
     home = Home(parameter.grad)
-    return home if home.holders <= _ALONE and not _of_a_larger_one(home.tensor) else None
+    return home if home.holders <= _AS_GRADIENT and not _of_a_larger_one(home.tensor) else None
 
 
 def _fits(tensor: Tensor, parameter: nn.Parameter) -> bool:
@@ -129,29 +136,35 @@ def _version(gradient: Tensor | None) -> int:
 
 
 @contextmanager
-@torch.no_grad()
 def at_home(taken: Taken) -> Iterator[None]:
     """Around a replay."""
-    empty: list[Tensor] = []
-    strangers: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter, home in taken.items():
-        gradient = parameter.grad
-        if gradient is home.tensor:
-            continue
+    away = [(p, home) for p, home in taken.items() if p.grad is not home.tensor]
+    for _, home in away:
         if home.holders > _ALONE:
             home.part()
-        if gradient is None:
-            empty.append(home.tensor)
-        else:
-            strangers.append((parameter, gradient))
-            home.tensor.copy_(gradient)
+    strangers = [(p, p.grad, home.tensor) for p, home in away if p.grad is not None]
+    _fill([home.tensor for p, home in away if p.grad is None])
+    _copy([(home, gradient) for _, gradient, home in strangers])
+    for parameter, home in away:
         parameter.grad = home.tensor
-    if empty:
-        torch._foreach_zero_(empty)
     try:
         yield
-        for parameter, gradient in strangers:
-            gradient.copy_(taken[parameter].tensor)
+        _copy([(gradient, home) for _, gradient, home in strangers])
     finally:
-        for parameter, gradient in strangers:
+        for parameter, gradient, _ in strangers:
             parameter.grad = gradient
+
+
+@torch.no_grad()
+def _fill(homes: list[Tensor]) -> None:
+    """With zeros."""
+    if homes:
+        torch._foreach_zero_(homes)
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """To the one from the other, in as few launches as can be."""
+    if pairs:
+        to, of = zip(*pairs, strict=True)
+        torch._foreach_copy_(to, of)

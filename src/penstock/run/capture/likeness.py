@@ -6,7 +6,7 @@ looks at: shapes, modes, hooks, and what layers have as plain attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,11 @@ from torch.nn.modules import module as torch_module
 
 from penstock.run.asking import Ready
 from penstock.run.capture.standing import Inputs
-from penstock.run.capture.told import Telling, Which, place_of
+from penstock.run.capture.subject import Subject
+from penstock.run.capture.told import Once, Telling, Which
 from penstock.run.capture.watching import Uncapturable
 from penstock.stage.context import Context
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
-_SIMPLE = frozenset((bool, int, str, type(None)))
 _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 
 _IN_WORDS = (
@@ -31,8 +29,6 @@ _IN_WORDS = (
     "the places of tensors of the layers",
     "attributes of the layers",
 )
-
-Attributes = Mapping[nn.Module, Mapping[str, Hashable]]
 
 
 class Likeness(NamedTuple):
@@ -54,13 +50,7 @@ class Likeness(NamedTuple):
         return " and ".join(name for name, a, b in pairs if a != b)
 
 
-def likeness_of(
-    ready: Ready,
-    inputs: Inputs,
-    modules: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    kinds: frozenset[str],
-) -> Likeness:
+def likeness_of(ready: Ready, inputs: Inputs, subject: Subject, kinds: frozenset[str]) -> Likeness:
     """Of one step."""
     settings, lesson, fed = ready.settings, ready.lesson, ready.fed
     context = Context.here(kinds)
@@ -72,83 +62,15 @@ def likeness_of(
     asked = (
         (settings.chunks, settings.checkpoint, settings.training, settings.reduction),
         (tell(lesson.loss_fn), lesson.outputs, lesson.scaler is None),
-        _of_optimizer(lesson.optimizer, parameters, tell),
+        _of_optimizer(lesson.optimizer, subject.parameters, tell),
         (context, torch.get_default_dtype(), *(tuple(vars(torch_module)[g]) for g in _GLOBAL)),
     )
-    return Likeness(
-        asked,
-        (fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)),
-        tuple([module.training for module in modules]),
-        places_of(ready, modules),
-        tuple([tuple(_told(module, tell)) for module in _with_loss(ready, modules)]),
-    )
-
-
-def _with_loss(ready: Ready, modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    loss_fn = ready.lesson.loss_fn
-    return [*modules, *loss_fn.modules()] if isinstance(loss_fn, nn.Module) else modules
-
-
-def places_of(ready: Ready, modules: Sequence[nn.Module]) -> Hashable:
-    """Of all tensors of the layers, and of the loss."""
-    return tuple(_places(_with_loss(ready, modules), Telling()))
+    given = fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)
+    return Likeness(Once(asked), Once(given), subject.modes, subject.places, subject.attributes)
 
 
 def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:
-    kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs.tensors]
-    return tuple(kinds), inputs.places, inputs.memory, tell(inputs.rest), str(inputs.spec)
-
-
-def _places(modules: Sequence[nn.Module], tell: Telling) -> Iterator[Hashable]:
-    for module in modules:
-        own = vars(module)
-        for table in (own["_parameters"], own["_buffers"]):
-            for value in table.values():
-                if value is not None:
-                    yield place_of(value)
-                    if value._backward_hooks or value._post_accumulate_grad_hooks:
-                        yield _hooks_on(value, tell)
-        for name, value in own.items():
-            if name not in _OF_TORCH:
-                if isinstance(value, Tensor):
-                    yield place_of(value)
-            elif value and name in _HOOKS:
-                yield tuple([(key, tell(hook)) for key, hook in value.items()])
-
-
-def _hooks_on(tensor: Tensor, tell: Telling) -> Hashable:
-    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    return tuple([(key, tell(hook)) for table in tables for key, hook in (table or {}).items()])
-
-
-# ---- attributes ----------------------------------------------------------------------------
-
-
-def attributes_of(modules: Sequence[nn.Module]) -> Attributes:
-    """What layers have that is no tensor, and that Python could go by."""
-    tell = Telling()
-    return {module: dict(_told(module, tell)) for module in modules}
-
-
-def _told(module: nn.Module, tell: Telling) -> list[tuple[str, Hashable]]:
-    return [
-        (name, value if type(value) in _SIMPLE else tell(value))
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH and not isinstance(value, Tensor)
-    ]
-
-
-def check_same(before: Attributes, now: Attributes, called: Callable[[nn.Module], str]) -> None:
-    """No layer has changed an attribute: a replay would not."""
-    for module, own in now.items():
-        was = before.get(module, own)
-        if was == own:
-            continue
-        names = [name for name in (*was, *own) if was.get(name, was) != own.get(name, own)]
-        raise Uncapturable(
-            f"{called(module)}: it changes its attribute '{names[0]}' in every step, and a replay "
-            "would not: keep the number in a buffer, as a tensor"
-        )
+    return inputs.kinds, inputs.places, inputs.memory, tell(inputs.rest), inputs.shape
 
 
 # ---- the optimizer -------------------------------------------------------------------------

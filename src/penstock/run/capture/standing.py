@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,22 +14,30 @@ from torch.utils import _pytree as pytree
 from penstock.run.capture.watching import Uncapturable
 from penstock.run.feed import Fed, Given
 
+Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]  # and does it learn?
+
 
 @dataclass(frozen=True)
 class Inputs:
     """What a step is given, taken apart: its tensors, each once, and the rest."""
 
     tensors: tuple[Tensor, ...]
-    places: tuple[int | None, ...]  # which of them each leaf is
+    kinds: tuple[Kind, ...]  # theirs
+    places: tuple[int | None, ...]  # which of them each leaf is; None: it is none
     memory: tuple[int, ...]  # for each tensor, the first that is just there in memory, too
     overlap: bool  # do some have a part of their memory in common?
-    rest: tuple[Any, ...]  # the leaves that are no tensors, and None
+    rest: tuple[Any, ...]  # the leaves that are no tensors
     spec: Any
+
+    @property
+    def shape(self) -> Hashable:
+        """How it was put together."""
+        return self.spec if isinstance(self.spec, _Plain) else str(self.spec)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         """The same with others."""
-        pairs = zip(self.places, self.rest, strict=True)
-        leaves = [rest if at is None else tensors[at] for at, rest in pairs]
+        rest = iter(self.rest)
+        leaves = [next(rest) if at is None else tensors[at] for at in self.places]
         if not isinstance(self.spec, _Plain):
             return pytree.tree_unflatten(leaves, self.spec)
         each = iter(leaves)
@@ -44,20 +52,12 @@ def inputs_of(fed: Fed, scale: Tensor | None) -> Inputs:
     """What stages are given from outside, and what numbers of theirs are multiplied by."""
     classes = None if fed.counting is None else fed.counting.classes
     leaves, spec = _flat(fed.given, classes, scale)
-    seen: dict[int, int] = {}
-    tensors: list[Tensor] = []
-    places: list[int | None] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            places.append(None)
-            continue
-        if id(leaf) not in seen:
-            seen[id(leaf)] = len(tensors)
-            tensors.append(leaf)
-        places.append(seen[id(leaf)])
-    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    memory, overlap = _memory(tensors)
-    return Inputs(tuple(tensors), tuple(places), memory, overlap, rest, spec)
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    number = {id(tensor): at for at, tensor in enumerate(tensors)}
+    places = tuple([number.get(id(leaf)) for leaf in leaves])
+    rest = tuple([leaf for leaf, at in zip(leaves, places, strict=True) if at is None])
+    kinds = tuple(map(_kind, tensors))
+    return Inputs(tuple(tensors), kinds, places, *_memory(tensors, kinds), rest, spec)
 
 
 class _Plain(NamedTuple):
@@ -74,24 +74,37 @@ def _flat(given: Given, classes: Tensor | None, scale: Tensor | None) -> tuple[l
     return [*leaves, classes, scale], _Plain(sizes)
 
 
-def _memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bool]:
+def _kind(tensor: Tensor) -> Kind:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        raise Uncapturable(
+            f"an input is a {type(tensor).__name__} with layout {tensor.layout}: give a plain "
+            "tensor"
+        )
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _memory(tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> tuple[tuple[int, ...], bool]:
     """If the target is the input itself, say, a layer that changes the one has changed both."""
     first: dict[Any, int] = {}
     spans: list[tuple[int, int]] = []
     memory: list[int] = []
-    for at, t in enumerate(tensors):
-        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided:
-            raise Uncapturable(
-                f"an input is a {type(t).__name__} with layout {t.layout}: give a plain tensor"
-            )
-        where, stride = t.data_ptr(), t.stride()
-        memory.append(first.setdefault((where, t.shape, stride, t.dtype), at))
-        if memory[-1] == at and t.numel():
-            steps = zip(t.shape, stride, strict=True)
-            last = sum([(size - 1) * step for size, step in steps])
-            spans.append((where, where + (last + 1) * t.element_size()))
+    sizes = {kind: _bytes(kind) for kind in set(kinds)}  # micro-batches are mostly alike
+    for at, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        where = tensor.data_ptr()
+        memory.append(first.setdefault((where, *kind[:3]), at))
+        if memory[-1] == at and (size := sizes[kind]):
+            spans.append((where, where + size))
     spans.sort()
     return tuple(memory), any(a[1] > b[0] for a, b in pairwise(spans))
+
+
+def _bytes(kind: Kind) -> int:
+    """From the first to the last."""
+    shape, stride, dtype, *_ = kind
+    if not all(shape):
+        return 0
+    last = sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
+    return (last + 1) * dtype.itemsize
 
 
 class Standing:

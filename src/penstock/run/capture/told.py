@@ -21,6 +21,7 @@ from penstock.partition.forward.whole import Handed
 
 _PLAIN = (str, int, type(None), Enum, torch.dtype, torch.device, type)
 _CONTAINERS = (tuple, list, set, frozenset)
+_OPEN = (Tensor, Handed, *_CONTAINERS, dict, MethodType, partial, FunctionType)  # told inside
 _MANY = 256  # entries: a longer list is told by its length
 _DEEP = 5
 _IN_ALL = 20_000
@@ -40,6 +41,21 @@ class Which:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Which) and (mine := self._of()) is not None and mine is other._of()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Once:
+    """Something whose hash is reckoned once, and which is compared if it is not the same."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Hashable) -> None:
+        self._value, self._hash = value, hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Once) and self._hash == other._hash and self._value == other._value
 
     def __hash__(self) -> int:
         return self._hash
@@ -88,11 +104,29 @@ class Telling:
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
             defaults = value.__defaults__ or (), value.__kwdefaults__ or {}
             return value.__code__, self(cells, deep), self(defaults, deep)
-        ours = type(value).__module__.partition(".")[0] in ("penstock", "torch")
-        if ours or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        if _is_closed(value):
             return Which(value)
         which = type(value) if is_dataclass(value) else Which(value)
         return which, self(vars(value), deep)
+
+
+def is_still(value: Any) -> bool:
+    """Is the same object told alike at all times? Of some it is told which they are, and no more.
+
+    >>> is_still((1, "a")), is_still([1]), is_still(len)
+    (True, False, True)
+    """
+    if isinstance(value, tuple | frozenset):
+        return len(value) > _MANY or all(map(is_still, value))
+    if isinstance(value, (*_PLAIN, float)):
+        return True
+    return not isinstance(value, _OPEN) and _is_closed(value)
+
+
+def _is_closed(value: Any) -> bool:
+    """It is like no other, whatever is inside."""
+    ours = type(value).__module__.partition(".")[0] in ("penstock", "torch")
+    return ours or isinstance(value, nn.Module) or not hasattr(value, "__dict__")
 
 
 def _is_full(cell: Any) -> bool:
