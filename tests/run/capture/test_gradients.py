@@ -104,6 +104,22 @@ def test_gradients_of_the_first_step_kept_and_then_let_go() -> None:
     assert all(map(torch.equal, kept, copies))
 
 
+@pytest.mark.parametrize("view", [Tensor.detach, lambda g: g[:1], lambda g: g.numpy()])
+@pytest.mark.parametrize("since", [0, 2])
+def test_views_of_gradients_that_were_kept_do_not_change(view: Any, since: int) -> None:
+    """Their memory is theirs from then on; what is taken without them is replayed again."""
+    pair = twins(stack())
+    kept: list[Any] = []
+    for number in range(8):
+        pair.each(nn.Module.zero_grad)
+        some_steps(pair, number)
+        if since <= number < since + 2:
+            found = [view(p.grad) for p in pair.graph.parameters()]
+            kept += [(one, one.clone() if isinstance(one, Tensor) else one.copy()) for one in found]
+    assert all((one == copied).all() for one, copied in kept)
+    assert recordings(pair.graph) == [{0: 6, 2: 4}[since]]
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from penstock.partition.partition import Partition
 from penstock.run.asking import Ready
 from penstock.run.call import Draws, Measured, Runtime
 from penstock.run.capture.captured import Captured
-from penstock.run.capture.homes import Homes, Learned, check_dense
+from penstock.run.capture.homes import Homes, Learned, check_dense, viewed
 from penstock.run.capture.host import Host
 from penstock.run.capture.layers import attributes_of, check_same
 from penstock.run.capture.lending import Lending
@@ -87,7 +87,7 @@ class Captures:
         check_dense(subject.parameters, subject.named)
         inputs = inputs_of(ready.fed, ready.scale)
         key = likeness_of(ready, inputs, subject, self._kinds)
-        captured = notes.captured.get(key)
+        captured = self._recorded(key)
         if captured is None:
             for refused in (key, key.whatever_layers_have()):
                 if refused in notes.refused:
@@ -98,6 +98,17 @@ class Captures:
         notes.captured.move_to_end(key)
         self._in_a_row = 0
         return captured.replay(inputs.tensors)
+
+    def _recorded(self, key: Likeness) -> Captured | None:
+        """What may be replayed: not what would write where old gradients are still looked at."""
+        recordings = self._notes.captured
+        captured = recordings.get(key)
+        gone = set() if captured is None else viewed(captured.taken)
+        if gone:
+            self._homes.leave(gone)
+            for other in [other for other, one in recordings.items() if gone & one.taken.keys()]:
+                del recordings[other]
+        return recordings.get(key)
 
     def _subject_of(self, ready: Ready) -> Subject:
         """That of the last step, if nothing of it has changed."""

@@ -23,6 +23,20 @@ class Home:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self._users = self._used_by()
+
+    def settle(self) -> None:
+        """Whatever a recording holds of it is known from now on."""
+        self._users = self._used_by()
+
+    @property
+    def viewed(self) -> bool:
+        """Does somebody keep a view of it, who does not expect its numbers to change?"""
+        return self._used_by() > self._users
+
+    def _used_by(self) -> int:
+        memory = self.tensor.untyped_storage()
+        return torch._C._storage_Use_Count(memory._cdata)
 
     @property
     def holders(self) -> int:
@@ -42,6 +56,7 @@ def _of_a_gradient() -> int:
 
 
 _ALONE = Home(torch.empty(0)).holders
+_USERS = Home(torch.empty(0))._users
 _AS_GRADIENT = _of_a_gradient()  # in some versions of PyTorch the parameter is one more
 
 Taken = dict[nn.Parameter, Home]
@@ -78,6 +93,13 @@ class Homes:
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
+        for home in touched.values():
+            home.settle()
+
+    def leave(self, parameters: Iterable[nn.Parameter]) -> None:
+        """For new ones: their memory is somebody else's now."""
+        for parameter in parameters:
+            self._of.pop(parameter, None)
 
     def _home(self, parameter: nn.Parameter) -> Home:
         """Where its gradient is already, if nobody else knows that one."""
@@ -92,7 +114,8 @@ def _adopted(parameter: nn.Parameter) -> Home | None:
     if parameter.grad is None or not _fits(parameter.grad, parameter):
         return None
     home = Home(parameter.grad)
-    return home if home.holders <= _AS_GRADIENT and not _of_a_larger_one(home.tensor) else None
+    alone = home.holders <= _AS_GRADIENT and home._users <= _USERS
+    return home if alone and not _of_a_larger_one(home.tensor) else None
 
 
 def _fits(tensor: Tensor, parameter: nn.Parameter) -> bool:
@@ -133,6 +156,11 @@ class Learned:
 
 def _version(gradient: Tensor | None) -> int:
     return -1 if gradient is None or gradient.is_inference() else gradient._version
+
+
+def viewed(taken: Taken) -> set[nn.Parameter]:
+    """Those of whose last gradient somebody keeps a view: a replay would change its numbers."""
+    return {p for p, home in taken.items() if p.grad is not home.tensor and home.viewed}
 
 
 @contextmanager
