@@ -245,10 +245,10 @@ def test_a_rank_that_is_told_to_end_while_it_waits() -> None:
 def told_to_end(stage: Stage) -> None:
     watch = watched(stage, heartbeat=20)
     if stage.rank == 0:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGTERM)).start()
         stage.tell(fault=time.monotonic())
     else:
-        time.sleep(2)
+        time.sleep(6)
     step(watch, stage, 1)
 
 
