@@ -32,7 +32,7 @@ def main() -> int:
     tests = subprocess.Popen([sys.executable, "-m", "pytest", *words])
     for hand in range(given.hands):
         draw = random.Random(f"{given.seed} {hand}")
-        threading.Thread(target=_hold, args=(tests, given.longest, draw), daemon=True).start()
+        threading.Thread(target=_hold, args=(tests, given.longest, draw)).start()
     return tests.wait()
 
 

@@ -159,6 +159,8 @@ def _play(
         world_size=stage.size,
         timeout=timedelta(seconds=60),
     )
+    store.set(f"up/{stage.rank}", "")
+    store.wait([f"up/{rank}" for rank in range(stage.size)])  # nobody fails before all are there
     code = 0
     try:
         function(stage, *arguments)
