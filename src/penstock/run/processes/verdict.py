@@ -147,7 +147,7 @@ def judge(
     # The longest first: on a busy machine those who live are late, too.
     for rank, (sign, quiet, _) in sorted(_fields(looked_at), key=lambda one: -one[1][1]):
         limit = patience.absent if sign.mode is Mode.ABSENT else patience.quiet
-        if suspicious:  # most likely of the one that it waits for
+        if suspicious:  # most likely it is the one that is waited for
             limit = patience.suspicious * (1 if rank in awaited else 2)
         if sign.mode is not Mode.LEFT and quiet > limit:
             return causes.died(rank, str(sign), quiet, waiter)
