@@ -2,6 +2,7 @@
 # make test      everything that must hold: format, lint, types, import contracts, tests
 # make fuzz      thousands of random models against the unsplit ones; SEED=7 and CASES=100 choose them,
 #                PROCESSES=1 runs them over processes
+# make busy      the tests of processes while some are held up, as on a busy machine; five minutes
 # make docs      build the documentation into site/
 # make features  rewrite docs/features.md from a run of its tests; a minute
 # make zoo       rewrite docs/models.md: every model of the zoo in every trial; ten minutes
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # tests start some sixty interpreters, each of which would compile
 
-.PHONY: demo test lint fuzz docs features zoo bench format clean
+.PHONY: demo test lint fuzz busy docs features zoo bench format clean
 
 demo: $(READY)
 	$(BIN)/penstock demo --out out/demo
@@ -29,6 +30,10 @@ lint: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m tests.properties.fuzz $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES)) \
 		$(if $(PROCESSES),--processes)
+
+busy: $(READY)
+	$(BIN)/python -m tests.processes.busy $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \
+		tests/processes tests/meshes tests/launch tests/doctor tests/saving
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict

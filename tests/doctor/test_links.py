@@ -42,8 +42,8 @@ def test_both_ends_measure_a_link() -> None:
         ]
         for found in (one.result() for one in going):
             assert (found.a, found.b, found.problem) == (2, 5, "")
-            assert found.latency > 0
-            assert found.bandwidth > 0
+            assert 0 < found.latency < 20
+            assert 1e3 < found.bandwidth < 1e12
 
 
 def test_a_peer_that_never_comes_is_a_dead_link_and_not_a_wait() -> None:

@@ -18,7 +18,7 @@ def main(fault: str, place: str, rank: int, pids: Path) -> None:
     here = int(os.environ["RANK"])
     (pids / f"{here}").write_text(f"{os.getpid()}")
     trap = Trap(here, Fault(rank, place, FAULTS[fault]))
-    pipe = pipe_of(trap)
+    pipe = pipe_of(trap, heartbeat=20.0)  # the first optimizer imports the compiler: for seconds
     optimizer = optimizer_of(pipe)
     for trap.step in range(3):
         x, target = batch(trap.step)

@@ -71,7 +71,7 @@ def interrupted_together(stage: Stage, folder: Path) -> None:
     trap.step = 1
     x, target = batch(1)
     stage.tell(fault=time.monotonic())
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    stage.interrupt_soon(range(stage.size), signal.SIGINT, 0.3)
     for _ in range(2):
         pipe.step(x, target=target)
 

@@ -67,11 +67,17 @@ def test_who_is_blamed(sights: list[Sight], found: str) -> None:
 
 
 def test_a_lost_connection_makes_suspicious() -> None:
-    sights = [waits("1>0:0", 1, still=1), at("1F0"), at("2F0", quiet=1.1)]
+    sights = [waits("1>0:0", 1, still=1), at("1F0"), at("2F0", quiet=2.1)]
     assert blamed(*sights) == "nobody"
     assert blamed(*sights, suspicious=True) == "2 died"
     sights[1] = at("1F0", quiet=1.05)  # alive, and late on a busy machine
     assert blamed(*sights, suspicious=True) == "2 died"
+
+
+def test_most_likely_it_is_the_one_that_is_waited_for() -> None:
+    sights = [waits("1>0:0", 1, still=1), at("1F0", quiet=1.1), at("2F0", quiet=1.3)]
+    assert blamed(*sights) == "nobody"
+    assert blamed(*sights, suspicious=True) == "1 died"
 
 
 def test_some_work_may_take_several_heartbeats() -> None:

@@ -202,9 +202,8 @@ def interrupted(
     patch("penstock.run.processes.lookout._TERMINATED", 20.0).start()
     watch = watched(stage, heartbeat=20)
     step(watch, stage, 0)
+    stage.interrupt_soon(ranks, number, 0.8)
     if stage.rank in ranks:
-        wait = threading.Timer(0.8, os.kill, (os.getpid(), number))
-        wait.start()
         stage.tell(fault=time.monotonic())
     fail = partial(time.sleep, 2.5 if place == "forward" else 0)
     if place == "forward" or stage.rank in ranks:
@@ -245,10 +244,10 @@ def test_a_rank_that_is_told_to_end_while_it_waits() -> None:
 def told_to_end(stage: Stage) -> None:
     watch = watched(stage, heartbeat=20)
     if stage.rank == 0:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGTERM)).start()
         stage.tell(fault=time.monotonic())
     else:
-        time.sleep(2)
+        time.sleep(6)
     step(watch, stage, 1)
 
 

@@ -51,6 +51,18 @@ class Stage(NamedTuple):
         assert found is not None
         return found
 
+    def interrupt_soon(self, ranks: Sequence[int], number: int, after: float) -> None:
+        """A signal to these ranks at once, as from a terminal. Called by all."""
+        pids: list[Any] = [None] * self.size
+        dist.all_gather_object(pids, os.getpid())
+
+        def send() -> None:
+            for rank in ranks:
+                os.kill(pids[rank], number)
+
+        if self.rank == ranks[0]:
+            threading.Timer(after, send).start()
+
     def tell(self, **facts: Any) -> None:
         """To the test: what is told last counts. `now` is told with it."""
         self.connection.send({**facts, "now": time.monotonic()})
@@ -147,6 +159,8 @@ def _play(
         world_size=stage.size,
         timeout=timedelta(seconds=60),
     )
+    store.set(f"up/{stage.rank}", "")
+    store.wait([f"up/{rank}" for rank in range(stage.size)])  # nobody fails before all are there
     code = 0
     try:
         function(stage, *arguments)

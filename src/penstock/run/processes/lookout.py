@@ -60,7 +60,7 @@ class Lookout:
         self.busy: Doing = self.now  # with what, when it does not wait
         self.inside: threading.Thread | None = None  # the thread that is in a guarded part
         self.cause: Cause | None = None
-        self.known, self.settled = threading.Event(), threading.Event()
+        self.known, self._settled = threading.Event(), threading.Event()
         self._told: Cause | None = None  # to be published
         self._suspicious = self._over = False
         self._there: set[int] = set()  # ranks that have given a sign
@@ -108,6 +108,10 @@ class Lookout:
             if self.known.wait(self.patience.beat):
                 break
         return self.cause
+
+    def wait_until_heard(self) -> None:
+        """By the others, if this process hosts the store; no longer than it stays for them."""
+        self._settled.wait(_ACKNOWLEDGED + 0.5)
 
     def ring(self) -> None:
         """Have the lookout look now."""
@@ -213,7 +217,7 @@ class Lookout:
         except RuntimeError:
             self._store_lost()
         finally:
-            self.settled.set()
+            self._settled.set()
 
     def _wait_to_be_woken(self, store: Store) -> None:
         while True:
@@ -260,7 +264,7 @@ class Lookout:
     def _store_lost(self) -> None:
         if not self._over:
             self._learn(self._told or causes.store_lost(self.host))
-        self.settled.set()
+        self._settled.set()
 
     def _overdue(self) -> bool:
         """Does the watched thread not come back, though it should?"""

@@ -129,7 +129,7 @@ class Patience:
     @property
     def hold(self) -> float:
         """For the cause behind a lost connection: at least as long as another needs to find it."""
-        return 2 * self.suspicious + 2 * self.beat
+        return 3 * self.suspicious + 2 * self.beat
 
 
 def judge(
@@ -147,7 +147,9 @@ def judge(
     # The longest first: on a busy machine those who live are late, too.
     for rank, (sign, quiet, _) in sorted(_fields(looked_at), key=lambda one: -one[1][1]):
         limit = patience.absent if sign.mode is Mode.ABSENT else patience.quiet
-        if sign.mode is not Mode.LEFT and quiet > (patience.suspicious if suspicious else limit):
+        if suspicious:  # most likely it is the one that is waited for
+            limit = patience.suspicious * (1 if rank in awaited else 2)
+        if sign.mode is not Mode.LEFT and quiet > limit:
             return causes.died(rank, str(sign), quiet, waiter)
     for rank, (sign, _, still) in _fields(awaited):
         # What it sent before it left may still be on its way.

@@ -23,7 +23,6 @@ from penstock.run.processes.lookout import Lookout
 from penstock.run.processes.signals import Signals
 from penstock.run.processes.verdict import Mode, Patience, Peer
 
-_SETTLED = 3.5  # seconds for the others to hear of it, if this process hosts the store
 _TRANSPORT = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
 )
@@ -169,7 +168,7 @@ class Guard:
         try:
             cause = lookout.cause or (lookout.wait_for_cause() if lost else None)
             cause = cause or lookout.tell_of(error, was)
-            lookout.settled.wait(_SETTLED)
+            lookout.wait_until_heard()
         except BaseException as interrupt:  # Ctrl-C while this thread was in C: heard only now
             error = interrupt
             cause = lookout.tell_of(error, was)
@@ -201,5 +200,5 @@ def _leave(lookout: Lookout) -> None:
     error = getattr(sys, "last_value", None) if ends else None
     if error is not None and lookout.cause is None:
         lookout.tell_of(error, str(lookout.sign()))
-        lookout.settled.wait(_SETTLED)
+        lookout.wait_until_heard()
     lookout.close()
