@@ -132,7 +132,8 @@ def contention(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
 
 def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
     """The same of captured work, which the host does not slow down however small it is."""
-    graphs = [captured(place, copy.deepcopy(stage), x) for place in places]
+    stages = [copy.deepcopy(stage) for _ in places]  # a graph does not keep their memory
+    graphs = [captured(place, mine, x) for place, mine in zip(places, stages, strict=True)]
 
     def together(number: int) -> float:
         pairs = []

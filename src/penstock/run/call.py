@@ -18,7 +18,7 @@ from penstock.run.phase import Phase
 from penstock.run.transport import Transport
 from penstock.run.worker import Desk, Mark, Worker
 from penstock.stage.context import Context
-from penstock.stage.places import Gpu, Moment, Place, Streams
+from penstock.stage.places import Gpu, Moment, Place, Stamp, Streams
 from penstock.stage.randomness import (
     Source,
     move_on,
@@ -71,6 +71,17 @@ class Draws(NamedTuple):
 
 
 AS_EVER = Draws()
+
+
+class Terms(NamedTuple):
+    """How a step that is captured, or about to be, differs from others."""
+
+    draws: Draws = AS_EVER
+    closed: bool = False  # does nothing learn but parameters?
+    places: Sequence[Place] = ()  # by rank, if they are not the pipe's own
+
+
+AS_USUAL = Terms()
 
 
 class Call:
@@ -209,7 +220,8 @@ def _seconds(start: Moment, end: Moment) -> float:
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start
-    assert not isinstance(end, float)
+    assert not isinstance(start, Stamp)
+    assert not isinstance(end, float | Stamp)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 

@@ -20,7 +20,7 @@ from penstock.ir import Program
 from penstock.partition.undoing import rehearsed
 from penstock.partition.wrapping import check_apart
 from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, manner_of
-from penstock.run.call import AS_EVER, Call, Draws, Runtime
+from penstock.run.call import AS_EVER, AS_USUAL, Call, Runtime, Terms
 from penstock.run.capture.captures import Captures
 from penstock.run.capture.choosing import chosen, fallen_back
 from penstock.run.capture.watching import Uncapturable, captured_around
@@ -63,8 +63,8 @@ class OneProcess:
         stages = behind_call(self._split.partition.stages)
         ran = chosen(settings.runtime, list(self._split.places.values()), self._replicas)
         runtime, tracked = self._runtime(ran.runtime), torch.is_grad_enabled()
-        draws = AS_EVER._replace(watched=not captured_around())
-        call = self._call(runtime, program, stages, tracked, draws=draws)
+        terms = Terms(AS_EVER._replace(watched=not captured_around()))
+        call = self._call(runtime, program, stages, tracked, terms)
         passage = Passage(call, (phases[0], phases[1]), fed.given)
         with self._replicas.held():
             tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
@@ -95,10 +95,7 @@ class OneProcess:
                 ran = fallen_back(ready.settings.runtime, reason, self._made.warned)
         return replace(self._run(ready, self._runtime(ran.runtime)), ran=ran)
 
-    def _run(
-        self, ready: Ready, runtime: Runtime, draws: Draws = AS_EVER, closed: bool = False
-    ) -> StepResult:
-        """With `closed`, nothing may learn but parameters."""
+    def _run(self, ready: Ready, runtime: Runtime, terms: Terms = AS_USUAL) -> StepResult:
         settings, lesson, fed = ready.settings, ready.lesson, ready.fed
         program, phase = self._arranged.run_of_step(settings, fed)
         rule = fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
@@ -110,7 +107,7 @@ class OneProcess:
             lesson.outputs,
         )
         ledger = Ledger(rule, fed.rows.shares(), fed.targets, ready.scale)
-        call = self._call(runtime, program, stages, False, closed, draws)
+        call = self._call(runtime, program, stages, False, terms)
         result = train(call, program, phase, fed, ledger, self._replicas)
         if lesson.optimizer is not None:
             lesson.optimizer.step()
@@ -166,17 +163,17 @@ class OneProcess:
         runtime: Runtime,
         program: Program,
         stages: Sequence[Stage],
-        tracked: bool = False,
-        closed: bool = False,
-        draws: Draws = AS_EVER,
+        tracked: bool,
+        terms: Terms,
     ) -> Call:
         schedule = program.schedule
         for layer in self._deferred:
             layer.begin(schedule.chunks)
         places, placement = self._split.places, self._split.placement
+        places = dict(enumerate(terms.places)) or places
         ties = Ties(stages, list(places.values()), placement, tracked, schedule.chunks)
-        manner = manner_of(schedule, tracked or closed)
-        return Call(stages, places, placement, manner, runtime, ties, draws)
+        manner = manner_of(schedule, tracked or terms.closed)
+        return Call(stages, places, placement, manner, runtime, ties, terms.draws)
 
     def _runtime(self, runtime: str) -> Runtime:
         where = list(self._split.places.values()), self._split.placement

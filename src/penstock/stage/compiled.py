@@ -66,6 +66,11 @@ def _is_from(found: object, name: str) -> bool:
     return getattr(found, "__module__", None) == name
 
 
+def some_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Is one of them compiled by `torch.compile`?"""
+    return "torch._dynamo" in sys.modules and any(map(_by_dynamo, modules))
+
+
 def turns_for(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
     """What threads enter one at a time to compute forward, if any of the modules is compiled.
 
@@ -73,9 +78,7 @@ def turns_for(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
     their code in common. A thread that looks there while another does may miss what is there, and
     compiles it again; after eight times the compiler gives the code up, and it runs as written.
     """
-    if "torch._dynamo" not in sys.modules or not any(map(_by_dynamo, modules)):
-        return nullcontext()
-    return Lock()
+    return Lock() if some_compiled(modules) else nullcontext()
 
 
 def never_compiled(method: Callable[P, R]) -> Callable[P, R]:

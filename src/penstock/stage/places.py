@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,15 @@ from penstock.errors import ArgumentError
 from penstock.stage.parcel import Parcel
 from penstock.stage.timing import Timers
 
-Moment = float | torch.cuda.Event
+
+class Stamp(NamedTuple):
+    """A moment of which each replay of a captured step writes down when it was."""
+
+    device: torch.device
+    number: int
+
+
+Moment = float | torch.cuda.Event | Stamp
 
 
 class Place(Protocol):
@@ -144,15 +152,11 @@ class Gpu:
         with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
             yield
 
-    def now(self, after: Moment | None = None) -> torch.cuda.Event:
-        """An event on the compute stream; of a step that is captured, one that each replay sets."""
-        if not torch.cuda.is_current_stream_capturing():
-            return self._timers.now(self.compute, after if isinstance(after, _Timer) else None)
-        if isinstance(after, torch.cuda.Event):
-            return after
-        event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record(self.compute)
-        return event
+    def now(self, after: Moment | None = None) -> Moment:
+        """An event on the compute stream. In a layer that is captured, nobody asks for times."""
+        if torch.cuda.is_current_stream_capturing():
+            return 0.0
+        return self._timers.now(self.compute, after if isinstance(after, _Timer) else None)
 
     def sent(self, start: Moment) -> Moment:
         """The compute stream has no part in it."""

@@ -202,8 +202,13 @@ def shared_generator(device: torch.device) -> torch.Generator:
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention could draw, and does not without dropout; nor does an LSTM of cuDNN's."""
+    """Attention could draw, and does not without dropout; nor does an LSTM of cuDNN's.
+
+    A backward that is given what its forward has drawn repeats that.
+    """
     for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "philox_seed":
+            return True
         if argument.name in ("dropout_p", "dropout"):
             given = (
                 args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ArgumentError, MissingExtra, RunError
+from penstock.errors import ArgumentError
+from penstock.stage.driver import checked, driver_for
 from penstock.stage.places import Gpu
 
 _GRAIN = 8  # groups are made of so many multiprocessors, from Hopper on
+_WHAT_FOR = "to cut a GPU into virtual ones"
 
 
 class VirtualGpu(Gpu):
@@ -65,14 +67,14 @@ def _one_of(device: str, groups: int, sms: int, index: int) -> VirtualGpu:
 
 @lru_cache
 def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
-    driver = _driver()
+    driver = driver_for(_WHAT_FOR)
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # PyTorch's own context exists from here on
-        handle = _checked(driver.cuDeviceGet(index))
+        handle = checked(driver.cuDeviceGet(index))
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        whole = _checked(driver.cuDeviceGetDevResource(handle, kind))
-        parts, made, _ = _checked(driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms))
+        whole = checked(driver.cuDeviceGetDevResource(handle, kind))
+        parts, made, _ = checked(driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms))
         if made < groups:
             raise ArgumentError(
                 f"{device} gives {made} groups of {sms} multiprocessors, not {groups}: ask for "
@@ -80,32 +82,16 @@ def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
             )
         found = []
         for at in range(groups):
-            described = _checked(driver.cuDevResourceGenerateDesc([parts[at]], 1))
+            described = checked(driver.cuDevResourceGenerateDesc([parts[at]], 1))
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-            context = _checked(driver.cuGreenCtxCreate(described, handle, flags))
+            context = checked(driver.cuGreenCtxCreate(described, handle, flags))
             given = str(device), groups, sms, at
             found.append(VirtualGpu(given, device, int(parts[at].sm.smCount), context))
     return tuple(found)
 
 
 def _stream(context: Any, device: torch.device) -> torch.cuda.Stream:
-    driver = _driver()
+    driver = driver_for(_WHAT_FOR)
     flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-    handle = _checked(driver.cuGreenCtxStreamCreate(context, flags, 0))
+    handle = checked(driver.cuGreenCtxStreamCreate(context, flags, 0))
     return torch.cuda.ExternalStream(int(handle), device=device)
-
-
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as missing:
-        raise MissingExtra("cuda-bindings", "cuda", "to cut a GPU into virtual ones") from missing
-    return driver
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver gave, without its status."""
-    status, *found = answer
-    if int(status):
-        raise RunError(f"the CUDA driver refuses to cut the GPU: {status!r}")
-    return found[0] if len(found) == 1 else tuple(found)

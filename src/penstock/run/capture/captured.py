@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import RunError
 from penstock.run.call import Measured
 from penstock.run.capture.homes import Taken, at_home
 from penstock.run.capture.recording import Recording
 from penstock.run.capture.sources import Sources
 from penstock.run.capture.standing import Standing
 from penstock.run.training import StepResult
+from penstock.run.worker import Mark
+from penstock.stage.places import Moment, Stamp
+from penstock.stage.stamps import Clocks, Times
 from penstock.timeline import Timeline
 
 
@@ -28,8 +31,9 @@ class Captured:
     standing: Standing
     taken: Taken
     sources: Sources
-    result: StepResult  # whose tensors each replay writes
-    measured: Measured  # whose events it sets
+    clocks: Clocks  # which it writes down
+    result: StepResult  # whose tensors it writes, too
+    measured: Measured
     held: Any  # what has to live as long as the recording
     replays: int = 0
 
@@ -46,7 +50,7 @@ class Captured:
             loss=self.result.loss.clone(),
             outputs=_copied(self.result.outputs),
             metrics=_copied(self.result.metrics),
-            measured=_Replayed(self, self.replays),
+            measured=_Replayed(self.measured, self.clocks.copied()),
         )
 
 
@@ -60,17 +64,21 @@ def _copied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """When a replay did what. The next one has the same events."""
+    """When a replay did what."""
 
-    captured: Captured
-    number: int
+    captured: Measured
+    times: Times
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
-        if self.number != self.captured.replays:
-            raise RunError(
-                "the timeline of a step that was replayed is there until the next step is taken: "
-                "read result.timeline before that"
-            )
-        measured = self.captured.measured
-        return Measured(measured.program, measured.marks, measured.origins).timeline
+        """This waits until the replay has ended."""
+        written = self.times.read()
+
+        def seconds(moment: Moment) -> Moment:
+            if isinstance(moment, Stamp):
+                return written[moment.device][moment.number] / 1e9
+            return moment
+
+        program, lanes, origins = self.captured.program, self.captured.marks, self.captured.origins
+        marks = [[Mark(m.step, seconds(m.start), seconds(m.end)) for m in lane] for lane in lanes]
+        return Measured(program, marks, list(map(seconds, origins))).timeline

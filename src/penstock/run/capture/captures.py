@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.partition.partition import Partition
 from penstock.run.asking import Ready
-from penstock.run.call import Draws, Measured, Runtime
+from penstock.run.call import Measured, Runtime, Terms
 from penstock.run.capture.captured import Captured
 from penstock.run.capture.homes import Homes, Learned, check_dense, viewed
 from penstock.run.capture.host import Host
@@ -29,18 +29,19 @@ from penstock.run.capture.recording import CudaRecording, Pools, Recording
 from penstock.run.capture.sources import Asked, Sources
 from penstock.run.capture.standing import Inputs, Standing, inputs_of
 from penstock.run.capture.subject import Subject
-from penstock.run.capture.watching import Constants, Uncapturable, Watch, naming
+from penstock.run.capture.watching import Uncapturable, Watch, constants_for, naming
 from penstock.run.inline import Inline
 from penstock.run.training import StepResult
 from penstock.run.transport import Mailboxes
 from penstock.stage.places import Place
+from penstock.stage.stamps import Clocks
 
 KEPT = 8  # recordings; the one that was not used for longest is dropped
 NOTED = 64  # kinds of steps that were seen once, or could not be captured
 IN_A_ROW = 16  # steps, each of another kind: then something changes that should not
 TRIES = 2  # what stood against it so often is not tried again
 
-Run = Callable[[Ready, Runtime, Draws, bool], StepResult]
+Run = Callable[[Ready, Runtime, Terms], StepResult]
 Record = Callable[[Sequence[torch.device], Pools], Recording]
 
 
@@ -126,7 +127,7 @@ class Captures:
         asked, learned, host = Asked(), Learned(subject.parameters), Host()
         attributes, tensors = attributes_of(modules), bound(modules)
         numbers = numbers_of(optimizer)
-        result = run(ready, Inline(Mailboxes(*self._where)), asked.draws, False)
+        result = run(ready, Inline(Mailboxes(*self._where)), Terms(asked.draws))
         asked.close()
         try:
             check_same(attributes, attributes_of(modules), subject.called)
@@ -182,7 +183,8 @@ class Captures:
         watch = Watch(self._kinds)
         sources = Sources(recording, watch, seen.asked, lambda s: places[placement[s]].device)
         standing = Standing(inputs)
-        lending = Lending(places, placement)
+        clocks = Clocks(places)
+        lending = Lending(clocks.places, placement)
         standing.fill(inputs.tensors)  # numbers that are possible, for whoever tries a kernel out
         fed, scale = standing.fed(ready.fed, inputs)
         static = Ready(ready.settings, ready.lesson, fed, scale)
@@ -191,8 +193,8 @@ class Captures:
         attributes, tensors = attributes_of(modules), bound(modules)
 
         def body() -> StepResult:
-            with Constants(self._kinds), watch:
-                result = run(static, Inline(lending), sources.draws, True)
+            with constants_for(modules, self._kinds), watch:
+                result = run(static, Inline(lending), Terms(sources.draws, True, clocks.places))
                 self._rebound.put_back(tensors, modules, subject.called)
             return result
 
@@ -213,7 +215,9 @@ class Captures:
         sources.close()
         standing.close()
         assert isinstance(result.measured, Measured)
-        return Captured(recording, standing, taken, sources, result, result.measured, static)
+        return Captured(
+            recording, standing, taken, sources, clocks, result, result.measured, static
+        )
 
     def _failed(self, key: Likeness, reason: Uncapturable, tries: int = TRIES) -> None:
         """Remember it, if it was so before: some layers make in their first step what they keep."""

@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 import torch
 
+from penstock.errors import MissingExtra
+from penstock.stage.driver import driver_for
 from penstock.stage.randomness import shared_generator
 
 Made = TypeVar("Made")
@@ -143,7 +145,7 @@ class CudaRecording:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            with suppress(ImportError, RuntimeError), warnings.catch_warnings():
+            with suppress(MissingExtra, RuntimeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says that the graph is empty
                 _begin(origin)
                 self._graph.capture_end()
@@ -163,8 +165,7 @@ class CudaRecording:
 
 def _begin(stream: torch.cuda.Stream) -> None:
     """A capture that PyTorch knows nothing of."""
-    from cuda.bindings import driver
-
+    driver = driver_for("to end a capture that failed")
     driver.cuStreamBeginCapture(
         stream.cuda_stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     )

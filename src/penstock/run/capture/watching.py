@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import RunError
+from penstock.stage.compiled import some_compiled
 from penstock.stage.randomness import draws_nothing
 
 _ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -78,7 +79,7 @@ class Watch(TorchDispatchMode):
         there = [tensor for tensor in given if tensor.device.type in self._kinds]
         if there and _waits(func, args, kwargs):
             raise Uncapturable(f"it waits for what the device has computed ({_name(func)})")
-        host = [tensor for tensor in given if tensor.device.type not in self._kinds]
+        host = [t for t in given if t.device.type not in self._kinds and t.numel()]
         if func is torch.ops.aten.lift_fresh.default and host and _is_fresh(host[0]):
             self._constant[host[0]] = True
         self._check_draws(func, args, kwargs)
@@ -147,6 +148,13 @@ class Constants(TorchFunctionMode):
         del kwargs["device"]
         wants = kwargs.pop("requires_grad", False)
         return written_out(func(*args, **kwargs, device="cpu"), device=device).requires_grad_(wants)
+
+
+def constants_for(
+    modules: Iterable[nn.Module], kinds: frozenset[str]
+) -> AbstractContextManager[object]:
+    """Not if some are compiled: under such a mode they would be compiled anew, and for it."""
+    return nullcontext() if some_compiled(modules) else Constants(kinds)
 
 
 def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: Any) -> Tensor:

@@ -1,0 +1,24 @@
+"""The CUDA driver, by NVIDIA's own bindings: for what PyTorch has no call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import MissingExtra, RunError
+
+
+def driver_for(what: str) -> Any:
+    """The bindings, which are there to do what is told."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as missing:
+        raise MissingExtra("cuda-bindings", "cuda", what) from missing
+    return driver
+
+
+def checked(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver gave, without its status."""
+    status, *found = answer
+    if int(status):
+        raise RunError(f"the CUDA driver refuses: {status!r}")
+    return found[0] if len(found) == 1 else tuple(found)

@@ -1,0 +1,52 @@
+"""Times that a captured step writes down; here the host's memory is the device's."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.stage import stamps
+from penstock.stage.places import Cpu, Stamp
+from penstock.stage.stamps import Clocks, Stamps, Times
+
+HERE = torch.device("cpu")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where a kernel was asked to write the time to."""
+    found: list[int] = []
+    monkeypatch.setattr(stamps, "_launch", lambda stream, address: found.append(address))
+    return found
+
+
+def replay(asked: list[int], clock: Any) -> None:
+    for address in asked:
+        ctypes.c_int64.from_address(address).value = next(clock)
+
+
+@pytest.mark.parametrize("room", [2, 3, 4096])
+def test_each_replay_has_its_own(
+    room: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stamps, "_ROOM", room)
+    made, clock, stream = Stamps(HERE), count(2**60, 7), torch.Stream(HERE)
+    taken = [made.take(stream) for _ in range(7)]  # type: ignore[arg-type]
+    assert taken == [Stamp(HERE, number) for number in range(7)]
+    written = []
+    for _ in range(2):
+        replay(asked, clock)
+        written.append(Times({HERE: made.copied()}))
+    for times in written:
+        assert times.read()[HERE][:7] == [7 * number for number in range(7)]
+
+
+def test_what_is_no_gpu_has_its_own_clock() -> None:
+    places = [Cpu(), Cpu()]
+    clocks = Clocks(places)
+    assert clocks.places == places
+    assert clocks.copied().read() == {}
