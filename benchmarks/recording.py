@@ -1,7 +1,7 @@
 """What does it cost that every step is timed, action by action?
 
     python benchmarks/recording.py [--ranks 2]                     CPU ranks, by the clock
-    python benchmarks/recording.py --ranks 4 --sms 32              a GPU cut in four, by events
+    python benchmarks/recording.py --ranks 4 --sms 32              a GPU cut in four, by events or by kernels
 
 Blocks of two Linear layers. In every round each pipe takes a step with its places telling the time,
 and one with places that tell nothing, in turns; medians of all rounds, until the devices are done.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipe
 from penstock.stage.places import Cpu, Gpu
+from penstock.stage.stamps import StampedGpu
 
 
 class Block(nn.Module):
@@ -48,13 +49,16 @@ def loss_of(out: Tensor) -> Tensor:
 
 @contextmanager
 def silent(places: Sequence[Any]) -> Iterator[None]:
-    """Within, they do not tell the time."""
+    """Within, they do not tell the time, nor do those of a step that is captured."""
+    nothing: Callable[..., float] = lambda *_: 0.0  # noqa: E731
     for place in places:
-        nothing: Callable[..., float] = lambda *_: 0.0  # noqa: E731
         place.now = place.sent = nothing
+    stamped: Any = StampedGpu
+    now, stamped.now = stamped.now, nothing
     try:
         yield
     finally:
+        stamped.now = now
         for place in places:
             del place.now, place.sent
 
@@ -76,7 +80,7 @@ def measured(
     rounds: int,
     synchronize: Callable[[], None],
 ) -> tuple[list[Seconds], list[Seconds]]:
-    """With the time told, and without: two pipes, as a captured step has its events in it."""
+    """With the time told, and without: two pipes, as a captured step has its kernels in it."""
     timed, untimed = make(), make()
     found: tuple[list[Seconds], list[Seconds]] = [], []
     for turn in range(rounds + 4):  # the first ones warm up, and capture

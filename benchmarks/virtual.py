@@ -26,6 +26,7 @@ from penstock.stage.virtual import VirtualGpu
 
 CYCLES = 4_000_000  # about 2 ms, in which the host asks all groups for their work
 TURNS = 8  # of the same work, while contention is measured
+IN_A_ROW = 4  # steps that are asked for before the host waits
 
 
 class Block(nn.Module):
@@ -83,15 +84,26 @@ def milliseconds(
 
 
 def host_milliseconds(run: Callable[[], object], times: int) -> float:
-    """What it takes the host to ask an idle device for it, the median."""
+    """What it takes the host to ask for it, the median: again and again, as in training."""
     found = []
     for _ in range(times):
         torch.cuda.synchronize()
-        start = perf_counter()
-        run()
-        found.append(1e3 * (perf_counter() - start))
+        for _ in range(IN_A_ROW):
+            start = perf_counter()
+            run()
+            found.append(1e3 * (perf_counter() - start))
     torch.cuda.synchronize()
     return statistics.median(found)
+
+
+def in_a_row(run: Callable[[], object]) -> Callable[[], None]:
+    """So often, with no waiting in between."""
+
+    def all_of_them() -> None:
+        for _ in range(IN_A_ROW):
+            run()
+
+    return all_of_them
 
 
 # ---- what the machine allows ---------------------------------------------------------------
