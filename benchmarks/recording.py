@@ -1,7 +1,7 @@
 """What does it cost that every step is timed, action by action?
 
     python benchmarks/recording.py [--ranks 2]                     CPU ranks, by the clock
-    python benchmarks/recording.py --ranks 4 --sms 32              a GPU cut in four, by events or by kernels
+    python benchmarks/recording.py --ranks 4 --sms 32  a GPU cut in four, by events or kernels
 
 Blocks of two Linear layers. In every round each pipe takes a step with its places telling the time,
 and one with places that tell nothing, in turns; medians of all rounds, until the devices are done.
