@@ -84,26 +84,28 @@ def milliseconds(
 
 
 def host_milliseconds(run: Callable[[], object], times: int) -> float:
-    """What it takes the host to ask for it, the median: again and again, as in training."""
+    """What it takes the host to ask for it, the median. The device is idle, or else the host might
+    wait for room in its queues.
+    """
     found = []
     for _ in range(times):
         torch.cuda.synchronize()
-        for _ in range(IN_A_ROW):
-            start = perf_counter()
-            run()
-            found.append(1e3 * (perf_counter() - start))
+        start = perf_counter()
+        run()
+        found.append(1e3 * (perf_counter() - start))
     torch.cuda.synchronize()
     return statistics.median(found)
 
 
-def in_a_row(run: Callable[[], object]) -> Callable[[], None]:
-    """So often, with no waiting in between."""
-
-    def all_of_them() -> None:
-        for _ in range(IN_A_ROW):
-            run()
-
-    return all_of_them
+def in_turns(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
+    """Milliseconds of each, the medians: several in a row of one, then of the next, and again."""
+    found: list[list[float]] = [[] for _ in runs]
+    for turn in range(times + 1):
+        for run, taken in zip(runs, found, strict=True):
+            ms = milliseconds(lambda run=run: [run() for _ in range(IN_A_ROW)], 1, 0, 0)  # type: ignore[misc]
+            if turn:  # the first warms up
+                taken.append(ms / IN_A_ROW)
+    return [statistics.median(taken) for taken in found]
 
 
 # ---- what the machine allows ---------------------------------------------------------------

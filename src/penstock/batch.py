@@ -142,8 +142,7 @@ def scatter(
     >>> scatter((torch.arange(5), "same"), chunks=3)[0]
     [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
     """
-    plain = all(isinstance(value, Tensor) and value.dim() for value in values)
-    if plain and len({len(value) for value in values}) == 1:  # in most calls
+    if are_alike(values):  # in most calls
         return _cut_alike(values, chunks)
     leaves, spec = pytree.tree_flatten(values)
     first = next((at for at, leaf in enumerate(leaves) if _dim(leaf) is not None), None)
@@ -157,6 +156,12 @@ def scatter(
         raise _misfit(values, first, rows, names or [f"input {at}" for at in range(len(values))])
     cut = _cut(leaves, rows)
     return [pytree.tree_unflatten(each, spec) for each in cut], rows
+
+
+def are_alike(values: tuple[Any, ...]) -> bool:
+    """Are they tensors, with as many rows each?"""
+    plain = all(isinstance(value, Tensor) and value.dim() for value in values)
+    return plain and len({len(value) for value in values}) == 1
 
 
 def _cut_alike(values: tuple[Tensor, ...], chunks: int) -> tuple[list[tuple[Any, ...]], Rows]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from penstock import Compute, Pipe, Recv, Send
+from penstock import Compute, Pipe, Recv
 from penstock.ir import consumes
 from penstock.run.worker import Mark, Marks
 from penstock.stage.places import Cpu, Moment
@@ -133,8 +133,6 @@ def expected(pipe: Pipe, behind: bool) -> int:
                 got = _from_others(program, rank, action)
                 count += 1 + (fresh or got or not behind)
                 fresh = False
-            elif isinstance(action, Send):
-                count += not behind
     return count
 
 
@@ -199,5 +197,4 @@ def test_on_the_host_two_clock_readings_an_action(monkeypatch: pytest.MonkeyPatc
     result = pipe.step(x, target=x)
     actions = [action for lane in result.timeline.program.lanes for action in lane]
     computes = sum(isinstance(action, Compute) for action in actions)
-    sends = sum(isinstance(action, Send) for action in actions)
-    assert len(calls) == 1 + 2 * computes + sends
+    assert len(calls) == 1 + 2 * computes

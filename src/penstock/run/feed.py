@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.batch import Rows, check_inputs, gather, moved, scatter
+from penstock.batch import Rows, are_alike, check_inputs, gather, moved, scatter
 from penstock.ir import StageGraph
 from penstock.partition.forward.whole import Dealt, Whole
 from penstock.partition.partition import Layers, Partition
@@ -50,6 +50,7 @@ class Fed:
     counting: Counting | None = None  # what counts of targets that the model's own loss has
     shares: Sequence[float | Tensor] = ()  # of the micro-batches in that loss, outside of a step
     labels: Sequence[tuple[Any, ...]] = ()  # that it may count, and it is not known how
+    wholes: tuple[Tensor, ...] = ()  # what was cut, if it was these alone, and all by their rows
 
     def rule(self, known: Reduction) -> Reduction:
         """How losses make one, if the model's own says what counts in it."""
@@ -67,6 +68,19 @@ class Fed:
         leaves = pytree.tree_leaves(outputs[0])
         at = next(number for number, leaf in enumerate(leaves) if leaf is losses[0])
         return total if outputs[0] is losses[0] else gather(outputs, self.rows, {at: total})
+
+    def of_others(self, wholes: Sequence[Tensor]) -> Given:
+        """What would be given if these had been cut."""
+        columns = [torch.split(whole, list(self.rows.counts)) for whole in wholes]
+        pieces, inputs = list(zip(*columns, strict=True)), len(wholes) - self.target
+        given = {0: [piece[:inputs] for piece in pieces]}
+        if self.target:
+            last = max(self.given)
+            before = given.get(last, [()] * len(pieces))
+            given[last] = [
+                (*values, piece[-1]) for values, piece in zip(before, pieces, strict=True)
+            ]
+        return given
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
@@ -88,7 +102,8 @@ def _to_layers(partition: Partition, how: Layers, chunks: int, batch: Batch, whe
     inputs, side, target = batch.inputs, batch.side, batch.target
     if not side and not target:
         pieces, rows = scatter(inputs, chunks)
-        return Fed({0: pieces} if where(0) else {}, rows, len(pieces), partition.graph)
+        given = {0: pieces} if where(0) else {}
+        return Fed(given, rows, len(pieces), partition.graph, wholes=_alike(inputs))
     takers = _takers(partition, how, side)
     last = len(partition.stages) - 1
     values, names = list(inputs), [f"input {at}" for at in range(len(inputs))]
@@ -102,7 +117,7 @@ def _to_layers(partition: Partition, how: Layers, chunks: int, batch: Batch, whe
         values.append(moved(value, where(last)))
         names.append("target")
     pieces, rows = scatter(tuple(values), chunks, names)
-    given: dict[int, list[tuple[Any, ...]]] = {0: [piece[: len(inputs)] for piece in pieces]}
+    given = {0: [piece[: len(inputs)] for piece in pieces]}
     for stage in sorted({stage for stages in takers.values() for stage in stages}):
         mine = {name: homes[name, where(stage)] for name in takers if stage in takers[name]}
         before = given.get(stage, [()] * len(pieces))
@@ -114,7 +129,12 @@ def _to_layers(partition: Partition, how: Layers, chunks: int, batch: Batch, whe
         before = given.get(last, [()] * len(pieces))
         given[last] = [(*values, piece[-1]) for values, piece in zip(before, pieces, strict=True)]
     fed = {stage: parts for stage, parts in given.items() if where(stage) is not None}
-    return Fed(fed, rows, len(pieces), partition.graph, bool(target) and last in fed)
+    wholes = _alike(tuple(values)) if not side else ()
+    return Fed(fed, rows, len(pieces), partition.graph, bool(target) and last in fed, wholes=wholes)
+
+
+def _alike(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return values if are_alike(values) else ()
 
 
 def _takers(partition: Partition, how: Layers, side: Mapping[str, Any]) -> dict[str, list[int]]:

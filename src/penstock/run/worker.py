@@ -96,7 +96,7 @@ class Worker:
             self._asked[action.message] = self._transport.recv(action.message)
             return
         if isinstance(action, Send):
-            start = self.place.now(self._last)
+            start = self.place.now() if self._last is None else self._last  # it follows at once
             self._transport.send(action.message, self._made.pop(action.message))
             self._last = self.place.sent(start)
         else:

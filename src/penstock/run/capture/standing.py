@@ -19,7 +19,10 @@ Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]  # an
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step is given, taken apart: its tensors, each once, and the rest."""
+    """What a step is given, taken apart: its tensors, each once, and the rest.
+
+    Of a batch that was cut by its rows alone, it is the tensors that were cut.
+    """
 
     tensors: tuple[Tensor, ...]
     kinds: tuple[Kind, ...]  # theirs
@@ -28,6 +31,7 @@ class Inputs:
     overlap: bool  # do some have a part of their memory in common?
     rest: tuple[Any, ...]  # the leaves that are no tensors
     spec: Any
+    cut: bool = False
 
     @property
     def shape(self) -> Hashable:
@@ -50,6 +54,10 @@ class Inputs:
 
 def inputs_of(fed: Fed, scale: Tensor | None) -> Inputs:
     """What stages are given from outside, and what numbers of theirs are multiplied by."""
+    if fed.wholes and scale is None and fed.counting is None:
+        found = _of_wholes(fed.wholes)
+        if found is not None:
+            return found
     classes = None if fed.counting is None else fed.counting.classes
     leaves, spec = _flat(fed.given, classes, scale)
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
@@ -60,6 +68,16 @@ def inputs_of(fed: Fed, scale: Tensor | None) -> Inputs:
     return Inputs(tuple(tensors), kinds, places, *_memory(tensors, kinds), rest, spec)
 
 
+def _of_wholes(wholes: tuple[Tensor, ...]) -> Inputs | None:
+    """If they have nothing to do with each other, and none learns."""
+    kinds = tuple(map(_kind, wholes))
+    apart = tuple(range(len(wholes)))
+    memory, overlap = _memory(wholes, kinds)
+    if overlap or memory != apart or any(kind[-1] for kind in kinds):
+        return None
+    return Inputs(wholes, kinds, apart, memory, False, (), _Plain(()), cut=True)
+
+
 class _Plain(NamedTuple):
     """How many tensors each stage is given for each micro-batch, and nothing else."""
 
@@ -67,11 +85,15 @@ class _Plain(NamedTuple):
 
 
 def _flat(given: Given, classes: Tensor | None, scale: Tensor | None) -> tuple[list[Any], Any]:
-    leaves = [leaf for pieces in given.values() for values in pieces for leaf in values]
+    leaves = _pieces(given)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return pytree.tree_flatten((dict(given), classes, scale))
     sizes = tuple([(stage, tuple(map(len, pieces))) for stage, pieces in given.items()])
     return [*leaves, classes, scale], _Plain(sizes)
+
+
+def _pieces(given: Given) -> list[Any]:
+    return [tensor for parts in given.values() for values in parts for tensor in values]
 
 
 def _kind(tensor: Tensor) -> Kind:
@@ -121,15 +143,22 @@ class Standing:
         self._overlap = inputs.overlap
         self._places = [tensor.detach() for tensor in self._tensors]
         self._versions: list[int] = []
+        self._cut: Fed | None = None  # what was cut of them, if they are whole
 
     def fed(self, fed: Fed, inputs: Inputs) -> tuple[Fed, Tensor | None]:
         """What was fed, and the scale, with these in the places of the caller's."""
-        given, classes, scale = inputs.with_tensors(self._tensors)
+        if inputs.cut:  # changes are counted for each piece by itself
+            parts = fed.of_others(self._tensors)
+            given = {s: [tuple(t.data for t in each) for each in parts[s]] for s in parts}
+            self._tensors, classes, scale = _pieces(given), None, None
+        else:
+            given, classes, scale = inputs.with_tensors(self._tensors)
         counting = fed.counting
         if counting is not None:
             counting = replace(counting, classes=classes)
         self._versions = [tensor._version for tensor in self._tensors]
-        static = replace(fed, given=given, counting=counting, shares=(), labels=())
+        static = replace(fed, given=given, counting=counting, shares=(), labels=(), wholes=())
+        self._cut = static if inputs.cut else None
         return static, scale
 
     @torch.no_grad()
@@ -152,6 +181,8 @@ class Standing:
     def pass_on(self, tensors: Sequence[Tensor]) -> None:
         """After a replay: what the layers have changed, and what the caller's own layers learn."""
         with torch.no_grad():
+            if self._changed and self._cut is not None:
+                tensors = _pieces(self._cut.of_others(tensors))
             for at in self._changed:
                 tensors[at].detach().copy_(self._tensors[at])
         if self._learning:
