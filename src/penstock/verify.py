@@ -189,18 +189,25 @@ def matched(program: Program) -> Iterator[str]:
 
 
 def ends(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
-    """It ends, also if a send blocks until it is received, as NCCL's do."""
+    """It ends, also if a send blocks until it is received, as NCCL's do.
+
+    Who blocks waits for more, so what ends then ends in any case, and is played once.
+    """
     try:
-        if isinstance(work, Schedule):
-            work = lower(work, graph)
-        for _ in play(work, sends=Sends.BUFFERED):
-            pass
+        program = lower(work, graph) if isinstance(work, Schedule) else work
     except Deadlock as deadlock:
         yield from map(str, deadlock.waits)
         return
+    if blocked := _waits(program, Sends.RENDEZVOUS):
+        always = _waits(program, Sends.BUFFERED)
+        yield from always or (f"{w}, when sends block until they are received" for w in blocked)
+
+
+def _waits(program: Program, sends: Sends) -> list[str]:
+    """Those that never end."""
     try:
-        for _ in play(work, sends=Sends.RENDEZVOUS):
+        for _ in play(program, sends=sends):
             pass
     except Deadlock as deadlock:
-        for wait in deadlock.waits:
-            yield f"{wait}, when sends block until they are received"
+        return [str(wait) for wait in deadlock.waits]
+    return []

@@ -132,17 +132,16 @@ def test_of_many_units_the_slowest_stage_is_as_fast_as_the_simple_way_finds(
 
 
 def simply(task: Task) -> float:
-    """By the plain recursion, without any bound."""
+    """By the plain recursion, without any bound, for devices that are alike."""
     units = len(task.units)
+    seconds = {
+        (a, b): task._load(0, range(a, b)).seconds for b in range(1, units + 1) for a in range(b)
+    }
     least = [inf] * units + [0.0]
-    for stage in reversed(range(task.stages)):
+    for _ in range(task.stages):
         least = [
             min(
-                (
-                    max(task._load(stage, range(a, b)).seconds, least[b])
-                    for b in range(a + 1, units + 1)
-                    if least[b] < inf
-                ),
+                (max(seconds[a, b], least[b]) for b in range(a + 1, units + 1) if least[b] < inf),
                 default=inf,
             )
             for a in range(units)

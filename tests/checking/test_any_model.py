@@ -59,8 +59,8 @@ def test_inputs_by_name_and_a_loss_inside() -> None:
 
 
 def test_a_dict_is_what_the_names_would_be() -> None:
-    assert checked(Net(0.0), IDS, scale=2.0, labels=IDS).ok
-    assert checked(Net(0.0), {"ids": IDS}, scale=2.0, labels=IDS).ok
+    assert checked(Net(0.0), IDS, scale=2.0, labels=IDS, schedules=["1f1b"]).ok
+    assert checked(Net(0.0), {"ids": IDS}, scale=2.0, labels=IDS, schedules=["1f1b"]).ok
 
 
 def test_labels_that_do_not_count_are_weighed() -> None:

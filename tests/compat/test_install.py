@@ -37,9 +37,6 @@ def python(*arguments: str, path: Path | None = None) -> str:
 
 SCRIPT_RUNS = [
     (["torch_tutorial.py"], "trained: "),
-    (["torch_skips.py"], "skipped"),
-    (["torchgpipe_unet.py", "3"], "segmented by 3 partitions"),
-    (["fairscale_train.py", "--chunks", "3"], "trained with 3 chunks, except_last"),
     (["spawned.py", "--flag", "two words"], "spawned"),
 ]
 
@@ -49,6 +46,20 @@ def test_a_script_runs_unchanged(command: list[str], said: str) -> None:
     script, *arguments = command
     output = python("-m", "penstock.compat", str(SCRIPTS / script), *arguments)
     assert output.startswith(said)
+
+
+def test_scripts_of_all_three_libraries_run_in_one_process() -> None:
+    """One after another, as it takes seconds to start."""
+    runs = {
+        ("torch_skips.py",): "skipped",
+        ("torchgpipe_unet.py", "3"): "segmented by 3 partitions",
+        ("fairscale_train.py", "--chunks", "3"): "trained with 3 chunks, except_last",
+    }
+    lines = [f"run({str(SCRIPTS / script)!r}, {given})" for script, *given in runs]
+    output = python("-c", "\n".join(["from penstock.compat.script import run", *lines]))
+    assert all(
+        line.startswith(said) for line, said in zip(output.splitlines(), runs.values(), strict=True)
+    ), output
 
 
 def test_every_module_of_a_mirror_has_its_old_name() -> None:

@@ -17,7 +17,7 @@ from tests.properties.gathering import as_one, on_rank
 from tests.properties.models import Layer, Model
 from tests.properties.oracle import Numbers
 
-EXAMPLES = {2: 100, 3: 80, 4: 50}
+EXAMPLES = {2: 60, 3: 50, 4: 40}
 PLAIN = Case(
     Model((Layer("linear"), Layer("linear"))), (1, 1), 2, (3,), 2, "gpipe", runtime="processes"
 )

@@ -129,6 +129,8 @@ def test_tensors_are_packed_by_their_numbers() -> None:
 
 SCRIPT = """
 import sys
+from tests.processes import forks
+forks.PRELOADED = ("tests.processes.rank",)  # all that a case may need takes seconds
 from tests.processes.ranks import ranks
 from tests.processes.test_ranks import pid, waiting_for_nobody
 if __name__ == "__main__":
