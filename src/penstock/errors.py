@@ -6,6 +6,7 @@ PenstockError
 ├── KindError     (TypeError)    a value of the wrong kind: says which kind would work
 ├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
 │   ├── CutError                 a model cannot be cut so: says at which line of it, and why
+│   ├── Uncapturable             in run/capture/watching.py: a replay would not repeat the step
 │   └── RemoteError              a rank failed, and with it every rank: the same error on each
 ├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
 ├── Unsound       (ValueError)   a schedule that must not run: lists every problem

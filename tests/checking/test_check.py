@@ -287,7 +287,7 @@ def test_a_schedule_of_ones_own_and_one_from_a_file(tmp_path: Any) -> None:
         ({"schedules": []}, "schedules is empty"),
         ({"schedules": "forward-only"}, "forward-only has no backwards"),
         ({"checkpoints": ["sometimes"]}, "checkpoints is a list of some of 'always'"),
-        ({"runtimes": "inline"}, "runtimes is a list of some of 'threads', 'inline', not 'inline'"),
+        ({"runtimes": "inline"}, "runtimes is a list of some of 'threads', 'inline', "),
         ({"target": torch.zeros(8)}, "a target needs a loss_fn"),
         ({"stages": 9}, "9 stages"),
         ({"chunks": 0}, "chunks"),

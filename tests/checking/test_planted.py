@@ -15,9 +15,9 @@ from torch.nn import functional
 import penstock
 from penstock import NoChunk, Report
 from penstock.run import weighing
+from penstock.run.call import Call
 from penstock.stage import tape
 from penstock.stage.graph import Graph
-from penstock.stage.randomness import seed_of_cell
 from tests.support import Do, batch
 
 ROWS = 8
@@ -256,10 +256,15 @@ def test_memory_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_draws_that_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recomputation that draws anew."""
 
-    def seeded(seed: int, stage: int, microbatch: int) -> int:
-        return seed_of_cell(seed + penstock.is_recomputing(), stage, microbatch)
+    right = Call.__init__
 
-    monkeypatch.setattr(tape, "seed_of_cell", seeded)
+    def drawing(self: Call, *args: Any, **named: Any) -> None:
+        right(self, *args, **named)
+        for each in self.tapes:
+            seeded: Any = each.source
+            each.source = lambda m, seeded=seeded: seeded(m) + penstock.is_recomputing()  # type: ignore[misc]
+
+    monkeypatch.setattr(Call, "__init__", drawing)
     report = checked(four(nn.Dropout(0.5)))
     assert "gradients" in wrong_kinds(report)
     assert "only with checkpoint always" in hints(report)
