@@ -69,7 +69,10 @@ class StampedGpu(Gpu):
 
     def now(self, after: Moment | None = None) -> Stamp:
         """Nothing is cut off by another stamp, so there is one after the other."""
-        return after if isinstance(after, Stamp) else self._stamps.take(self.compute)
+        if isinstance(after, Stamp):
+            return after
+        with torch.cuda.device(self.device):
+            return self._stamps.take(self.compute)
 
 
 class Clocks:
