@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import RunError
-from penstock.stage.compiled import some_compiled
+from penstock.stage.compiled import keep_out, some_compiled
 from penstock.stage.randomness import draws_nothing
 
 _ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -67,9 +67,20 @@ class Watch(TorchDispatchMode):
             self._lending = before
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether to load the compiler, which takes seconds, only to keep it from tracing this."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled layer does inside is seen when it is done."""
         return True
+
+    def __enter__(self) -> Watch:
+        """For a capture."""
+        keep_out(__name__)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
