@@ -42,12 +42,13 @@ def copied(owners: Sequence[nn.Module]) -> list[Copied]:
 
 def changed(copies: Sequence[Copied]) -> list[Copied]:
     """Those that have been written or replaced since."""
-    return [
-        copy
-        for copy in copies
-        if copy.owner._buffers.get(copy.name) is not copy.buffer
-        or copy.buffer._version != copy.version
-    ]
+    return [copy for copy in copies if not _is_held(copy) or copy.buffer._version != copy.version]
+
+
+def _is_held(copy: Copied) -> bool:
+    """What a ScriptModule has as the table of its buffers is no dict."""
+    table = copy.owner._buffers
+    return copy.name in table and table[copy.name] is copy.buffer
 
 
 def written(copies: Sequence[Copied], quietly: Quietly) -> list[Copied]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as for_all
 
 from penstock.run.capture.layers import Glance, attributes_of, places_of
 from tests.run.capture.support import batch, emulate, recordings, stack, twins
@@ -133,3 +134,33 @@ def test_a_replay_follows_what_is_changed_inside_between_steps(
         x, y = batch(number)
         pair.step(x, target=y)
     assert recordings(pair.graph) == [3, 3]
+
+
+def twice(_: Any, given: Any, *made: Any) -> Any:
+    """Of what a hook may replace: what comes last of a forward, what comes first of a backward."""
+    if made and isinstance(made[0], Tensor):
+        return made[0] * 2
+    return tuple(None if one is None else one * 2 for one in given)
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "forward": for_all.register_module_forward_hook,
+    "before it": for_all.register_module_forward_pre_hook,
+    "backward": for_all.register_module_full_backward_hook,
+    "before that": for_all.register_module_full_backward_pre_hook,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("which", HOOKS)
+def test_a_replay_follows_hooks_on_all_modules(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    pair = twins(stack())
+    for number in range(6):
+        handle = HOOKS[which](twice) if number > 2 else None
+        try:
+            x, y = batch(number)
+            pair.step(x, target=y)
+        finally:
+            if handle is not None:
+                handle.remove()

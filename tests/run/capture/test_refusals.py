@@ -201,6 +201,26 @@ def test_interrupted(error: type[BaseException]) -> None:
     assert recordings(pair.graph) == [3]
 
 
+class Script(nn.Module):
+    """Scripted, its attributes are torch's, and the table of its buffers is no dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.seen.add_(x.detach().sum(0))  # type: ignore[operator]
+        return x * float(self.count)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_script_counts_unseen() -> None:
+    pair = twins(stack(torch.jit.script(Script())), "auto")
+    steps(pair, "tttt", r"layer 1 \(RecursiveScriptModule\) is a ScriptModule, and what")
+
+
 def test_modes_that_no_replay_knows() -> None:
     pair = twins(stack(), "auto")
     x, y = batch(0)

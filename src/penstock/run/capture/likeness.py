@@ -6,6 +6,7 @@ looks at: shapes, modes, hooks, and what layers have as plain attributes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from penstock.run.capture.told import Once, Telling, Which
 from penstock.run.capture.watching import Uncapturable
 from penstock.stage.context import Context
 
-_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL = tuple(  # for all modules
+    sorted(name for name in vars(torch_module) if re.fullmatch("_global_.*ward_(pre_)?hooks", name))
+)
 
 _IN_WORDS = (
     "what is asked (the loss function, the optimizer's numbers, settings of the pipe)",
@@ -70,7 +73,8 @@ def likeness_of(ready: Ready, inputs: Inputs, subject: Subject, kinds: frozenset
 
 
 def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:
-    return inputs.kinds, inputs.places, inputs.memory, tell(inputs.rest), inputs.shape
+    memory = inputs.memory, inputs.overlap
+    return inputs.kinds, inputs.places, memory, tell(inputs.rest), inputs.shape
 
 
 # ---- the optimizer -------------------------------------------------------------------------

@@ -113,7 +113,8 @@ def _memory(tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> tuple[tuple[int
     sizes = {kind: _bytes(kind) for kind in set(kinds)}  # micro-batches are mostly alike
     for at, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
         where = tensor.data_ptr()
-        memory.append(first.setdefault((where, *kind[:3]), at))
+        turned = tensor.is_conj(), tensor.is_neg()  # the same memory, and other numbers
+        memory.append(first.setdefault((where, *kind[:4], *turned), at))
         if memory[-1] == at and (size := sizes[kind]):
             spans.append((where, where + size))
     spans.sort()

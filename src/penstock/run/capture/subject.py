@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.partition.partition import Partition
 from penstock.run.capture.layers import Glance, attributes_of, places_of, same
 from penstock.run.capture.told import Once
+from penstock.run.capture.watching import Uncapturable
 
 
 class Subject:
@@ -22,6 +24,7 @@ class Subject:
         self.parameters = list(found.values())
         of_loss = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
         self._all = [*self.modules, *of_loss]
+        self._check_open()
         self.modes = Once(tuple([module.training for module in self.modules]))
         self.places = self.places_now()
         told = attributes_of(self._all)
@@ -31,6 +34,15 @@ class Subject:
     def still(self, loss_fn: Any) -> bool:
         """Is it what would be made now?"""
         return same(_roots(self._partition, loss_fn), self._roots) and self._glance.still()
+
+    def _check_open(self) -> None:
+        """What a ScriptModule has, and what it changes, is not to be seen from Python."""
+        for module in self._all:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise Uncapturable(
+                    f"{self.called(module)} is a ScriptModule, and what it changes in a step "
+                    "cannot be seen: give the module that it was made of, or take torch.compile"
+                )
 
     def places_now(self) -> Once:
         """Where the tensors of the same modules are."""
