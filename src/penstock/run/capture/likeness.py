@@ -20,7 +20,12 @@ from penstock.run.capture.told import Once, Telling, Which
 from penstock.run.capture.watching import Uncapturable
 from penstock.stage.context import Context
 
-_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 _IN_WORDS = (
     "what is asked (the loss function, the optimizer's numbers, settings of the pipe)",
