@@ -68,7 +68,7 @@ class StampedGpu(Gpu):
         self._stamps = stamps
 
     def now(self, after: Moment | None = None) -> Stamp:
-        """Nothing is cut off by another stamp, so there is one after the other."""
+        """No host is late in a replay: what follows at once begins where the other ends."""
         if isinstance(after, Stamp):
             return after
         with torch.cuda.device(self.device):
