@@ -34,6 +34,7 @@ _CODE = b"""
 }
 """
 _ROOM = 4096  # stamps in one piece of memory
+_WHAT_FOR = "to tell when a captured step does what"
 
 
 class Stamps:
@@ -107,14 +108,15 @@ class Times:
 
 
 def _launch(stream: torch.cuda.Stream, address: int) -> None:
-    driver = driver_for("to tell when a captured step does what")
+    driver = driver_for(_WHAT_FOR)
     one = 1, 1, 1
     given = (address,), (ctypes.c_void_p,)
-    checked(driver.cuLaunchKernel(_kernel(), *one, *one, 0, stream.cuda_stream, given, 0))
+    asked = driver.cuLaunchKernel(_kernel(), *one, *one, 0, stream.cuda_stream, given, 0)
+    checked(asked, _WHAT_FOR)
 
 
 @cache
 def _kernel() -> Any:
-    driver = driver_for("to tell when a captured step does what")
-    library = checked(driver.cuLibraryLoadData(_CODE, [], [], 0, [], [], 0))
-    return driver.CUfunction(int(checked(driver.cuLibraryGetKernel(library, b"stamp"))))
+    driver = driver_for(_WHAT_FOR)
+    library = checked(driver.cuLibraryLoadData(_CODE, [], [], 0, [], [], 0), _WHAT_FOR)
+    return driver.CUfunction(int(checked(driver.cuLibraryGetKernel(library, b"stamp"), _WHAT_FOR)))
