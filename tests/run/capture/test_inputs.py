@@ -106,7 +106,8 @@ def test_inputs_that_the_first_layer_changes(checkpoint: str, alias: bool) -> No
 
 
 def test_inputs_that_lie_across_each_other() -> None:
-    pair = twins(nn.Sequential(nn.ReLU(inplace=True), *list(stack())[:3]), "auto")
+    """In one micro-batch: of several, threads change and read the same rows in no order."""
+    pair = twins(nn.Sequential(nn.ReLU(inplace=True), *list(stack())[:3]), "auto", chunks=1)
     for number in range(4):
         x, _ = batch(number, 13)
         wide = [x.clone(), x.clone()]
