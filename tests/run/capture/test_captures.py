@@ -50,8 +50,7 @@ def layers(dropout: float = 0.0) -> nn.Sequential:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_same_as_step_by_step(schedule: str, mode: str, dropout: float) -> None:
     ranks = 4 // FAMILIES[schedule].stages_per_rank
-    given = {"schedule": schedule, "checkpoint": mode, "devices": ["cpu"] * ranks}
-    pair = twins(layers(dropout), **given)
+    pair = twins(layers(dropout), schedule=schedule, checkpoint=mode, devices=["cpu"] * ranks)
     for number in range(5):
         if number != 3:  # in one, they add up
             pair.each(nn.Module.zero_grad)
