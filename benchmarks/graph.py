@@ -112,7 +112,7 @@ class Speed:
 
     @property
     def ceiling(self) -> float:
-        """No step is shorter than this."""
+        """In milliseconds, of that speed-up over naive: no step is shorter."""
         return self.naive / (self.ideal * self.contention)
 
     @property

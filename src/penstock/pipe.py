@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.cost import Cost
-from penstock.gradients.averaged import Around
+from penstock.gradients.averaged import Surroundings
 from penstock.gradients.clip import Clipping
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
@@ -138,7 +138,7 @@ class Pipe(nn.Module):
                 check_same(team, name, self._settings(), sharing, self._split, facts)
                 begin_alike(team, self._split.ties, self._replicas)
                 self._runs = ManyProcesses(team, arranged, sharing)
-        self._around = Around()
+        self._surroundings = Surroundings()
         self._saves = Pending()
         self.training = module.training
         # The children are the model's own, under their own names, whatever those are: from here on
@@ -198,7 +198,7 @@ class Pipe(nn.Module):
         step, in the same launch. Without a `loss_fn` the loss is the model's own, and `target` an
         input of its forward, if that names it.
         """
-        self._around.check_step()
+        self._surroundings.check_step()
         check_loss(loss_fn)
         lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler, optimizer)
         lesson.check()
@@ -298,7 +298,7 @@ class Pipe(nn.Module):
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
-            self._around.wrapped = True
+            self._surroundings.wrapped = True
         return super().__getattr__(name)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Steps on a GPU are timed by events that are few, and used again."""
+"""Steps on a GPU are timed: by events that are few, and used again; by stamps if captured."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from penstock import Compute, Pipe, Recv
 from penstock.ir import consumes
 from penstock.run.worker import Mark, Marks
-from penstock.stage.places import Cpu, Moment
+from penstock.stage.places import Cpu, Moment, Stamp
 from penstock.stage.timing import Timers
 
 
@@ -97,11 +97,10 @@ def test_one_that_has_not_come_is_the_next_moment_too() -> None:
     assert timers.now(None, end) is not end
 
 
-def test_events_of_another_kind_are_not_taken() -> None:
-    class Captured(Cpu): ...
-
+def test_moments_of_another_kind_are_not_taken() -> None:
+    """The clock's, and those of a captured step."""
     timers = Timers(Event)
-    timers.give_back([Captured(), object()])
+    timers.give_back([0.0, Stamp(torch.device("cpu"), 0)])
     timers.now(None, None)
     assert Event.made == 1
 

@@ -76,7 +76,7 @@ class Averaged:
 
 
 @dataclass
-class Around:
+class Surroundings:
     """What was seen of a pipe's surroundings. A copy has its own."""
 
     wrapped: bool = False  # in DistributedDataParallel
@@ -91,8 +91,8 @@ class Around:
                 "after each step with torch.distributed.all_reduce"
             )
 
-    def __reduce__(self) -> tuple[type[Around], tuple[()]]:
-        return Around, ()
+    def __reduce__(self) -> tuple[type[Surroundings], tuple[()]]:
+        return Surroundings, ()
 
 
 def _composable() -> Any:

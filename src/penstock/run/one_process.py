@@ -87,7 +87,7 @@ class OneProcess:
         """By what was asked for, or by what can."""
         ran = chosen(ready.settings.runtime, list(self._split.places.values()), self._replicas)
         if ran.runtime == "graph":
-            for layer in self._deferred:
+            for layer in self._deferred:  # or what the last step left would make another kind
                 layer.begin(ready.fed.chunks)
             try:
                 return replace(self._captures.step(ready, self._run), ran=ran)

@@ -16,9 +16,9 @@ def driver_for(what: str) -> Any:
     return driver
 
 
-def checked(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver gave, without its status."""
+def checked(answer: tuple[Any, ...], what: str) -> Any:
+    """What a call of the driver gave, which was asked to do that, without its status."""
     status, *found = answer
     if int(status):
-        raise RunError(f"the CUDA driver refuses: {status!r}")
+        raise RunError(f"the CUDA driver refuses {what}: {status!r}")
     return found[0] if len(found) == 1 else tuple(found)

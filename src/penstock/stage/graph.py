@@ -161,8 +161,9 @@ class Graph:
             if id(leaf) not in known:
                 raise RunError(
                     f"a layer learns by a tensor of shape {tuple(leaf.shape)} that is no parameter "
-                    "of the pipe's, so that it would get no gradient through pipe(x): register it "
-                    "in its layer as an nn.Parameter, or as a part of a module that is registered"
+                    "of the pipe's, so that it would get no gradient through pipe(x), nor in a "
+                    "captured step: register it in its layer as an nn.Parameter, or as a part of a "
+                    "module that is registered"
                 )
 
     def by_source(self, caught: Sequence[Tensor | None]) -> dict[int, Gradients]:

@@ -115,7 +115,7 @@ class Cpu:
 
 
 class _Timer(torch.cuda.Event):
-    """An event that is used again. Those of a captured step are its own as long as it is there."""
+    """An event that is used again: told from moments of other kinds, which are not."""
 
     def __new__(cls) -> _Timer:
         made: _Timer = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]

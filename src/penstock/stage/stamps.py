@@ -34,6 +34,7 @@ _CODE = b"""
 }
 """
 _ROOM = 4096  # stamps in one piece of memory
+_WHAT_FOR = "to tell when a captured step does what"
 
 
 class Stamps:
@@ -68,7 +69,7 @@ class StampedGpu(Gpu):
         self._stamps = stamps
 
     def now(self, after: Moment | None = None) -> Stamp:
-        """Nothing is cut off by another stamp, so there is one after the other."""
+        """No host is late in a replay: what follows at once begins where the other ends."""
         if isinstance(after, Stamp):
             return after
         with torch.cuda.device(self.device):
@@ -107,14 +108,15 @@ class Times:
 
 
 def _launch(stream: torch.cuda.Stream, address: int) -> None:
-    driver = driver_for("to tell when a captured step does what")
+    driver = driver_for(_WHAT_FOR)
     one = 1, 1, 1
     given = (address,), (ctypes.c_void_p,)
-    checked(driver.cuLaunchKernel(_kernel(), *one, *one, 0, stream.cuda_stream, given, 0))
+    asked = driver.cuLaunchKernel(_kernel(), *one, *one, 0, stream.cuda_stream, given, 0)
+    checked(asked, _WHAT_FOR)
 
 
 @cache
 def _kernel() -> Any:
-    driver = driver_for("to tell when a captured step does what")
-    library = checked(driver.cuLibraryLoadData(_CODE, [], [], 0, [], [], 0))
-    return driver.CUfunction(int(checked(driver.cuLibraryGetKernel(library, b"stamp"))))
+    driver = driver_for(_WHAT_FOR)
+    library = checked(driver.cuLibraryLoadData(_CODE, [], [], 0, [], [], 0), _WHAT_FOR)
+    return driver.CUfunction(int(checked(driver.cuLibraryGetKernel(library, b"stamp"), _WHAT_FOR)))

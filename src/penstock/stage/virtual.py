@@ -71,10 +71,11 @@ def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # PyTorch's own context exists from here on
-        handle = checked(driver.cuDeviceGet(index))
+        handle = checked(driver.cuDeviceGet(index), _WHAT_FOR)
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        whole = checked(driver.cuDeviceGetDevResource(handle, kind))
-        parts, made, _ = checked(driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms))
+        whole = checked(driver.cuDeviceGetDevResource(handle, kind), _WHAT_FOR)
+        split = driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms)
+        parts, made, _ = checked(split, _WHAT_FOR)
         if made < groups:
             raise ArgumentError(
                 f"{device} gives {made} groups of {sms} multiprocessors, not {groups}: ask for "
@@ -82,9 +83,9 @@ def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
             )
         found = []
         for at in range(groups):
-            described = checked(driver.cuDevResourceGenerateDesc([parts[at]], 1))
+            described = checked(driver.cuDevResourceGenerateDesc([parts[at]], 1), _WHAT_FOR)
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-            context = checked(driver.cuGreenCtxCreate(described, handle, flags))
+            context = checked(driver.cuGreenCtxCreate(described, handle, flags), _WHAT_FOR)
             given = str(device), groups, sms, at
             found.append(VirtualGpu(given, device, int(parts[at].sm.smCount), context))
     return tuple(found)
@@ -93,5 +94,5 @@ def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
 def _stream(context: Any, device: torch.device) -> torch.cuda.Stream:
     driver = driver_for(_WHAT_FOR)
     flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-    handle = checked(driver.cuGreenCtxStreamCreate(context, flags, 0))
+    handle = checked(driver.cuGreenCtxStreamCreate(context, flags, 0), _WHAT_FOR)
     return torch.cuda.ExternalStream(int(handle), device=device)

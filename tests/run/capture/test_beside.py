@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_pre_hook
 
 from penstock.run.capture.watching import captured_around
 from tests.run.capture.support import batch, emulate, recordings, stack, steps, twins
@@ -150,6 +152,24 @@ def test_a_hook_that_takes_it_away_only_at_times() -> None:
     for pipe in pair.both:
         pipe[3].weight.register_post_accumulate_grad_hook(take)
     steps(pair, "gttt", "the gradient of 3.weight is not added to the one before: a hook takes")
+
+
+def doubled(_: nn.Module, gradients: Any) -> Any:
+    return tuple(2 * gradient for gradient in gradients)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for the first layer
+def test_a_hook_on_all_modules_makes_another_kind() -> None:
+    """One that is called before a backward was not looked for, and replays did without it."""
+    pair = twins(stack())
+    for number in range(7):
+        x, y = batch(number)
+        if number == 3:
+            handle = register_module_full_backward_pre_hook(doubled)
+        if number == 6:
+            handle.remove()
+        pair.step(x, target=y)
+    assert sorted(recordings(pair.graph)) == [2, 3]
 
 
 def test_what_layers_make_in_their_first_step() -> None:

@@ -47,6 +47,18 @@ def test_settings_come_back() -> None:
     assert recordings(pair.graph) == [2, 2, 2]
 
 
+def test_another_choice_of_kernels_is_another_kind_of_step() -> None:
+    pair = twins(stack())
+    try:
+        for number in range(6):
+            torch.use_deterministic_algorithms(number > 2)
+            x, y = batch(number)
+            pair.step(x, target=y)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert recordings(pair.graph) == [2, 2]
+
+
 def test_so_many_are_kept_and_what_was_dropped_is_captured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,7 +118,7 @@ def test_inputs_that_the_first_layer_changes(checkpoint: str, alias: bool) -> No
 
 
 def test_inputs_that_lie_across_each_other() -> None:
-    """In one micro-batch: with more, threads change the inputs of one while another is scored."""
+    """In one micro-batch: of several, threads change and read the same rows in no order."""
     pair = twins(nn.Sequential(nn.ReLU(inplace=True), *list(stack())[:3]), "auto", chunks=1)
     for number in range(4):
         x, _ = batch(number, 13)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import warnings
+import weakref
 from functools import partial
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import add_loss
-from tests.run.capture.support import batch, emulate, recordings, stack, twins
+from tests.run.capture.support import batch, emulate, recordings, same_state, stack, twins
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +174,81 @@ def test_a_loss_that_is_a_module_and_set_otherwise() -> None:
         x, y = batch(number)
         pair.step(x, target=y)
     assert sum(recordings(pair.graph)) == 6
+
+
+class Follows(nn.Module):
+    """Keeps a mean of its losses, in a buffer that it replaces."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.mse_loss(output, target)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss + self.mean * output.mean()
+
+
+class Counts(nn.Module):
+    """Goes by a number in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return self.calls * functional.mse_loss(output, target)
+
+
+class Learns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(self.scale * output, target)
+
+
+@pytest.mark.parametrize(
+    ("make", "ran", "text"),
+    [
+        (Follows, "ggggg", ""),
+        (Counts, "ggttt", "Counts: it changes its attribute 'calls' in every step"),
+        (Learns, "gtttt", "a layer learns by a tensor of shape .. that is no parameter"),
+    ],
+)
+def test_a_loss_with_a_state_of_its_own(make: type[nn.Module], ran: str, text: str) -> None:
+    """What it replaced was not given a place: each capture was of use once, and no longer."""
+    pair, losses = twins(stack(), "auto", loss_fn=None, chunks=1), (make(), make())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number, runtime in enumerate(ran):
+            x, y = batch(number)
+            mine, other = (
+                pipe.step(x, target=y, loss_fn=loss_fn)
+                for pipe, loss_fn in zip(pair.both, losses, strict=True)
+            )
+            assert torch.equal(mine.loss, other.loss)
+            assert mine.ran.runtime[0] == runtime
+            same_state(*pair.both)
+            same_state(*losses)
+    assert [bool(re.search(text, str(one.message))) for one in found] == [True] * bool(text)
+    assert recordings(pair.graph) == ([] if text else [4])
+
+
+def test_what_a_loss_replaces_is_not_kept_longer_than_the_loss() -> None:
+    pair = twins(stack(), loss_fn=None)
+    kept = []
+    for number in range(4):
+        loss_fn = Follows()
+        kept.append(weakref.ref(loss_fn))
+        x, y = batch(number)
+        pair.graph.step(x, target=y, loss_fn=loss_fn)
+    gc.collect()
+    assert [ref() is None for ref in kept] == [True, True, True, False]  # the last is looked at
 
 
 def test_without_gradients() -> None:

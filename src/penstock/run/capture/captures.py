@@ -226,10 +226,6 @@ class Captures:
         if times >= tries:
             _note(self._notes.refused, key, str(reason))
 
-    def clear(self) -> None:
-        """Drop all recordings, and their memory."""
-        self._notes.captured.clear()
-
 
 def _note(notes: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     notes[key] = value

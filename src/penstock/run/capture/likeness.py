@@ -6,7 +6,6 @@ looks at: shapes, modes, hooks, and what layers have as plain attributes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +20,11 @@ from penstock.run.capture.told import Once, Telling, Which
 from penstock.run.capture.watching import Uncapturable
 from penstock.stage.context import Context
 
-_GLOBAL = tuple(  # for all modules
-    sorted(name for name in vars(torch_module) if re.fullmatch("_global_.*ward_(pre_)?hooks", name))
+_GLOBAL = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
 )
 
 _IN_WORDS = (
@@ -67,9 +69,20 @@ def likeness_of(ready: Ready, inputs: Inputs, subject: Subject, kinds: frozenset
         (tell(lesson.loss_fn), lesson.outputs, lesson.scaler is None),
         _of_optimizer(lesson.optimizer, subject.parameters, tell),
         (context, torch.get_default_dtype(), *(tuple(vars(torch_module)[g]) for g in _GLOBAL)),
+        _kernels(),
     )
     given = fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)
     return Likeness(Once(asked), Once(given), subject.modes, subject.places, subject.attributes)
+
+
+def _kernels() -> Hashable:
+    """What the caller has set that libraries choose their kernels by."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic,
+    )
 
 
 def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,15 @@ Called = Callable[[nn.Module], str]
 class Name(NamedTuple):
     """Of a tensor of a module's: a buffer, or a plain attribute."""
 
-    module: nn.Module
     buffer: bool
     name: str
 
-    @property
-    def table(self) -> dict[str, Any]:
+    def table(self, module: nn.Module) -> dict[str, Any]:
         """Where the module has it."""
-        return self.module._buffers if self.buffer else vars(self.module)
+        return module._buffers if self.buffer else vars(module)
 
 
-Bound = dict[Name, Tensor]
+Bound = dict[tuple[nn.Module, Name], Tensor]
 
 
 def bound(modules: Sequence[nn.Module]) -> Bound:
@@ -39,61 +38,64 @@ def bound(modules: Sequence[nn.Module]) -> Bound:
     return dict(_bound(modules))
 
 
-def _bound(modules: Sequence[nn.Module]) -> Iterator[tuple[Name, Tensor]]:
+def _bound(modules: Sequence[nn.Module]) -> Iterator[tuple[tuple[nn.Module, Name], Tensor]]:
     for module in modules:
         for buffer, table in ((True, module._buffers), (False, vars(module))):
             for name, value in table.items():
                 if isinstance(value, Tensor):
-                    yield Name(module, buffer, name), value
+                    yield (module, Name(buffer, name)), value
 
 
 class Rebound:
-    """The places of those that were seen to be replaced."""
+    """The places of those that were seen to be replaced, as long as their modules are there."""
 
     def __init__(self) -> None:
-        self._places: Bound = {}
+        self._places: WeakKeyDictionary[nn.Module, dict[Name, Tensor]] = WeakKeyDictionary()
 
     @torch.no_grad()
     def settle(self) -> None:
         """Before a step, whoever has taken the one before: each is in its place."""
-        for name, place in list(self._places.items()):
-            value = name.table.get(name.name)
-            if value is place:
-                continue
-            if isinstance(value, Tensor) and _alike(value, place):
-                place.copy_(value)
-                name.table[name.name] = place
-            else:
-                del self._places[name]
+        for module, places in list(self._places.items()):
+            for name, place in list(places.items()):
+                table = name.table(module)
+                value = table.get(name.name)
+                if value is place:
+                    continue
+                if isinstance(value, Tensor) and _alike(value, place):
+                    place.copy_(value)
+                    table[name.name] = place
+                else:
+                    del places[name]
 
     def notice(self, before: Bound, modules: Sequence[nn.Module], called: Called) -> None:
         """After a step: give those a place that it has replaced."""
-        for name, value in bound(modules).items():
-            if before.get(name) is value:
+        for (module, name), value in bound(modules).items():
+            old = before.get((module, name))
+            if old is value:
                 continue
-            old = before.get(name, value)
-            if not _alike(value, old):
-                raise Uncapturable(_another(called(name.module), name.name, old, value))
+            if old is not None and not _alike(value, old):
+                raise Uncapturable(_another(called(module), name.name, old, value))
             if value.requires_grad:
                 raise Uncapturable(
-                    f"{called(name.module)}: it keeps a tensor with its history as its "
+                    f"{called(module)}: it keeps a tensor with its history as its "
                     f"'{name.name}' in every step: keep it detached"
                 )
-            if name not in self._places:  # else it has one
-                self._places[name] = value.detach().clone()
+            places = self._places.setdefault(module, {})
+            if name not in places:  # else it has one
+                places[name] = value.detach().clone()
         self.settle()
 
     @torch.no_grad()
     def put_back(self, before: Bound, modules: Sequence[nn.Module], called: Called) -> None:
         """At the end of a capture, as a part of it."""
-        for name, value in bound(modules).items():
-            old = before.get(name)
+        for (module, name), value in bound(modules).items():
+            old = before.get((module, name))
             if old is value:
                 continue
-            if old is None or name not in self._places or not _alike(value, old):
-                raise Uncapturable(_another(called(name.module), name.name, old, value))
+            if old is None or name not in self._places.get(module, ()) or not _alike(value, old):
+                raise Uncapturable(_another(called(module), name.name, old, value))
             old.copy_(value)
-            name.table[name.name] = old
+            name.table(module)[name.name] = old
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """What records a step and replays it: a CUDA graph.
 
-While it is captured, nothing runs: kernels, and the events that join the ranks' streams, become
-nodes of the graph. A replay is one launch of all of it, on the stream that is current then.
+While it is captured, nothing runs: kernels become nodes of the graph, and the events that join the
+ranks' streams its edges. A replay is one launch of all of it, on the stream that is current then.
 """
 
 from __future__ import annotations

@@ -19,17 +19,17 @@ class Subject:
     def __init__(self, partition: Partition, loss_fn: Any) -> None:
         self._partition = partition
         self._roots = _roots(partition, loss_fn)
-        self.modules = partition.modules()
-        found = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
-        self.parameters = list(found.values())
+        layers = partition.modules()
+        found = {id(p): p for m in layers for p in m._parameters.values() if p is not None}
+        self.parameters = list(found.values())  # of the layers: a loss that learns is refused
         of_loss = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
-        self._all = [*self.modules, *of_loss]
+        self.modules = list(dict.fromkeys([*layers, *of_loss]))
         self._check_open()
         self.modes = Once(tuple([module.training for module in self.modules]))
         self.places = self.places_now()
-        told = attributes_of(self._all)
+        told = attributes_of(self.modules)
         self.attributes = Once(tuple([tuple(own.items()) for own in told.values()]))
-        self._glance = Glance(self._all)
+        self._glance = Glance(self.modules)
 
     def still(self, loss_fn: Any) -> bool:
         """Is it what would be made now?"""
@@ -37,7 +37,7 @@ class Subject:
 
     def _check_open(self) -> None:
         """What a ScriptModule has, and what it changes, is not to be seen from Python."""
-        for module in self._all:
+        for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 raise Uncapturable(
                     f"{self.called(module)} is a ScriptModule, and what it changes in a step "
@@ -46,7 +46,7 @@ class Subject:
 
     def places_now(self) -> Once:
         """Where the tensors of the same modules are."""
-        return Once(places_of(self._all))
+        return Once(places_of(self.modules))
 
     def called(self, module: nn.Module) -> str:
         """For people."""
