@@ -38,9 +38,9 @@ def four() -> list[Any]:
 
 @skippable(stash=["long"])
 class Top(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 32) -> None:
         super().__init__()
-        self.linear = nn.Linear(32, 32)
+        self.linear = nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Any:
         yield stash("long", x)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.draw.palette import DARK, FAINT, FILL, IDLE, SHADES
-from penstock.draw.paper import STYLE, save, suffix_of
+from penstock.draw.paper import LEGEND, STYLE, save, suffix_of
 from penstock.errors import MissingExtra
 from penstock.ir import Op
 from penstock.outline import bytes_said
@@ -66,17 +66,9 @@ def _legend(figure: Figure, left: float, at: float) -> None:
     figure.legend(
         [Line2D([], [], color=LINE, linewidth=1.4), Patch(color=FILL)],
         ["measured", "forecast"],
-        loc="center left",
         bbox_to_anchor=(left, at),
         ncols=2,
-        fontsize=8,
-        labelcolor=DARK,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1.1,
-        handleheight=0.8,
-        columnspacing=1.4,
+        **LEGEND,
     )
 
 

@@ -33,6 +33,17 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": 8,
     "ytick.left": False,
 }
+LEGEND: dict[str, Any] = {
+    "loc": "center left",
+    "fontsize": 8,
+    "labelcolor": DARK,
+    "frameon": False,
+    "borderpad": 0,
+    "borderaxespad": 0,
+    "handlelength": 1.1,
+    "handleheight": 0.8,
+    "columnspacing": 1.4,
+}
 
 
 def suffix_of(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.draw import palette
 from penstock.draw.palette import DARK, FAINT, FILL, IDLE, Delivery
-from penstock.draw.paper import STYLE, save, suffix_of
+from penstock.draw.paper import LEGEND, STYLE, save, suffix_of
 from penstock.errors import MissingExtra
 from penstock.ir import Compute, Op
 from penstock.play import Span
@@ -168,19 +168,11 @@ def _legend(figure: Figure, sheet: _Sheet, timeline: Timeline, skips: bool) -> N
     figure.legend(
         entries.values(),
         entries.keys(),
-        loc="center left",
         bbox_to_anchor=(sheet.left / sheet.width, 1 - (sheet.top - 0.2) / sheet.height),
         ncols=max(len(entries), 1),
-        fontsize=8,
-        labelcolor=DARK,
-        frameon=False,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1.1,
-        handleheight=0.8,
         handletextpad=0.5,
-        columnspacing=1.4,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        **LEGEND,
     )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from penstock import pop, skippable, stash
 from penstock.schedules import FAMILIES
+from tests.gpu.parts import Bottom, Top
 from tests.run.capture.support import batch, emulate, recordings, twins
 
 SCHEDULES = [name for name, family in FAMILIES.items() if family.trains]
@@ -20,27 +18,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
 
 
-@skippable(stash=["long"])
-class Top(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("long", x)
-        return self.linear(x)
-
-
-@skippable(pop=["long"])
-class Bottom(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("long"))
-
-
 def layers(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
     drop = [nn.Dropout(dropout)] if dropout else []
-    parts = [Top(), nn.ReLU(inplace=True), *drop, nn.Linear(8, 8), nn.BatchNorm1d(8)]
+    parts = [Top(8), nn.ReLU(inplace=True), *drop, nn.Linear(8, 8), nn.BatchNorm1d(8)]
     more = [nn.ReLU(inplace=True), nn.Linear(8, 8), Bottom(), nn.Linear(8, 4)]
     return nn.Sequential(*parts, *more).double()
 

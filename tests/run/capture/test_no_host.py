@@ -19,8 +19,9 @@ from penstock.run.capture.watching import Uncapturable
 from penstock.schedules import FAMILIES
 from penstock.stage.batchnorm import DeferredBatchNorm
 from penstock.stage.places import Cpu
+from tests.gpu.parts import Bottom, Top
 from tests.run.capture.support import emulate, recordings
-from tests.run.capture.test_captures import SCHEDULES, Bottom, Top
+from tests.run.capture.test_captures import SCHEDULES
 from tests.run.capture.test_lifetimes import Computed
 
 
@@ -51,7 +52,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 def layers() -> list[nn.Module]:
     norms = [nn.BatchNorm1d(8), DeferredBatchNorm(8)]
-    return [Top(), *norms, Adds(8, 8), nn.ReLU(), nn.Linear(8, 8), Bottom()]
+    return [Top(8), *norms, Adds(8, 8), nn.ReLU(), nn.Linear(8, 8), Bottom()]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
