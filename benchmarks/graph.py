@@ -28,59 +28,29 @@ if it does not.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
-from penstock import Pipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import papers
-from benchmarks.virtual import (
-    Peak,
-    blocks_of,
-    contention_of_graphs,
-    graph_of,
-    head,
-    host_milliseconds,
-    ideal_of,
-    in_turns,
-    line,
-    loss_of,
-    milliseconds,
-    needs_cuda,
-    peak_of,
-)
-
-Made = TypeVar("Made")
+from benchmarks.bench import GRAPH, NAIVE, THREADS, TORCHGPIPE, Bench
+from benchmarks.virtual import blocks_of, head, line, milliseconds, needs_cuda
 
 BLOCKS, WIDTH, CHUNKS = 8, 2048, 32
 DEVICES = (2, 4, 8)
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-WARM_UP = 3  # the first step is taken as it comes, the second is captured
 
 HEADS = ["devices", "rows", "naive", "threads", "graph", "torchgpipe", "unsplit", "plain graph"]
 HEADS += ["contention", "ceiling", "x threads", "of the ceiling", "host", "memory"]
-
-
-class Way(NamedTuple):
-    """How a step is taken."""
-
-    schedule: str
-    runtime: str
-
-
-NAIVE, THREADS, GRAPH = Way("naive", "graph"), Way("1f1b", "threads"), Way("1f1b", "graph")
-TORCHGPIPE = Way("gpipe", "threads")
 
 
 class Claim(NamedTuple):
@@ -98,128 +68,6 @@ class Claim(NamedTuple):
     def __str__(self) -> str:
         bound = f"at {'most' if self.at_most else 'least'} {self.asked:g}"
         return line([self.what, f"{self.found:.3f}", bound, "yes" if self.holds else "NO"])
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one size came to, in milliseconds of a step."""
-
-    naive: float
-    threads: float
-    graph: float
-    ideal: float
-    contention: float
-
-    @property
-    def ceiling(self) -> float:
-        """In milliseconds, of that speed-up over naive: no step is shorter."""
-        return self.naive / (self.ideal * self.contention)
-
-    @property
-    def over_threads(self) -> float:
-        return self.threads / self.graph
-
-    @property
-    def of_the_ceiling(self) -> float:
-        return self.ceiling / self.graph
-
-
-# ---- one size ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A model and a batch; in how many micro-batches, and how often a step is measured."""
-
-    model: nn.Sequential
-    x: Tensor
-    chunks: int
-    times: int
-
-    def of_pipe(self, way: Way, places: Sequence[Any], use: Callable[[Pipe], Made]) -> Made:
-        """Of one with as many blocks on each device; after it, its memory is free again."""
-        try:
-            return use(self._pipe(way, places))
-        finally:
-            self.tidy()
-
-    def _pipe(self, way: Way, places: Sequence[Any]) -> Pipe:
-        return Pipe(
-            self.model,
-            self.chunks,
-            "never",
-            stages=[len(self.model) // len(places)] * len(places),
-            devices=places,
-            schedule=way.schedule,
-            runtime=way.runtime,
-            loss_fn=loss_of,
-        )
-
-    def tidy(self) -> None:
-        self.model.zero_grad()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def ms(self, pipe: Pipe) -> float:
-        return milliseconds(lambda: pipe.step(self.x), self.times, WARM_UP)
-
-    def step(self, way: Way, places: Sequence[Any]) -> float:
-        """Milliseconds; not a number, if there is no memory for it."""
-        try:
-            return self.of_pipe(way, places, self.ms)
-        except torch.OutOfMemoryError:
-            pass
-        self.tidy()  # what the error held is gone
-        return float("nan")
-
-    def host(self, places: Sequence[Any]) -> tuple[float, float]:
-        """Milliseconds of the host for a replayed step, and of the step."""
-
-        def both(pipe: Pipe) -> tuple[float, float]:
-            taken = self.ms(pipe)
-            return host_milliseconds(lambda: pipe.step(self.x), self.times), taken
-
-        return self.of_pipe(GRAPH, places, both)
-
-    def memory(self, places: Sequence[Any]) -> tuple[float, float]:
-        """The graph's over the threads': peak in tensors, and taken from the device."""
-
-        def peak(pipe: Pipe) -> Peak:
-            return peak_of(lambda: pipe.step(self.x))
-
-        graph, threads = (self.of_pipe(way, places, peak) for way in (GRAPH, THREADS))
-        return graph.allocated / threads.allocated, graph.reserved / threads.reserved
-
-    def speed(self, places: list[Any]) -> Speed:
-        ranks = len(places)
-        stage = self.model[: len(self.model) // ranks]
-        share = contention_of_graphs(places, stage, self.x[: len(self.x) // self.chunks])
-        self.tidy()
-        naive, threads, graph = (self.step(way, places) for way in (NAIVE, THREADS, GRAPH))
-        ideal = ideal_of(GRAPH.schedule, "never", ranks, self.chunks)
-        return Speed(naive, threads, graph, ideal, share)
-
-    def over_plain(self, pipe: Pipe, stream: torch.cuda.Stream) -> float:
-        """Its time over that of gradient accumulation as a plain CUDA graph."""
-        for _ in range(WARM_UP):
-            pipe.step(self.x)
-        graph = graph_of(self.accumulate, self.accumulate, stream)
-        mine, plain = in_turns([lambda: pipe.step(self.x), graph.replay], self.times)
-        return mine / plain
-
-    def plain(self, stream: torch.cuda.Stream) -> float:
-        """Of gradient accumulation as a plain CUDA graph."""
-        graph = graph_of(self.accumulate, self.accumulate, stream)
-        return milliseconds(graph.replay, self.times, WARM_UP)
-
-    def accumulate(self) -> None:
-        accumulate(self.model, self.x, self.chunks)
-
-
-def accumulate(model: nn.Module, x: Tensor, chunks: int) -> None:
-    """Forward and backward of each micro-batch: the loss is the mean of theirs."""
-    for part in x.chunk(chunks):
-        (loss_of(model(part)) / chunks).backward()
 
 
 def mlp(rows: int, given: argparse.Namespace) -> Bench:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -25,6 +27,12 @@ import penstock
 from penstock import Pipe
 from penstock.stage.places import Cpu, Gpu
 from penstock.stage.stamps import StampedGpu
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.virtual import head, line, loss_of
+
+HEADS = ["runtime", "rows", "ms a step", "untimed", "more", "ms host", "untimed", "µs an action"]
 
 
 class Block(nn.Module):
@@ -41,10 +49,6 @@ class Seconds(NamedTuple):
 
     host: float
     whole: float
-
-
-def loss_of(out: Tensor) -> Tensor:
-    return out.float().square().mean()
 
 
 @contextmanager
@@ -107,7 +111,7 @@ def row(name: str, rows: int, found: tuple[list[Seconds], list[Seconds]], action
         name, rows, f"{timed.whole * 1e3:.2f}", f"{untimed.whole * 1e3:.2f}", f"{share:+.1%}",
         f"{timed.host * 1e3:.2f}", f"{untimed.host * 1e3:.2f}", f"{an_action:+.2f}",
     )  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return line(cells)
 
 
 def main() -> None:
@@ -137,8 +141,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {machine}: {ranks} ranks, {given.schedule}, {chunks}")
     print(f"micro-batches, 2 blocks of width {width} a rank, medians of {given.rounds}\n")
-    print("| runtime | rows | ms a step | untimed | more | ms host | untimed | µs an action |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(head(HEADS))
     for runtime in runtimes:
         for rows in sizes:
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import graph, papers
+from benchmarks import bench, graph, papers
 from benchmarks.virtual import Block, enough, head, ideal_of, line, loss_of
 from torch import nn
 
@@ -48,7 +48,7 @@ def test_measurements_that_take_long_are_fewer_but_never_less_than_three() -> No
 
 
 def test_the_ceiling_and_what_is_reached_of_it() -> None:
-    speed = graph.Speed(naive=100.0, threads=60.0, graph=30.0, ideal=5.0, contention=0.8)
+    speed = bench.Speed(naive=100.0, threads=60.0, graph=30.0, ideal=5.0, contention=0.8)
     assert speed.ceiling == pytest.approx(25.0)
     assert speed.over_threads == pytest.approx(2.0)
     assert speed.of_the_ceiling == pytest.approx(25 / 30)
@@ -72,19 +72,19 @@ def test_plain_accumulation_is_what_a_pipe_of_the_blocks_computes() -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*[Block(8) for _ in range(4)]).double()
     x = torch.randn(12, 8).double()
-    graph.accumulate(blocks, x, 3)
+    bench.accumulate(blocks, x, 3)
     expected = [p.grad.clone() for p in blocks.parameters() if p.grad is not None]
     blocks.zero_grad()
-    bench = graph.Bench(blocks, x, 3, times=1)
-    bench.of_pipe(graph.THREADS, ["cpu"] * 2, lambda pipe: _step(pipe, bench, expected))
+    small = bench.Bench(blocks, x, 3, times=1)
+    small.of_pipe(bench.THREADS, ["cpu"] * 2, lambda pipe: _step(pipe, small, expected))
     assert all(p.grad is None for p in blocks.parameters())
 
 
-def _step(pipe: Pipe, bench: graph.Bench, expected: list[torch.Tensor]) -> None:
-    pipe.step(bench.x)
-    found = [p.grad for p in bench.model.parameters()]
+def _step(pipe: Pipe, small: bench.Bench, expected: list[torch.Tensor]) -> None:
+    pipe.step(small.x)
+    found = [p.grad for p in small.model.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)  # the loss is float32
-    assert loss_of(bench.x).dtype is torch.float32
+    assert loss_of(small.x).dtype is torch.float32
 
 
 def test_options() -> None:

@@ -75,11 +75,7 @@ class Fed:
         pieces, inputs = list(zip(*columns, strict=True)), len(wholes) - self.target
         given = {0: [piece[:inputs] for piece in pieces]}
         if self.target:
-            last = max(self.given)
-            before = given.get(last, [()] * len(pieces))
-            given[last] = [
-                (*values, piece[-1]) for values, piece in zip(before, pieces, strict=True)
-            ]
+            _deal_target(given, max(self.given), [piece[-1] for piece in pieces])
         return given
 
     @property
@@ -126,11 +122,16 @@ def _to_layers(partition: Partition, how: Layers, chunks: int, batch: Batch, whe
             for values, piece in zip(before, pieces, strict=True)
         ]
     if target:
-        before = given.get(last, [()] * len(pieces))
-        given[last] = [(*values, piece[-1]) for values, piece in zip(before, pieces, strict=True)]
+        _deal_target(given, last, [piece[-1] for piece in pieces])
     fed = {stage: parts for stage, parts in given.items() if where(stage) is not None}
     wholes = _alike(tuple(values)) if not side else ()
     return Fed(fed, rows, len(pieces), partition.graph, bool(target) and last in fed, wholes=wholes)
+
+
+def _deal_target(given: dict[int, list[tuple[Any, ...]]], last: int, targets: list[Any]) -> None:
+    """To the last stage, after what it has."""
+    before = given.get(last, [()] * len(targets))
+    given[last] = [(*values, one) for values, one in zip(before, targets, strict=True)]
 
 
 def _alike(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -181,7 +182,7 @@ def _to_parts(partition: Partition, whole: Whole, chunks: int, batch: Batch, whe
     if own is not None and batch.scores_itself:
         targets, counting = [moved(one, where(last)) for one in own[0]], own[1]
     if targets and last in given:
-        given[last] = [(*v, one) for v, one in zip(given[last], targets, strict=True)]
+        _deal_target(given, last, targets)
     labels = (
         [()]
         if own or target

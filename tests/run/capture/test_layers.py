@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as for_all
 
 from penstock.run.capture.layers import Glance, attributes_of, places_of
+from penstock.run.capture.told import place_of, places_in_columns
 from tests.run.capture.support import batch, emulate, recordings, stack, twins
 
 
@@ -164,3 +165,10 @@ def test_a_replay_follows_hooks_on_all_modules(which: str, monkeypatch: pytest.M
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def test_places_in_columns_are_the_places() -> None:
+    tensors = [torch.zeros(3, 4), torch.zeros(4, 3).t(), nn.Parameter(torch.zeros(2).double())]
+    assert [*zip(*places_in_columns(tensors), strict=True)] == [*map(place_of, tensors)]
+    sparse = [*tensors, torch.zeros(2, 2).to_sparse()]
+    assert places_in_columns(sparse) == [*map(place_of, sparse)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.run.capture.told import Telling, is_still, place_of
+from penstock.run.capture.told import Telling, is_still, place_of, places_in_columns
 from penstock.run.capture.watching import Uncapturable
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -127,22 +127,7 @@ class Glance:
 
     def _look(self) -> tuple[Any, list[Hashable]]:
         told = [tell(v) for values in self._inside for tell in [Telling()] for v in values]
-        return _places_at_a_glance(self._tensors), told
-
-
-def _places_at_a_glance(tensors: Sequence[Tensor]) -> Any:
-    """All that `place_of` tells, column by column: in half the time."""
-    try:
-        where = [tensor.data_ptr() for tensor in tensors]
-    except RuntimeError:  # one has no memory of its own
-        return [*map(place_of, tensors)]
-    return (
-        where,
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.dtype for tensor in tensors],
-        [tensor.requires_grad for tensor in tensors],
-    )
+        return places_in_columns(self._tensors), told
 
 
 def _hooks_of(tensors: Sequence[Tensor]) -> list[Any]:
