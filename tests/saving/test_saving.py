@@ -275,6 +275,44 @@ def test_only_the_last_is_kept_and_other_files_stay(tmp_path: Path) -> None:
     assert pipe.load(folder / "latest") == 2
 
 
+def test_a_save_never_removes_a_folder_of_the_user(tmp_path: Path) -> None:
+    """`save-20240101` looks like a save of ours. It was deleted by the first `pipe.save`."""
+    own = tmp_path / "save-20240101"
+    own.mkdir()
+    (own / "results.csv").write_text("mine")
+    pipe = piped(build())
+    for step in range(3):
+        pipe.save(tmp_path, extra=step)
+    assert (own / "results.csv").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "save-20240101", "save-20240104"]
+    assert pipe.load(tmp_path) == 2
+
+
+def test_a_checkpoint_whose_link_was_lost_stays_until_the_next_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copy tools lose symbolic links. The only good checkpoint was removed before the next one
+    was written, so that a save which then failed left none."""
+    pipe = piped(build())
+    pipe.save(tmp_path, extra=1)
+    (tmp_path / "latest").unlink()
+    with monkeypatch.context() as broken:
+        broken.setattr(FileSystemWriter, "finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe.save(tmp_path, extra=2)
+    assert os.listdir(tmp_path) == ["save-000001"]
+    assert pipe.load(tmp_path / "save-000001") == 1
+
+
+def test_a_checkpoint_from_before_the_marker_is_replaced(tmp_path: Path) -> None:
+    pipe = piped(build())
+    pipe.save(tmp_path, extra=1)
+    (tmp_path / "save-000001" / ".penstock-save").unlink()
+    assert pipe.load(tmp_path) == 1
+    pipe.save(tmp_path, extra=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "save-000002"]
+
+
 def test_what_trains_on_is_not_what_is_saved_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

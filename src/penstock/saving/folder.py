@@ -1,11 +1,18 @@
-"""Where checkpoints stand on disk, so that there is a whole one at every moment.
+"""The layout of a checkpoint folder, and which of its entries a save may remove.
 
     folder/
-      save-000007/        what torch.distributed.checkpoint has written, and extra.pt
-      latest              a link to it
+      save-000007/        the files of torch.distributed.checkpoint, extra.pt and the marker
+      latest              a symbolic link to it
 
-A save writes beside the last one, then replaces the link, in one atomic step: it alone decides
-which one counts. What else is there, of saves that were killed, goes with the next save.
+A save writes beside the last one and then replaces the link in one atomic step. The link alone
+decides which checkpoint counts.
+
+A save removes only what this library has written. Each save carries the file `.penstock-save`
+from the moment it has its name, and a folder without that marker belongs to the user, whatever it
+is called. A checkpoint is removed only after the next one is complete:
+
+    before a save    marked folders without `.metadata`: saves that were killed
+    after a save     marked folders that `latest` does not name, and the folder that it named before
 """
 
 from __future__ import annotations
@@ -20,6 +27,8 @@ from penstock.errors import ArgumentError
 LATEST = "latest"
 _NEW = ".latest.new"
 _SAVE = re.compile(r"save-(\d+)")
+_MARKER = ".penstock-save"
+_TEMPORARY = re.compile(r"\.(new|removed)-save-\d+")
 
 
 def saved(folder: str | os.PathLike[str]) -> Path | None:
@@ -39,7 +48,7 @@ def saved(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def next_place(folder: Path) -> Path:
-    """The path of the save that comes now, made ready: what killed saves have left is removed."""
+    """Create the folder of the next save and return its path; remove saves that were killed."""
     if (folder / LATEST).exists() and not (folder / LATEST).is_symlink():
         raise ArgumentError(
             f"'{folder / LATEST}' is no link that a save has made, and saving would replace it: "
@@ -50,27 +59,56 @@ def next_place(folder: Path) -> Path:
     clean(folder)
     taken = [int(found[1]) for found in map(_SAVE.fullmatch, os.listdir(folder)) if found]
     place = folder / f"save-{max(taken, default=0) + 1:06d}"
-    place.mkdir()
+    # The folder gets its name only once it carries the marker: a save that is killed in between
+    # would leave a folder that looks like the user's own.
+    new = folder / f".new-{place.name}"
+    new.mkdir()
+    write_synced(new / _MARKER, b"A checkpoint that penstock has written, and may remove.\n")
+    new.rename(place)
     return place
 
 
 def commit(place: Path) -> None:
-    """From here on, the save at `place` is the one that counts; the one before it is removed."""
+    """Make the save at `place` the one that counts, then remove those before it."""
     folder = place.parent
+    previous = saved(folder)
     sync(place)
     (folder / _NEW).symlink_to(place.name)
     os.replace(folder / _NEW, folder / LATEST)
     sync(folder)
     clean(folder)
+    for path in folder.iterdir():
+        # The checkpoint that the link named before may be older than the marker.
+        if path != place and _SAVE.fullmatch(path.name) and (_is_marked(path) or path == previous):
+            _remove(path)
 
 
 def clean(folder: Path) -> None:
-    """Remove every save but the one that counts. What cannot be removed is left for later."""
-    counts = saved(folder)
+    """Remove what killed saves have left. What cannot be removed is left for later."""
     (folder / _NEW).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if _SAVE.fullmatch(path.name) and path != counts:
+        if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+        elif _SAVE.fullmatch(path.name) and _is_marked(path) and not _is_whole(path):
+            _remove(path)
+
+
+def _is_marked(path: Path) -> bool:
+    return (path / _MARKER).is_file()
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / ".metadata").exists() and (path / "extra.pt").exists()
+
+
+def _remove(path: Path) -> None:
+    """Rename, then remove: a removal that is killed half-way must not lose the marker first."""
+    removed = path.parent / f".removed-{path.name}"
+    try:
+        path.rename(removed)
+    except OSError:
+        return
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def write_synced(path: Path, data: bytes) -> None:
