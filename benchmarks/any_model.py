@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from penstock import Pipe
-from penstock.run.feed import Batch, feed
+from penstock.run.feed import Batch, build_stage_inputs
 from penstock.stage.stage import OUTSIDE
 
 STAGES = 4
@@ -49,10 +49,10 @@ def gpt2(tiny: bool) -> GPT2LMHeadModel:
 
 def stage_by_stage(pipe: Pipe, inputs: dict[str, Tensor]) -> Any:
     """The forwards of all stages, with what comes from outside dealt out as in a call."""
-    partition = pipe._split.partition
-    fed = feed(partition, 1, Batch((), inputs), lambda stage: CPU)
+    partition = pipe._placed_partition.partition
+    fed = build_stage_inputs(partition, 1, Batch((), inputs), lambda stage: CPU)
     arrived: dict[int, dict[int, tuple[Any, ...]]] = {
-        stage: {OUTSIDE: values[0]} for stage, values in fed.given.items()
+        stage: {OUTSIDE: values[0]} for stage, values in fed.by_stage.items()
     }
     for stage in partition.stages:
         for dst, values in stage.compute(arrived[stage.index]).items():
@@ -113,7 +113,9 @@ def main() -> None:
         runtime="inline",
     )
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    print(f"GPT-2, {numbers:,} parameters, stages of {pipe._split.partition.counts} units,")
+    print(
+        f"GPT-2, {numbers:,} parameters, stages of {pipe._placed_partition.partition.counts} units,"
+    )
     print(f"float32, one thread, torch {torch.__version__}, medians of {asked.rounds} rounds\n")
     print("| rows x tokens | unsplit | stages | wall | cpu | more | pipe | wall | cpu | more |")
     print("|---|---|---|---|---|---|---|---|---|---|")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from time import process_time
 
-from penstock.balance import Device, Task, Unit, Value, best_cut
+from penstock.balance import CutProblem, DeviceCapacity, UnitLoad, UnitOutput, find_best_cut
 
 SIZES = [(100, 8), (300, 16), (1000, 64)]
 Seconds = Callable[[Random, int], float]
@@ -29,17 +29,24 @@ SPEEDS: dict[str, Callable[[Random, int], float]] = {
 }
 
 
-def task(units: int, stages: int, costs: str, speeds: str, messages: bool, tight: bool) -> Task:
+def task(
+    units: int, stages: int, costs: str, speeds: str, messages: bool, tight: bool
+) -> CutProblem:
     """Units that keep 1 byte each; a skip from every fifth unit to another, up to 50 further."""
     random = Random(units)
-    made = [Unit(COSTS[costs](random, at), holds=1.0, keeps=0.1) for at in range(units)]
-    values = [Value(at, (at + 1,), random.randint(1, 9)) for at in range(units - 1)]
+    made = [
+        UnitLoad(COSTS[costs](random, at), static_bytes=1.0, activation_bytes=0.1)
+        for at in range(units)
+    ]
+    values = [UnitOutput(at, (at + 1,), random.randint(1, 9)) for at in range(units - 1)]
     for at in range(0, units - 60, 5):
-        values.append(Value(at, (at + random.randint(2, 50), at + 55), 4))
+        values.append(UnitOutput(at, (at + random.randint(2, 50), at + 55), 4))
     # with as many in flight as 1f1b has, this is little more than the units need
     room = 1.15 * units / stages * (1 + 0.1 * stages / 2) if tight else float("inf")
-    devices = [Device(SPEEDS[speeds](random, rank), room) for rank in range(stages)]
-    return Task(tuple(made), tuple(devices), tuple(values), second_a_byte=0.02 if messages else 0.0)
+    devices = [DeviceCapacity(SPEEDS[speeds](random, rank), room) for rank in range(stages)]
+    return CutProblem(
+        tuple(made), tuple(devices), tuple(values), seconds_per_byte=0.02 if messages else 0.0
+    )
 
 
 def cases() -> Iterator[tuple[int, int, str, str, bool, bool]]:
@@ -57,7 +64,7 @@ def main() -> None:
     for units, stages, costs, speeds, messages, tight in cases():
         asked = task(units, stages, costs, speeds, messages, tight)
         start = process_time()
-        cut = best_cut(asked)
+        cut = find_best_cut(asked)
         seconds = process_time() - start
         ideal = sum(u.seconds for u in asked.units) / sum(d.speed for d in asked.devices)
         cells = [
@@ -68,7 +75,7 @@ def main() -> None:
             "cost" if messages else "free",
             "tight" if tight else "enough",
             f"{seconds:.2f}",
-            f"{cut.bottleneck / ideal:.3f}",
+            f"{cut.bottleneck_seconds / ideal:.3f}",
         ]
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Cost, Pipe
-from penstock.stage.places import Place
+from penstock.stage.places import Device
 from penstock.timeline import Timeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "fit")
@@ -95,7 +95,7 @@ def main() -> None:
     kind: dict[str, Any] = {}
     machine = f"{os.cpu_count()} cores"
     if on_gpu:
-        places = list[Place](penstock.virtual_devices("cuda:0", ranks, given.sms))
+        places = list[Device](penstock.virtual_devices("cuda:0", ranks, given.sms))
         kind = {"device": "cuda:0", "dtype": torch.bfloat16}
         machine = f"{torch.cuda.get_device_name()}, {given.sms} multiprocessors a rank"
     torch.set_num_threads(1)

@@ -138,7 +138,7 @@ def figure_5(given: argparse.Namespace) -> Iterator[Claim]:
     (group,) = penstock.virtual_devices("cuda:0", 1)
     where: list[tuple[str, Any, torch.cuda.Stream]] = [
         ("the whole GPU", "cuda:0", torch.cuda.Stream()),
-        (f"one group of {group.sms}", group, group.compute),
+        (f"one group of {group.sms}", group, group.compute_stream),
     ]
     for rows in (512, 4096):
         bench = mlp(rows, given)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipe
 from penstock.stage.places import Cpu, Gpu
-from penstock.stage.stamps import StampedGpu
+from penstock.stage.stamps import TimestampedGpu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -57,7 +57,7 @@ def silent(places: Sequence[Any]) -> Iterator[None]:
     nothing: Callable[..., float] = lambda *_: 0.0  # noqa: E731
     for place in places:
         place.now = place.sent = nothing
-    stamped: Any = StampedGpu
+    stamped: Any = TimestampedGpu
     now, stamped.now = stamped.now, nothing
     try:
         yield

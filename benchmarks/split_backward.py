@@ -23,22 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.demo.model import Block, Size
-from penstock.partition.sequential import cut
-from penstock.stage.context import Context
-from penstock.stage.parcel import Parcel
+from penstock.demo.model import DemoSize, TransformerBlock
+from penstock.partition.sequential import cut_sequential
+from penstock.stage.context import CallerContext
+from penstock.stage.parcel import Payload
 from penstock.stage.stage import OUTSIDE, Stage
-from penstock.stage.tape import Keep, Tape
+from penstock.stage.tape import SavedForBackward, StageRunner
 
 BLOCKS = (8, 16, 32, 64)
-SIZE = Size(width=16, blocks=1, heads=2, context=8, rows=2)
+SIZE = DemoSize(width=16, blocks=1, heads=2, context=8, rows=2)
 
 Timed = dict[str, float]
 
 
 def blocks(number: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(SIZE) for _ in range(number)])
+    return nn.Sequential(*[TransformerBlock(SIZE) for _ in range(number)])
 
 
 def inputs() -> Tensor:
@@ -56,14 +56,14 @@ def seconds(times: Timed, name: str, work: Callable[[], Any]) -> Any:
 
 def penstock(stage: Stage, x: Tensor, divided: bool) -> Timed:
     """One cell, as a pipe computes it."""
-    context = Context.here(frozenset({"cpu"}))
-    tape = Tape(stage, context, lambda i: Keep.GRAPH, lambda i: divided)
-    given = Parcel((x.detach(),), None, (True,))
+    context = CallerContext.current(frozenset({"cpu"}))
+    tape = StageRunner(stage, context, lambda i: SavedForBackward.GRAPH, lambda i: divided)
+    given = Payload((x.detach(),), None, (True,))
     times: Timed = {}
     made = seconds(times, "F", lambda: tape.forward(0, {OUTSIDE: given}))
     (output,) = made[OUTSIDE].tensors
     gradients = {OUTSIDE: (torch.ones_like(output),)}
-    seconds(times, "I" if divided else "B", lambda: tape.backward(0, gradients, retain=False))
+    seconds(times, "I" if divided else "B", lambda: tape.backward(0, gradients, retain_graph=False))
     if divided:
         seconds(times, "W", lambda: tape.backward_weights(0))
     return times
@@ -83,7 +83,7 @@ def pytorch(model: nn.Sequential, x: Tensor) -> Timed:
 
 
 def ways(model: nn.Sequential, x: Tensor) -> dict[str, Callable[[], Timed]]:
-    (stage,) = cut(model, [len(model)]).stages
+    (stage,) = cut_sequential(model, [len(model)]).stages
     return {
         "whole": lambda: penstock(stage, x, divided=False),
         "split": lambda: penstock(stage, x, divided=True),

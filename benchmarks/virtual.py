@@ -116,7 +116,7 @@ def contention(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
 
     def work(place: VirtualGpu, mine: nn.Module, found: list[float]) -> None:
         torch.autograd.set_multithreading_enabled(False)
-        with place.entered():
+        with place.activate():
             for turn in range(4 + TURNS):
                 if turn == 4:
                     start = torch.cuda.Event(enable_timing=True)
@@ -155,8 +155,8 @@ def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) 
         begin = torch.cuda.current_stream().record_event()
         for place, graph in zip(places[:number], graphs, strict=False):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            place.compute.wait_event(begin)
-            with place.entered():
+            place.compute_stream.wait_event(begin)
+            with place.activate():
                 start.record()
                 graph.replay()
                 end.record()
@@ -176,7 +176,7 @@ def captured(place: VirtualGpu, stage: nn.Module, x: Tensor) -> torch.cuda.CUDAG
         for _ in range(turns):
             loss_of(stage(x)).backward()
 
-    return graph_of(lambda: work(2), lambda: work(TURNS), place.compute)
+    return graph_of(lambda: work(2), lambda: work(TURNS), place.compute_stream)
 
 
 def graph_of(

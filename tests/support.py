@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from penstock import Pipe, is_recomputing, pop, skippable, stash
 from penstock.ir import Op
-from penstock.lower import joined
-from penstock.stage.batchnorm import DeferredBatchNorm
-from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
+from penstock.lower import join_split_backwards
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
+from penstock.stage.randomness import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 
 torch.set_num_threads(1)  # tests run beside each other, on tensors of a few numbers
 
@@ -79,7 +79,7 @@ def trained(pipe: Pipe, x: Tensor, target: Tensor, door: str) -> Outcome:
 
 def order_of_backwards(pipe: Pipe, microbatches: int) -> list[int]:
     """The order in which each stage takes its backwards, which is the same for all stages."""
-    schedule = joined(pipe.forecast().program.schedule)
+    schedule = join_split_backwards(pipe.forecast().program.schedule)
     actions = [action for lane in schedule.lanes for action in lane if action.op is Op.B]
     orders = [
         [a.microbatch for a in actions if a.stage == stage and a.microbatch < microbatches]
@@ -97,19 +97,19 @@ def cut(layers: Sequence[nn.Module], counts: Sequence[int]) -> list[Sequence[nn.
 
 def forwards(model: nn.Sequential, pieces: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """The outputs of the micro-batches: layer after layer, drawing what a pipe's cells draw."""
-    seed = next_seed()
+    seed = peek_seed()
     drew = False
     outputs = []
     for microbatch, piece in enumerate(pieces):
         value = piece
         for stage, layers in enumerate(cut(list(model), counts)):
-            with OwnRandom(seed_of_cell(seed, stage, microbatch)) as random:
+            with CellRngMode(derive_cell_seed(seed, stage, microbatch)) as random:
                 for layer in layers:
                     value = layer(value)
-            drew |= random.drew
+            drew |= random.has_drawn
         outputs.append(value)
     if drew:
-        move_on()
+        advance_caller_rng()
     return outputs
 
 
@@ -132,8 +132,8 @@ def unsplit(
     """
     pieces = x.chunk(chunks)
     for layer in model.modules():
-        if isinstance(layer, DeferredBatchNorm):
-            layer.begin(len(pieces))
+        if isinstance(layer, DeferredStatsBatchNorm):
+            layer.begin_minibatch(len(pieces))
     with under:
         outputs = forwards(model, pieces, counts)
     if door == "step":

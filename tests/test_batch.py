@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import ArgumentError, Chunk, Misfit, NoChunk, RunError
-from penstock.batch import Rows, check_inputs, gather, scatter
+from penstock import ArgumentError, BatchShapeError, Chunk, NoChunk, RunError
+from penstock.batch import MicrobatchRows, check_inputs, gather, scatter
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_a_batch_is_cut_as_torch_chunk_cuts(rows: int, chunks: int) -> None:
     assert list(map(Tensor.tolist, found)) == list(map(Tensor.tolist, x.chunk(chunks)))
     parts, how = scatter((x, "whole", x + 1), chunks)
     assert [len(a) for a, _, _ in parts] == [len(piece) for piece in found]
-    assert how == Rows(tuple(map(len, found)), 0) == scatter((x,), chunks)[1]
+    assert how == MicrobatchRows(tuple(map(len, found)), 0) == scatter((x,), chunks)[1]
 
 
 def test_what_is_no_tensor_and_what_is_not_to_be_cut_goes_everywhere() -> None:
@@ -87,8 +87,8 @@ def test_one_tensor_given_twice_is_one_in_each_micro_batch() -> None:
 def test_nothing_to_cut_is_one_micro_batch(whole: Any) -> None:
     pieces, rows = scatter((whole, 1), 4)
     assert same(pieces, [(getattr(whole, "tensor", whole), 1)])
-    assert rows == Rows()
-    assert rows.shares() == [1.0]
+    assert rows == MicrobatchRows()
+    assert rows.fractions() == [1.0]
 
 
 @pytest.mark.parametrize("dim", [1, -2])
@@ -101,7 +101,7 @@ def test_a_tensor_may_have_its_rows_elsewhere(dim: int) -> None:
 def test_the_first_tensor_says_where_the_rows_are() -> None:
     x, lengths = torch.arange(8).view(2, 4), torch.arange(4)
     pieces, rows = scatter((NoChunk(torch.zeros(9)), Chunk(x, dim=1), lengths), 2)
-    assert rows == Rows((2, 2), 1)
+    assert rows == MicrobatchRows((2, 2), 1)
     assert same(pieces[1][1:], (x[:, 2:], lengths[2:]))
 
 
@@ -140,7 +140,7 @@ def test_every_tensor_that_does_not_fit_is_named_with_both_ways_to_say_what_is_m
         {"lengths": torch.zeros(5)},
         Chunk(torch.zeros(2, 3), dim=1),
     )
-    with pytest.raises(Misfit) as caught:
+    with pytest.raises(BatchShapeError) as caught:
         scatter(values, 4, ["input 0", "input 1", "mask", "target", "table"])
     assert str(caught.value).splitlines() == [
         "the inputs would give different numbers of micro-batches, or different parts of them: "
@@ -194,8 +194,8 @@ def test_a_dim_is_a_number(dim: Any) -> None:
 )
 def test_shares_are_parts_of_the_rows(rows: int, chunks: int, expected: list[float]) -> None:
     x = torch.zeros(rows, 3)
-    assert scatter((x,), chunks)[1].shares() == expected
-    assert scatter((NoChunk(torch.zeros(7)), "a", {"x": x}), chunks)[1].shares() == expected
+    assert scatter((x,), chunks)[1].fractions() == expected
+    assert scatter((NoChunk(torch.zeros(7)), "a", {"x": x}), chunks)[1].fractions() == expected
 
 
 # ---- what a pipe takes --------------------------------------------------------------------
@@ -232,13 +232,13 @@ def test_inputs_with_a_tensor_somewhere() -> None:
 
 def test_tensors_are_joined_by_rows() -> None:
     pieces = [torch.zeros(2, 1), torch.ones(1, 1)]
-    assert same(gather(pieces, Rows((2, 1))), torch.tensor([[0.0], [0], [1]]))
-    assert same(gather([torch.zeros(2)], Rows((2,))), torch.zeros(2))
+    assert same(gather(pieces, MicrobatchRows((2, 1))), torch.tensor([[0.0], [0], [1]]))
+    assert same(gather([torch.zeros(2)], MicrobatchRows((2,))), torch.zeros(2))
 
 
 def test_so_many_rows_for_each_row() -> None:
     x = torch.arange(15).view(15, 1)
-    assert same(gather(list(x.split([6, 6, 3])), Rows((2, 2, 1))), x)
+    assert same(gather(list(x.split([6, 6, 3])), MicrobatchRows((2, 2, 1))), x)
 
 
 @pytest.mark.parametrize(
@@ -255,35 +255,35 @@ def test_so_many_rows_for_each_row() -> None:
     ids=["no dims", "a mean", "a table", "some rows", "padded", "now and then", "empty"],
 )
 def test_tensors_without_rows_become_lists(pieces: list[Tensor]) -> None:
-    assert same(gather(pieces, Rows((4, 2))), pieces)
-    found = gather([(piece, 1) for piece in pieces], Rows((4, 2)))
+    assert same(gather(pieces, MicrobatchRows((4, 2))), pieces)
+    found = gather([(piece, 1) for piece in pieces], MicrobatchRows((4, 2)))
     assert same(found, (pieces, [1, 1]))
 
 
 def test_a_batch_without_rows() -> None:
     pieces = [torch.zeros(0, 2)] * 3
-    assert same(gather(pieces, Rows((0, 0, 0))), torch.zeros(0, 2))
+    assert same(gather(pieces, MicrobatchRows((0, 0, 0))), torch.zeros(0, 2))
 
 
 def test_outputs_of_a_batch_that_was_not_cut() -> None:
     table = torch.zeros(5, 5)
-    assert gather([table], Rows()) is table
-    assert same(gather([torch.tensor(1.0)], Rows()), [torch.tensor(1.0)])
+    assert gather([table], MicrobatchRows()) is table
+    assert same(gather([torch.tensor(1.0)], MicrobatchRows()), [torch.tensor(1.0)])
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_rows_are_joined_where_the_batch_was_cut(dim: int) -> None:
     y = torch.arange(4 * 5 * 6).view(4, 5, 6)
     counts = [1] * (y.size(dim) - 2) + [2]
-    assert same(gather(list(y.split(counts, dim)), Rows(tuple(counts), dim)), y)
+    assert same(gather(list(y.split(counts, dim)), MicrobatchRows(tuple(counts), dim)), y)
     a_row = torch.arange(sum(counts))
-    assert same(gather(list(a_row.split(counts)), Rows(tuple(counts), dim)), a_row)
+    assert same(gather(list(a_row.split(counts)), MicrobatchRows(tuple(counts), dim)), a_row)
 
 
 def test_of_a_batch_cut_elsewhere_no_multiples_are_joined() -> None:
     """Their rows may be in another order: time steps first, say."""
     pieces = [torch.zeros(6, 1), torch.ones(6, 1)]
-    assert same(gather(pieces, Rows((2, 2), 1)), pieces)
+    assert same(gather(pieces, MicrobatchRows((2, 2), 1)), pieces)
 
 
 def test_rows_on_two_dims_are_refused() -> None:
@@ -292,14 +292,14 @@ def test_rows_on_two_dims_are_refused() -> None:
         r"an output of shape \(2, 2, 5\) has the rows of its micro-batch, 2, on dim 1 and on dim 0"
     )
     with pytest.raises(RunError, match=message):
-        gather(pieces, Rows((2, 2), 1))
-    assert same(gather(pieces[:1], Rows((2,), 1)), pieces[0])
+        gather(pieces, MicrobatchRows((2, 2), 1))
+    assert same(gather(pieces[:1], MicrobatchRows((2,), 1)), pieces[0])
 
 
 def test_other_values_become_lists() -> None:
-    found = gather([(torch.zeros(1), 3, None), (torch.ones(1), 4, None)], Rows((1, 1)))
+    found = gather([(torch.zeros(1), 3, None), (torch.ones(1), 4, None)], MicrobatchRows((1, 1)))
     assert same(found, (torch.tensor([0.0, 1]), [3, 4], [None, None]))
-    assert gather(["a", "b"], Rows((1, 1))) == ["a", "b"]
+    assert gather(["a", "b"], MicrobatchRows((1, 1))) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -315,15 +315,15 @@ def test_other_values_become_lists() -> None:
 )
 def test_values_keep_their_shape(shape: Any) -> None:
     a, b = torch.arange(6).view(3, 2), torch.arange(3)
-    found = gather([shape(a[:2], b[:2]), shape(a[2:], b[2:])], Rows((2, 1)))
+    found = gather([shape(a[:2], b[:2]), shape(a[2:], b[2:])], MicrobatchRows((2, 1)))
     assert same(found, shape(a, b))
 
 
 def test_outputs_of_different_shapes_stay_apart() -> None:
     given = [(torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)]
-    assert gather(given, Rows((1, 1))) == given
+    assert gather(given, MicrobatchRows((1, 1))) == given
 
 
 def test_outputs_with_a_tensor_now_and_then() -> None:
     tensor = torch.zeros(1)
-    assert gather([{"a": tensor}, {"a": None}], Rows((1, 1))) == {"a": [tensor, None]}
+    assert gather([{"a": tensor}, {"a": None}], MicrobatchRows((1, 1))) == {"a": [tensor, None]}

@@ -15,13 +15,13 @@ from penstock import (
     Cost,
     Deadlock,
     FormatError,
+    InvalidScheduleError,
     MissingExtra,
     Op,
     PenstockError,
     Program,
     Schedule,
     StageGraph,
-    Unsound,
     cli,
     dumps,
     loads,
@@ -69,7 +69,7 @@ def test_errors_survive_a_pickle_and_a_copy() -> None:
         list(play(loads("0B0 0F0")))
     errors: list[PenstockError] = [
         stuck.value,
-        Unsound("must not run:", ["this", "and that"]),
+        InvalidScheduleError("must not run:", ["this", "and that"]),
         FormatError("is no schedule:", ["line 1"]),
         MissingExtra("rich", "cli", "colour"),
         ArgumentError("no"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Pipe, is_checkpointing, pop, skippable, stash, verify_skippables
-from penstock.partition.sequential import device_of
+from penstock.partition.sequential import find_layer_device
 from tests.support import (
     Do,
     Pop,
@@ -365,8 +365,8 @@ def test_9_skippables_take_and_give_anything(checkpoint: str) -> None:
 def test_10_buffers_tell_the_device() -> None:
     layer = nn.Module()
     layer.register_buffer("table", torch.zeros(3, device="meta"))
-    assert device_of(layer) == torch.device("meta")
-    assert device_of(nn.BatchNorm1d(3, affine=False).to("meta")) == torch.device("meta")
+    assert find_layer_device(layer) == torch.device("meta")
+    assert find_layer_device(nn.BatchNorm1d(3, affine=False).to("meta")) == torch.device("meta")
 
 
 # ---- 12. CPU stages never overlapped ------------------------------------------------------

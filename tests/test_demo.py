@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from penstock import Pipe, cli
 from penstock.cli import demo
 from penstock.demo import devices as found
-from penstock.demo.devices import Layout, devices_at_hand, devices_named
-from penstock.demo.model import Size, byte_transformer, next_byte_loss
-from penstock.demo.session import compare_gradients, measure, train, written
-from penstock.demo.text import batches, stdlib_text
+from penstock.demo.devices import DeviceLayout, find_devices, parse_devices
+from penstock.demo.model import DemoSize, build_byte_transformer, next_byte_loss
+from penstock.demo.session import compare_gradients, generate_text, measure_steps, train
+from penstock.demo.text import iter_random_batches, load_stdlib_text
 from penstock.errors import ArgumentError, MissingExtra
 
 pytest.importorskip("matplotlib")
 
-TINY = Size(width=8, blocks=2, heads=2, context=8, rows=4)
-CPUS = devices_named("cpu,cpu")
+TINY = DemoSize(width=8, blocks=2, heads=2, context=8, rows=4)
+CPUS = parse_devices("cpu,cpu")
 PICTURES = {f"{name}.{kind}" for name in ("naive", "pipeline") for kind in ("svg", "png", "json")}
 
 Run = Callable[[str], int]
@@ -43,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setenv("COLUMNS", "100")
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(demo, "ON_CPU", TINY)
+    monkeypatch.setattr(demo, "CPU_SIZE", TINY)
 
     def call(words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["penstock", "demo", *words.split()])
@@ -55,11 +55,11 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def laid_out() -> tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]]:
+def laid_out() -> tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]]:
     """A tiny model, its layout on two CPU ranks, and a batch."""
-    model = byte_transformer(TINY)
-    batch = next(batches(stdlib_text(), TINY.rows, TINY.context, seed=0))
-    return model, Layout(CPUS, (1.0,) * len(model)), batch
+    model = build_byte_transformer(TINY)
+    batch = next(iter_random_batches(load_stdlib_text(), TINY.rows, TINY.context, seed=0))
+    return model, DeviceLayout(CPUS, (1.0,) * len(model)), batch
 
 
 # ---- the command --------------------------------------------------------------------------
@@ -97,7 +97,9 @@ def test_in_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=100)
     monkeypatch.setattr(demo, "Console", lambda: terminal)
-    demo.show_progress((demo.Reading(step, 2.5, 12345.0, 0.125) for step in (1, 2)), steps=2)
+    demo.show_progress(
+        (demo.TrainingProgress(step, 2.5, 12345.0, 0.125) for step in (1, 2)), steps=2
+    )
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "━" in shown
     assert "2/2 loss 2.50  12.35k tokens/s  bubble 12%" in shown
@@ -214,29 +216,33 @@ def test_interrupted_it_ends_at_once_and_quietly(tmp_path: Path) -> None:
 
 
 def test_the_text_is_found_and_is_python() -> None:
-    text = bytes(stdlib_text().tolist())
+    text = bytes(load_stdlib_text().tolist())
     assert b"def dataclass(" in text
     assert b"def get_path(" in text
 
 
 def test_without_sources_it_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=f"no Python sources in {tmp_path}"):
-        stdlib_text(tmp_path)
+        load_stdlib_text(tmp_path)
 
 
 def test_batches_are_pieces_of_the_text_and_the_seed_decides_which() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    inputs, target = next(batches(text, rows=5, context=16, seed=1))
+    inputs, target = next(iter_random_batches(text, rows=5, context=16, seed=1))
     assert inputs.shape == target.shape == (5, 16)
     assert torch.equal(target, inputs + 1)
-    again, other = (next(batches(text, rows=5, context=16, seed=seed))[0] for seed in (1, 2))
+    again, other = (
+        next(iter_random_batches(text, rows=5, context=16, seed=seed))[0] for seed in (1, 2)
+    )
     assert torch.equal(inputs, again)
     assert not torch.equal(inputs, other)
 
 
 def test_the_last_piece_of_the_text_is_in_reach() -> None:
     text = torch.arange(10, dtype=torch.uint8)
-    starts = {int(x[0, 0]) for x, _ in zip_first(batches(text, rows=1, context=8, seed=0), 40)}
+    starts = {
+        int(x[0, 0]) for x, _ in zip_first(iter_random_batches(text, rows=1, context=8, seed=0), 40)
+    }
     assert starts == {0, 1}
 
 
@@ -245,7 +251,7 @@ def zip_first(endless: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def test_the_model_is_causal() -> None:
-    model = byte_transformer(TINY)
+    model = build_byte_transformer(TINY)
     text = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(0))
     other = text.clone()
     other[0, 5] = (other[0, 5] + 1) % 256
@@ -255,31 +261,32 @@ def test_the_model_is_causal() -> None:
 
 def test_the_model_takes_no_random_numbers_from_the_caller() -> None:
     before = torch.get_rng_state()
-    byte_transformer(TINY, seed=3)
+    build_byte_transformer(TINY, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_training_lowers_the_loss(
-    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+    laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, batch = laid_out
-    pipe = layout.pipe(model, "1f1b", 2)
+    pipe = layout.build_pipe(model, "1f1b", 2)
     losses = [float(r.loss) for r in train(pipe, iter([batch] * 40), 40, CPUS)]
     assert losses[-1] < losses[0] - 0.3
 
 
 def test_gradients_are_those_of_the_unsplit_model(
-    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+    laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, batch = laid_out
     sameness = compare_gradients(model, layout, "1f1b", 4, batch)
-    assert sameness.holds
-    assert sameness.largest > 1e-3
-    assert sameness.tensors == len(list(model.parameters()))
+    assert sameness.is_equal
+    assert sameness.max_gradient > 1e-3
+    assert sameness.tensor_count == len(list(model.parameters()))
 
 
 def test_no_gradient_or_no_number_is_a_difference(
-    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+    laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, layout, batch = laid_out
     step = Pipe.step
@@ -294,47 +301,49 @@ def test_no_gradient_or_no_number_is_a_difference(
         monkeypatch.setattr(Pipe, "step", spoil)
 
     spoilt(None)
-    assert not compare_gradients(model, layout, "1f1b", 2, batch).holds
+    assert not compare_gradients(model, layout, "1f1b", 2, batch).is_equal
     spoilt(torch.full((256,), float("nan"), dtype=torch.float64))
-    assert not compare_gradients(model, layout, "1f1b", 2, batch).holds
+    assert not compare_gradients(model, layout, "1f1b", 2, batch).is_equal
 
 
 def test_measuring_leaves_weights_and_gradients_alone(
-    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+    laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, batch = laid_out
     before = [parameter.clone() for parameter in model.parameters()]
-    pipe = layout.pipe(model, "1f1b", 2)
-    (measured,) = measure([pipe], batch, times=3)
+    pipe = layout.build_pipe(model, "1f1b", 2)
+    (measured,) = measure_steps([pipe], batch, repeats=3)
     assert measured.timeline.makespan > 0
     assert measured.forecast.program == measured.timeline.program
-    assert measured.counted_in(4).timeline.peak == tuple(4 * p for p in measured.timeline.peak)
+    assert measured.rescale_activations(4).timeline.peak == tuple(
+        4 * p for p in measured.timeline.peak
+    )
     for parameter, value in zip(pipe.parameters(), before, strict=True):
         assert parameter.grad is None
         assert torch.equal(parameter, value)
 
 
 def test_writing_goes_on_past_the_context(
-    laid_out: tuple[nn.Sequential, Layout, tuple[Tensor, Tensor]],
+    laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, _ = laid_out
-    pipe = layout.pipe(model, "1f1b", 2)
-    prose = written(pipe, b"def ", 12, TINY.context, seed=0)
+    pipe = layout.build_pipe(model, "1f1b", 2)
+    prose = generate_text(pipe, b"def ", 12, TINY.context, seed=0)
     assert prose.startswith(b"def ")
     assert len(prose) == 16
-    assert prose == written(pipe, b"def ", 12, TINY.context, seed=0)
+    assert prose == generate_text(pipe, b"def ", 12, TINY.context, seed=0)
 
 
 def test_every_pipe_over_a_layout_is_cut_by_the_same_times() -> None:
-    layout = Layout(CPUS, (1.0, 1.0, 1.0, 3.0))
-    assert list(layout.cuts("1f1b")) == list(layout.cuts("naive")) == [3, 1]
-    assert list(layout.cuts("interleaved")) == [1, 1, 1, 1]
+    layout = DeviceLayout(CPUS, (1.0, 1.0, 1.0, 3.0))
+    assert list(layout.layers_per_stage("1f1b")) == list(layout.layers_per_stage("naive")) == [3, 1]
+    assert list(layout.layers_per_stage("interleaved")) == [1, 1, 1, 1]
 
 
 def test_the_layers_are_measured() -> None:
-    model = byte_transformer(replace(TINY, width=64))
+    model = build_byte_transformer(replace(TINY, width=64))
     example = torch.zeros(2, 8, dtype=torch.long)
-    seconds = Layout.measured(CPUS, model, example).seconds
+    seconds = DeviceLayout.measure(CPUS, model, example).layer_seconds
     assert len(seconds) == len(model)
     assert seconds[1] > seconds[0]  # a block takes longer than looking up bytes
 
@@ -344,29 +353,29 @@ def test_the_layers_are_measured() -> None:
 
 def test_without_a_gpu_there_are_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert [repr(place) for place in devices_at_hand().places] == ["cpu", "cpu"]
+    assert [repr(place) for place in find_devices().by_rank] == ["cpu", "cpu"]
 
 
 def test_every_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(found, "place_at", lambda name: name)
-    places: tuple[Any, ...] = devices_at_hand().places
+    monkeypatch.setattr(found, "resolve_device", lambda name: name)
+    places: tuple[Any, ...] = find_devices().by_rank
     assert places == ("cuda:0", "cuda:1", "cuda:2")
 
 
 def test_one_gpu_is_cut_or_it_is_said_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(found, "virtual_devices", lambda name, n: [f"{name}/{i}" for i in range(n)])
-    places: tuple[Any, ...] = devices_at_hand().places
+    places: tuple[Any, ...] = find_devices().by_rank
     assert places == ("cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3")
 
     def missing(name: str, n: int) -> list[Any]:
         raise MissingExtra("cuda-bindings", "cuda", "to cut a GPU")
 
     monkeypatch.setattr(found, "virtual_devices", missing)
-    devices = devices_at_hand()
-    assert [repr(place) for place in devices.places] == ["cpu", "cpu"]
-    assert "pip install 'penstock[cuda]'" in devices.why
+    devices = find_devices()
+    assert [repr(place) for place in devices.by_rank] == ["cpu", "cpu"]
+    assert "pip install 'penstock[cuda]'" in devices.reason
 
 
 def test_the_loss_of_guessing_is_that_of_256_choices() -> None:

@@ -214,7 +214,7 @@ def test_pictures_stand_beside_pages_with_code() -> None:
 def errors_of(source: Path) -> Iterator[list[str]]:
     """The literal pieces of each message with which an error is made."""
     ours = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
-    makers = {*ours, "Uncapturable", "RuntimeError", "TypeError", "ValueError", "warn"}
+    makers = {*ours, "CaptureError", "RuntimeError", "TypeError", "ValueError", "warn"}
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Call) and node.args:
             maker = getattr(node.func, "id", getattr(node.func, "attr", ""))

@@ -6,11 +6,11 @@ from penstock import errors
 from penstock.errors import (
     ArgumentError,
     FormatError,
-    KindError,
+    InvalidScheduleError,
     MissingExtra,
     PenstockError,
+    PenstockTypeError,
     RunError,
-    Unsound,
 )
 from penstock.play import Deadlock
 
@@ -20,9 +20,9 @@ from penstock.play import Deadlock
     [
         (ArgumentError, ValueError),
         (FormatError, ValueError),
-        (KindError, TypeError),
+        (PenstockTypeError, TypeError),
         (RunError, RuntimeError),
-        (Unsound, ValueError),
+        (InvalidScheduleError, ValueError),
         (Deadlock, RuntimeError),
         (MissingExtra, ImportError),
     ],
@@ -43,9 +43,9 @@ def test_every_error_stands_in_the_tree_at_the_top_of_the_file() -> None:
             assert error.__name__ in str(errors.__doc__)
 
 
-@pytest.mark.parametrize("error", [FormatError, Unsound])
+@pytest.mark.parametrize("error", [FormatError, InvalidScheduleError])
 def test_a_list_of_problems_stands_under_its_headline(
-    error: type[FormatError] | type[Unsound],
+    error: type[FormatError] | type[InvalidScheduleError],
 ) -> None:
     raised = error("two things are wrong:", ["this", "that"])
     assert str(raised) == "two things are wrong:\n  this\n  that"

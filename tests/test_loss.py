@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock import KindError, Pipe, RunError
-from penstock.stage.reduction import Reduction, reduction_of
+from penstock import PenstockTypeError, Pipe, RunError
+from penstock.stage.reduction import LossReduction, resolve_reduction
 from tests.pairs import each_pair
 from tests.support import (
     SCHEDULES,
@@ -452,14 +452,14 @@ def test_hooks_run_as_ever_where_weights_are_known_ahead() -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch.compile's own
 def test_which_losses_count_what() -> None:
     def counted(loss_fn: Any, asked: str | None = None) -> tuple[bool, bool]:
-        rule = reduction_of(loss_fn, asked)
-        return rule.sums, rule.counting is not None
+        rule = resolve_reduction(loss_fn, asked)
+        return rule.is_sum, rule.target_counter is not None
 
     class Mine(nn.CrossEntropyLoss):
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             return super().forward(input, target).square()
 
-    assert reduction_of(None, None) == Reduction(sums=False)
+    assert resolve_reduction(None, None) == LossReduction(is_sum=False)
     assert counted(F.cross_entropy) == counted(nn.NLLLoss(), "mean") == (False, True)
     assert counted(torch.compile(nn.CrossEntropyLoss())) == (False, True)
     assert counted(nn.CrossEntropyLoss(reduction="sum")) == (True, False)
@@ -681,8 +681,8 @@ def test_targets_that_a_function_of_ones_own_may_ignore() -> None:
 @pytest.mark.parametrize("given", [3, nn.CrossEntropyLoss])
 def test_what_is_no_loss(given: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 3)).double()
-    with pytest.raises(KindError, match="loss_fn is called as"):
+    with pytest.raises(PenstockTypeError, match="loss_fn is called as"):
         Pipe(model, loss_fn=given)
     x, target = batch(7)
-    with pytest.raises(KindError, match="loss_fn is called as"):
+    with pytest.raises(PenstockTypeError, match="loss_fn is called as"):
         Pipe(model).step(x, target=target, loss_fn=given)

@@ -13,7 +13,7 @@ from penstock.lower import (
     lower,
     recompute,
     recompute_mode,
-    without_recompute,
+    remove_recompute,
 )
 from penstock.notation import dumps, loads
 from penstock.play import Deadlock, Sends, play
@@ -235,4 +235,4 @@ def test_forwards_first_keeps_both_orders() -> None:
 
 def test_without_recompute_undoes_recompute() -> None:
     plain = schedules.interleaved(2, 4)
-    assert without_recompute(recompute(plain, recompute_mode("always", 4))) == plain
+    assert remove_recompute(recompute(plain, recompute_mode("always", 4))) == plain

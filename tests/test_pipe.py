@@ -16,15 +16,15 @@ from torch.nn import functional
 import penstock
 from penstock import (
     ArgumentError,
+    InvalidScheduleError,
     NoChunk,
     Pipe,
     PipeSequential,
-    Unsound,
     WithDevice,
     is_checkpointing,
     schedules,
 )
-from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
 from tests.support import (
     Do,
     Pop,
@@ -106,7 +106,7 @@ def test_a_pipe_shows_what_its_ranks_share() -> None:
 
 def test_a_schedule_that_must_not_run() -> None:
     stuck = penstock.loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0")
-    with pytest.raises(Unsound, match="0B0 waits for 1B0"):
+    with pytest.raises(InvalidScheduleError, match="0B0 waits for 1B0"):
         Pipe(plain(), 2, stages=2, schedule=stuck)
 
 
@@ -411,7 +411,7 @@ def test_a_schedule_may_say_what_is_recomputed() -> None:
 
 def test_deferred_batch_norm_is_converted_and_found_by_name() -> None:
     pipe = Pipe(network(), 2, deferred_batch_norm=True, stages=4)
-    assert isinstance(pipe[4], DeferredBatchNorm)
+    assert isinstance(pipe[4], DeferredStatsBatchNorm)
     assert type(Pipe(network(), 2, stages=4)[4]) is nn.BatchNorm1d
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from penstock import NoChunk, Op, Pipe, RunError, pop, skippable, stash
 from penstock.run import transport
-from penstock.stage.parcel import Parcel
-from penstock.stage.places import Delivery, Place
+from penstock.stage.parcel import Payload
+from penstock.stage.places import Device, InFlightPayload
 
 MODES = ["never", "except_last", "always"]
 
@@ -118,10 +118,10 @@ def test_a_skip_that_was_changed_is_noticed_where_messages_are_copies(
 ) -> None:
     """As between GPUs, where the two ends do not share memory."""
 
-    def copied(parcel: Parcel, sender: Place, receiver: Place) -> Delivery:
-        return Delivery(parcel.moved(Tensor.clone))
+    def copied(parcel: Payload, sender: Device, receiver: Device) -> InFlightPayload:
+        return InFlightPayload(parcel.map_tensors(Tensor.clone))
 
-    monkeypatch.setattr(transport, "carry", copied)
+    monkeypatch.setattr(transport, "transfer", copied)
     pipe = Pipe(nn.Sequential(Far(), nn.ReLU(inplace=True), Near()), 2, stages=3)
     with pytest.raises(RunError, match="in place that others read too"):
         pipe(rows())

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from penstock import Pipe, RunError
-from penstock.run.ties import Ties
+from penstock.run.ties import LocalTiedWeights
 from penstock.stage import stand_ins
 from tests.pairs import each_pair
 from tests.support import (
@@ -127,7 +127,7 @@ def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
 def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins share their owner's memory, or are copies, as on another device."""
     if request.param == "elsewhere":
-        monkeypatch.setattr(stand_ins, "on", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(stand_ins, "move_to_device", lambda tensor, device: tensor.clone())
 
 
 both_places = pytest.mark.usefixtures("_where")
@@ -350,7 +350,7 @@ def test_another_device_has_one_copy_a_call(
             return super().forward(x)
 
     if elsewhere:
-        monkeypatch.setattr(stand_ins, "on", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(stand_ins, "move_to_device", lambda tensor, device: tensor.clone())
     block = nn.Linear(6, 6).requires_grad_(not frozen)
     model = nn.Sequential(Sees(block), nn.Linear(6, 6), Sees(block), Sees(block))
     pipe = Pipe(model, 2, stages=4, devices=["cpu", "cpu"], runtime=runtime)
@@ -457,10 +457,12 @@ def test_hooks_of_a_shared_module_run_wherever_it_is_used() -> None:
 
 def test_stages_of_one_rank_need_no_stand_ins() -> None:
     for ranks, any_needed in ((1, False), (2, True)):
-        split = Pipe(language("module"), 1, stages=[2, 2, 2, 2], devices=["cpu"] * ranks)._split
-        places = list(split.places.values())
-        found = Ties(split.partition.stages, places, split.placement, False, chunks=1)
-        assert any(found.stand_ins.values()) == any_needed
+        split = Pipe(
+            language("module"), 1, stages=[2, 2, 2, 2], devices=["cpu"] * ranks
+        )._placed_partition
+        places = list(split.devices.values())
+        found = LocalTiedWeights(split.partition.stages, places, split.placement, False, chunks=1)
+        assert any(found.proxies.values()) == any_needed
 
 
 @each_kind

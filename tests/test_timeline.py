@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 
 from penstock import schedules
-from penstock.cost import Cost, alive
+from penstock.cost import Cost, track_live_memory
 from penstock.ir import Compute, Op, Program, Schedule, StageGraph
 from penstock.lower import lower
 from penstock.notation import loads
 from penstock.play import Deadlock, Span
-from penstock.timeline import Timeline, observed, simulate
+from penstock.timeline import Timeline, cost_from_spans, simulate
 
 
 def simulated(text: str, cost: Cost | None = None) -> Timeline:
@@ -161,7 +161,7 @@ def test_a_rank_that_does_nothing_is_idle() -> None:
 
 def test_alive_says_at_which_step_and_whether_at_its_end() -> None:
     lane = [Compute(Op.F, 0, 0), Compute(Op.F, 0, 1), Compute(Op.B, 0, 1), Compute(Op.B, 0, 0)]
-    assert list(alive(lane, Cost.even((0,)))) == [
+    assert list(track_live_memory(lane, Cost.even((0,)))) == [
         (0, False, 1.0),
         (1, False, 2.0),
         (2, True, 1.0),
@@ -192,14 +192,14 @@ def test_observed_costs_are_means_by_stage() -> None:
     program = lower(schedules.gpipe(2, 2))
     cost = Cost(F=(1.0, 3.0), I=(2.0, 1.0), W=(2.0, 1.0), activation=(1.0, 1.0))
     timeline = simulate(program, cost)
-    assert observed(program, timeline.spans) == cost
+    assert cost_from_spans(program, timeline.spans) == cost
     slower = [
         span._replace(end=span.end + 2.0) if str(span.action) == "0F0" else span
         for span in timeline.spans
     ]
-    assert observed(program, slower).F == (2.0, 3.0)
+    assert cost_from_spans(program, slower).F == (2.0, 3.0)
 
 
 def test_observed_costs_of_what_did_not_run_are_zero() -> None:
     program = lower(schedules.gpipe(1, 1))
-    assert observed(program, []).F == (0.0,)
+    assert cost_from_spans(program, []).F == (0.0,)

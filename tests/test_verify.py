@@ -6,18 +6,18 @@ import pytest
 
 from penstock import schedules
 from penstock.cost import Cost
-from penstock.errors import Unsound
+from penstock.errors import InvalidScheduleError
 from penstock.ir import Program, Schedule, StageGraph
 from penstock.lower import lower, recompute
 from penstock.notation import loads
 from penstock.verify import (
-    matched,
-    paired,
-    placed,
+    find_compute_mismatches,
+    find_incomplete_cells,
+    find_invalid_overlaps,
+    find_misplaced_actions,
+    find_unmatched_messages,
     require_sound,
-    same_computes,
     verify,
-    whole,
 )
 
 
@@ -69,7 +69,7 @@ def test_require_sound_is_silent_about_what_is_sound() -> None:
 
 def test_require_sound_raises_with_every_problem() -> None:
     work = loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0")
-    with pytest.raises(Unsound) as error:
+    with pytest.raises(InvalidScheduleError) as error:
         require_sound(work)
     assert error.value.problems == verify(work)
     assert str(error.value) == (
@@ -81,9 +81,9 @@ def test_require_sound_raises_with_every_problem() -> None:
 
 def test_require_sound_minds_graph_memory_and_cost() -> None:
     schedule = schedules.one_f_one_b(ranks=2, chunks=2)
-    with pytest.raises(Unsound, match="edge 0>2"):
+    with pytest.raises(InvalidScheduleError, match="edge 0>2"):
         require_sound(schedule, StageGraph(((0, 2),)))
-    with pytest.raises(Unsound, match="over 1"):
+    with pytest.raises(InvalidScheduleError, match="over 1"):
         require_sound(schedule, memory=1)
     small = Cost((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, activation=(0.5, 0.5))
     require_sound(schedule, memory=1, cost=small)
@@ -93,19 +93,19 @@ def test_require_sound_minds_graph_memory_and_cost() -> None:
 
 
 def test_an_action_of_a_stage_that_is_not_there() -> None:
-    assert breaks(placed, "placement: 0 \n 0F0 0B0 1F0") == [
+    assert breaks(find_misplaced_actions, "placement: 0 \n 0F0 0B0 1F0") == [
         "rank 0, step 2: 1F0 names stage 1, but there are 1"
     ]
 
 
 def test_an_action_on_another_rank_than_its_stage() -> None:
-    assert breaks(placed, "placement: 0 1 \n 0F0 0B0 1B0 \n 1F0") == [
+    assert breaks(find_misplaced_actions, "placement: 0 1 \n 0F0 0B0 1B0 \n 1F0") == [
         "rank 0, step 2: 1B0 stands here, but stage 1 is on rank 1"
     ]
 
 
 def test_an_action_of_a_micro_batch_that_is_not_there() -> None:
-    assert breaks(placed, "chunks: 1 \n 0F0 0B0 0F1") == [
+    assert breaks(find_misplaced_actions, "chunks: 1 \n 0F0 0B0 0F1") == [
         "rank 0, step 2: 0F1 names micro-batch 1 of 1"
     ]
 
@@ -120,7 +120,7 @@ def test_an_action_of_a_micro_batch_that_is_not_there() -> None:
     ],
 )
 def test_how_often_f_and_r_run(lane: str, problem: str) -> None:
-    assert breaks(whole, lane) == [problem]
+    assert breaks(find_incomplete_cells, lane) == [problem]
 
 
 @pytest.mark.parametrize(
@@ -135,20 +135,20 @@ def test_how_often_f_and_r_run(lane: str, problem: str) -> None:
     ],
 )
 def test_how_often_backwards_run(backward: str, found: str) -> None:
-    assert breaks(whole, f"0F0 0B0 0F1 {backward}") == [
+    assert breaks(find_incomplete_cells, f"0F0 0B0 0F1 {backward}") == [
         f"stage 0, micro-batch 1: it needs B once, or I and W once, but has {found}"
     ]
 
 
 def test_split_backwards_are_training_too() -> None:
-    assert breaks(whole, "0F0 0I0 0W0 0F1") == [
+    assert breaks(find_incomplete_cells, "0F0 0I0 0W0 0F1") == [
         "stage 0, micro-batch 1: it needs B once, or I and W once, but has B never, I never, "
         "W never"
     ]
 
 
 def test_a_pair_that_is_not_in_the_schedule() -> None:
-    assert breaks(paired, "overlaps: 0B0+0F7 \n 0F0 0B0") == [
+    assert breaks(find_invalid_overlaps, "overlaps: 0B0+0F7 \n 0F0 0B0") == [
         "0B0 and 0F7 may overlap, but are not both in the schedule"
     ]
 
@@ -159,13 +159,13 @@ def test_a_pair_that_is_not_in_the_schedule() -> None:
     ids=["not next to each other", "the wrong way round"],
 )
 def test_a_pair_that_is_not_neighbours(lanes: str) -> None:
-    assert breaks(paired, f"overlaps: 0F1+0B0 \n {lanes}") == [
+    assert breaks(find_invalid_overlaps, f"overlaps: 0F1+0B0 \n {lanes}") == [
         "0F1 and 0B0 may overlap, but are not neighbours in a lane"
     ]
 
 
 def test_a_pair_on_two_ranks() -> None:
-    assert breaks(paired, "overlaps: 0F0+1B0 \n 0F0 0B0 \n 1F0 1B0") == [
+    assert breaks(find_invalid_overlaps, "overlaps: 0F0+1B0 \n 0F0 0B0 \n 1F0 1B0") == [
         "0F0 and 1B0 may overlap, but are not neighbours in a lane"
     ]
 
@@ -254,7 +254,7 @@ def unmatched(rank_0: str = RANK_0, rank_1: str = RANK_1, placement: str = "0 1"
     text = f"placement: {placement} \n edges: 0>1 \n {rank_0} \n {rank_1}"
     program = loads(text)
     assert isinstance(program, Program)
-    found = list(matched(program))
+    found = list(find_unmatched_messages(program))
     assert set(found) <= set(verify(program))
     return found
 
@@ -332,7 +332,7 @@ def test_a_program_that_computes_something_else_than_its_schedule() -> None:
     other = schedule_of("0B0 0F0")
     program = Program(schedule_of("0F0 0B0"), StageGraph(()), other.lanes)
     wrong = "rank 0: the program computes something else than its schedule"
-    assert list(same_computes(program)) == [wrong]
+    assert list(find_compute_mismatches(program)) == [wrong]
     assert wrong in verify(program)
 
 

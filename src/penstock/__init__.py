@@ -17,16 +17,17 @@ from penstock import draw, schedules
 from penstock.cost import Cost
 from penstock.errors import (
     ArgumentError,
+    BatchShapeError,
     CutError,
     FormatError,
-    KindError,
-    Misfit,
+    InvalidScheduleError,
     MissingExtra,
     PenstockError,
+    PenstockTypeError,
     RemoteError,
     RunError,
-    Unsound,
 )
+from penstock.errors import get_deprecated as _get_deprecated_error
 from penstock.ir import (
     Action,
     Compute,
@@ -66,16 +67,16 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "ArgumentError",
+    "BatchShapeError",
     "Chunk",
     "Compute",
     "Cost",
     "CutError",
     "Deadlock",
     "FormatError",
-    "KindError",
+    "InvalidScheduleError",
     "Memory",
     "Message",
-    "Misfit",
     "Mismatch",
     "MissingExtra",
     "Namespace",
@@ -83,6 +84,7 @@ __all__ = [
     "Op",
     "Partition",
     "PenstockError",
+    "PenstockTypeError",
     "Pipe",
     "PipeSequential",
     "Program",
@@ -97,7 +99,6 @@ __all__ = [
     "StageGraph",
     "StepResult",
     "Timeline",
-    "Unsound",
     "Wait",
     "WithDevice",
     "add_loss",
@@ -156,6 +157,8 @@ _ON_DEMAND = {
 
 
 def __getattr__(name: str) -> _typing.Any:
+    if (error := _get_deprecated_error(name)) is not None:
+        return error
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'penstock' has no attribute '{name}'")
     value = getattr(_importlib.import_module(f"penstock.{_ON_DEMAND[name]}"), name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ArgumentError, KindError, Misfit, RunError
+from penstock.errors import ArgumentError, BatchShapeError, PenstockTypeError, RunError
 
 
 class NoChunk:
@@ -21,7 +21,9 @@ class NoChunk:
 
     def __init__(self, inp: Tensor) -> None:
         if not isinstance(inp, Tensor):
-            raise KindError(f"NoChunk is for tensors, not {type(inp).__name__}: others stay whole")
+            raise PenstockTypeError(
+                f"NoChunk is for tensors, not {type(inp).__name__}: others stay whole"
+            )
         self._tensor = inp
 
     @property
@@ -38,9 +40,11 @@ class Chunk:
 
     def __init__(self, inp: Tensor, dim: int) -> None:
         if not isinstance(inp, Tensor):
-            raise KindError(f"Chunk is for tensors, not {type(inp).__name__}: others stay whole")
+            raise PenstockTypeError(
+                f"Chunk is for tensors, not {type(inp).__name__}: others stay whole"
+            )
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise KindError(f"dim is a whole number, not {dim!r}")
+            raise PenstockTypeError(f"dim is a whole number, not {dim!r}")
         if not -inp.dim() <= dim < inp.dim():
             raise ArgumentError(
                 f"a tensor of shape {tuple(inp.shape)} has no dim {dim} to be cut on: it has "
@@ -69,10 +73,10 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
     """
     if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].device == device:
         return
-    tensors = _tensors_in(list(inputs))
-    if not tensors and not _tensors_in(list(side)):
+    tensors = _list_tensors(list(inputs))
+    if not tensors and not _list_tensors(list(side)):
         kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
-        raise KindError(f"a pipe needs a tensor among its inputs, and got {kinds}")
+        raise PenstockTypeError(f"a pipe needs a tensor among its inputs, and got {kinds}")
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong and device is not None:
         raise ArgumentError(
@@ -81,7 +85,7 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
         )
 
 
-def moved(value: Any, device: torch.device | None) -> Any:
+def move_to_device(value: Any, device: torch.device | None) -> Any:
     """The same on the device; without one, as it is."""
 
     def move(leaf: Any) -> Any:
@@ -96,24 +100,24 @@ def moved(value: Any, device: torch.device | None) -> Any:
     return pytree.tree_map(move, value)
 
 
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [t for t in map(_bare, pytree.tree_leaves(values)) if isinstance(t, Tensor)]
+def _list_tensors(values: Any) -> list[Tensor]:
+    return [t for t in map(_unwrap_chunk, pytree.tree_leaves(values)) if isinstance(t, Tensor)]
 
 
-def _bare(leaf: Any) -> Any:
+def _unwrap_chunk(leaf: Any) -> Any:
     return leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
 
 
 # ---- cutting ------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class MicrobatchRows(NamedTuple):
     """How a batch was cut: how many rows each micro-batch has, and on which dim."""
 
     counts: tuple[int, ...] = ()  # none: there was nothing to cut
     dim: int = 0
 
-    def shares(self) -> list[float]:
+    def fractions(self) -> list[float]:
         """The part of the rows that each micro-batch has.
 
         >>> Rows((2, 2, 1)).shares()
@@ -122,7 +126,7 @@ class Rows(NamedTuple):
         total = sum(self.counts)
         return [count / total if total else 1.0 for count in self.counts] or [1.0]
 
-    def of(self, size: int) -> list[int] | None:
+    def split_size(self, size: int) -> list[int] | None:
         """So many cut in the same parts; None if that gives fractions."""
         total = sum(self.counts)
         if size == total:
@@ -134,7 +138,7 @@ class Rows(NamedTuple):
 
 def scatter(
     values: tuple[Any, ...], chunks: int, names: Sequence[str] = ()
-) -> tuple[list[tuple[Any, ...]], Rows]:
+) -> tuple[list[tuple[Any, ...]], MicrobatchRows]:
     """The values of each micro-batch, and its rows; `names` are the values' for errors.
 
     As many as `torch.chunk` makes: fewer than `chunks` if the rows do not suffice.
@@ -142,74 +146,86 @@ def scatter(
     >>> scatter((torch.arange(5), "same"), chunks=3)[0]
     [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
     """
-    if are_alike(values):  # in most calls
-        return _cut_alike(values, chunks)
+    if have_equal_rows(values):  # in most calls
+        return _split_equal_rows(values, chunks)
     leaves, spec = pytree.tree_flatten(values)
-    first = next((at for at, leaf in enumerate(leaves) if _dim(leaf) is not None), None)
+    first = next((at for at, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
     if first is None:
-        return [pytree.tree_unflatten(map(_bare, leaves), spec)], Rows()
-    dim = _dim(leaves[first])
+        return [pytree.tree_unflatten(map(_unwrap_chunk, leaves), spec)], MicrobatchRows()
+    dim = _row_dim(leaves[first])
     assert dim is not None
-    counts = [piece.size(dim) for piece in torch.chunk(_bare(leaves[first]), chunks, dim)]
-    rows = Rows(tuple(counts), dim)
-    if not all(_fits(leaf, rows) for leaf in leaves):
-        raise _misfit(values, first, rows, names or [f"input {at}" for at in range(len(values))])
-    cut = _cut(leaves, rows)
+    counts = [piece.size(dim) for piece in torch.chunk(_unwrap_chunk(leaves[first]), chunks, dim)]
+    rows = MicrobatchRows(tuple(counts), dim)
+    if not all(_is_splittable(leaf, rows) for leaf in leaves):
+        raise _build_shape_error(
+            values, first, rows, names or [f"input {at}" for at in range(len(values))]
+        )
+    cut = _split_leaves(leaves, rows)
     return [pytree.tree_unflatten(each, spec) for each in cut], rows
 
 
-def are_alike(values: tuple[Any, ...]) -> bool:
+def have_equal_rows(values: tuple[Any, ...]) -> bool:
     """Are they tensors, with as many rows each?"""
     plain = all(isinstance(value, Tensor) and value.dim() for value in values)
     return plain and len({len(value) for value in values}) == 1
 
 
-def _cut_alike(values: tuple[Tensor, ...], chunks: int) -> tuple[list[tuple[Any, ...]], Rows]:
+def _split_equal_rows(
+    values: tuple[Tensor, ...], chunks: int
+) -> tuple[list[tuple[Any, ...]], MicrobatchRows]:
     made = {id(value): torch.chunk(value, chunks) for value in values}
     columns = [made[id(value)] for value in values]
-    return list(zip(*columns, strict=True)), Rows(tuple([piece.size(0) for piece in columns[0]]))
+    return list(zip(*columns, strict=True)), MicrobatchRows(
+        tuple([piece.size(0) for piece in columns[0]])
+    )
 
 
-def _dim(leaf: Any) -> int | None:
+def _row_dim(leaf: Any) -> int | None:
     """Where its rows are; None if it stays whole."""
     if isinstance(leaf, Chunk):
         return leaf.dim
     return 0 if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
-def _fits(leaf: Any, rows: Rows) -> bool:
+def _is_splittable(leaf: Any, rows: MicrobatchRows) -> bool:
     if isinstance(leaf, Chunk):
-        return rows.of(leaf.tensor.size(leaf.dim)) is not None
-    return _dim(leaf) is None or len(leaf) == sum(rows.counts)
+        return rows.split_size(leaf.tensor.size(leaf.dim)) is not None
+    return _row_dim(leaf) is None or len(leaf) == sum(rows.counts)
 
 
-def _cut(leaves: Sequence[Any], rows: Rows) -> Iterator[list[Any]]:
+def _split_leaves(leaves: Sequence[Any], rows: MicrobatchRows) -> Iterator[list[Any]]:
     """The leaves of each micro-batch. What was one tensor is one in each."""
     made: dict[tuple[int, int], list[Tensor]] = {}
     columns: list[list[Any]] = []
     for leaf in leaves:
-        dim, tensor = _dim(leaf), _bare(leaf)
+        dim, tensor = _row_dim(leaf), _unwrap_chunk(leaf)
         if dim is None:
             columns.append([tensor] * len(rows.counts))
             continue
         if (id(tensor), dim) not in made:
-            sizes = rows.of(tensor.size(dim))
+            sizes = rows.split_size(tensor.size(dim))
             assert sizes is not None
             made[id(tensor), dim] = list(torch.split(tensor, sizes, dim))
         columns.append(made[id(tensor), dim])
     return map(list, zip(*columns, strict=True))
 
 
-def _misfit(values: tuple[Any, ...], first: int, rows: Rows, names: Sequence[str]) -> Misfit:
+def _build_shape_error(
+    values: tuple[Any, ...], first: int, rows: MicrobatchRows, names: Sequence[str]
+) -> BatchShapeError:
     """An error that lists every tensor that does not fit, with what could be meant."""
     found = []
     for path, leaf in pytree.tree_flatten_with_path(values)[0]:
         name = names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
         found.append((name, leaf))
-    problems = [_problem(name, leaf, rows) for name, leaf in found if not _fits(leaf, rows)]
+    problems = [
+        _describe_mismatch(name, leaf, rows)
+        for name, leaf in found
+        if not _is_splittable(leaf, rows)
+    ]
     name, leaf = found[first]
-    shape = tuple(_bare(leaf).shape)
-    return Misfit(
+    shape = tuple(_unwrap_chunk(leaf).shape)
+    return BatchShapeError(
         "the inputs would give different numbers of micro-batches, or different parts of them: "
         f"the batch has {sum(rows.counts)} rows, taken from dim {rows.dim} of {name}, of shape "
         f"{shape}, and is cut into {', '.join(map(str, rows.counts))}",
@@ -217,12 +233,12 @@ def _misfit(values: tuple[Any, ...], first: int, rows: Rows, names: Sequence[str
     )
 
 
-def _problem(name: str, leaf: Any, rows: Rows) -> str:
-    tensor = _bare(leaf)
+def _describe_mismatch(name: str, leaf: Any, rows: MicrobatchRows) -> str:
+    tensor = _unwrap_chunk(leaf)
     shape = tuple(tensor.shape)
     said = "x" if name.startswith("input ") else name  # what a caller could write
     whole = f"NoChunk({said}) if every micro-batch needs it whole"
-    fitting = [dim for dim, size in enumerate(shape) if rows.of(size) is not None]
+    fitting = [dim for dim, size in enumerate(shape) if rows.split_size(size) is not None]
     other = f"Chunk({said}, dim={next(iter(fitting), min(1, tensor.dim() - 1))})"
     if isinstance(leaf, Chunk):
         begin = f"{name}, a Chunk of shape {shape}, has {shape[leaf.dim]} on dim {leaf.dim}"
@@ -236,7 +252,9 @@ def _problem(name: str, leaf: Any, rows: Rows) -> str:
 # ---- putting together ---------------------------------------------------------------------
 
 
-def gather(outputs: Sequence[Any], rows: Rows, known: Mapping[int, Any] | None = None) -> Any:
+def gather(
+    outputs: Sequence[Any], rows: MicrobatchRows, known_leaves: Mapping[int, Any] | None = None
+) -> Any:
     """One output from those of the micro-batches: tensors by rows, other values as a list.
 
     What some of its leaves are may be `known`, by their numbers. A tensor has rows if its dim 0 has
@@ -247,35 +265,38 @@ def gather(outputs: Sequence[Any], rows: Rows, known: Mapping[int, Any] | None =
     (tensor([0., 0., 1.]), ['a', 'b'])
     """
     if all(isinstance(output, Tensor) for output in outputs):
-        return _joined(tuple(outputs), rows)
+        return _join_outputs(tuple(outputs), rows)
     flat = [pytree.tree_flatten(output) for output in outputs]
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
-    known = known or {}
-    leaves = [known[at] if at in known else _joined(c, rows) for at, c in enumerate(columns)]
+    known_leaves = known_leaves or {}
+    leaves = [
+        known_leaves[at] if at in known_leaves else _join_outputs(c, rows)
+        for at, c in enumerate(columns)
+    ]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _joined(column: tuple[Any, ...], rows: Rows) -> Any:
-    if not all(isinstance(value, Tensor) for value in column):
-        return list(column)
+def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows) -> Any:
+    if not all(isinstance(value, Tensor) for value in outputs):
+        return list(outputs)
     if not rows.counts:  # one micro-batch, of nothing that was cut
-        return column[0] if column[0].dim() else list(column)
-    dims = [d for d in dict.fromkeys((rows.dim, 0)) if _has_rows(column, rows, d)]
+        return outputs[0] if outputs[0].dim() else list(outputs)
+    dims = [d for d in dict.fromkeys((rows.dim, 0)) if _has_rows(outputs, rows, d)]
     if not dims:
-        return list(column)
-    if len(dims) > 1 and len(column) > 1:
+        return list(outputs)
+    if len(dims) > 1 and len(outputs) > 1:
         raise RunError(
-            f"an output of shape {tuple(column[0].shape)} has the rows of its micro-batch, "
+            f"an output of shape {tuple(outputs[0].shape)} has the rows of its micro-batch, "
             f"{rows.counts[0]}, on dim {rows.dim} and on dim 0, so that it cannot be told which "
             "is meant: let the model give the rows on dim 0 of a tensor whose "
             f"dim {rows.dim} has another size, or set another number of chunks"
         )
-    return torch.cat(column, dims[0])
+    return torch.cat(outputs, dims[0])
 
 
-def _has_rows(column: Sequence[Tensor], rows: Rows, dim: int) -> bool:
+def _has_rows(column: Sequence[Tensor], rows: MicrobatchRows, dim: int) -> bool:
     """Are they alike but for dim, where each has its rows?"""
     shapes = [tuple(value.shape) for value in column]
     if dim >= min(map(len, shapes)):

@@ -69,10 +69,10 @@ class Cost:
 
     def seconds(self, action: Compute) -> float:
         """How long the action occupies its rank."""
-        return self._seconds[action.op][action.stage]
+        return self._seconds_by_op[action.op][action.stage]
 
     @cached_property
-    def _seconds(self) -> dict[Op, tuple[float, ...]]:
+    def _seconds_by_op(self) -> dict[Op, tuple[float, ...]]:
         full = tuple(i + w for i, w in zip(self.I, self.W, strict=True))
         return {Op.F: self.F, Op.B: full, Op.I: self.I, Op.W: self.W, Op.R: self.F}
 
@@ -82,7 +82,7 @@ def exceeds(size: float, cap: float) -> bool:
     return size > cap and not isclose(size, cap, rel_tol=1e-9)
 
 
-def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, float]]:
+def track_live_memory(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, float]]:
     """How much is alive after each change: (step, at its end or at its start, size).
 
     A rank does one thing at a time, so the order of its lane says it all; seconds do not matter.
@@ -96,12 +96,12 @@ def alive(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, floa
         yield step, at_end, round(size, 12) + 0.0
 
 
-def stays_within(lane: Sequence[Compute], cost: Cost, cap: float) -> bool:
+def fits_in_memory(lane: Sequence[Compute], cost: Cost, cap: float) -> bool:
     """Does a lane never hold more than its cap?"""
-    return not any(exceeds(size, cap) for _, _, size in alive(lane, cost))
+    return not any(exceeds(size, cap) for _, _, size in track_live_memory(lane, cost))
 
 
-def one_a_rank(memory: float | Sequence[float], ranks: int) -> list[float]:
+def expand_memory_caps(memory: float | Sequence[float], ranks: int) -> list[float]:
     """A cap for each rank, from one for all or one for each."""
     caps = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
     if len(caps) != ranks:

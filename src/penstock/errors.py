@@ -1,23 +1,27 @@
-"""Every error that Penstock raises on purpose.
+"""The errors that Penstock raises on purpose.
 
-PenstockError
-├── ArgumentError (ValueError)   what was asked for cannot be: says what would work
-│   └── Misfit    (RunError)     inputs that cannot be cut alike: lists each, and what to write
-├── KindError     (TypeError)    a value of the wrong kind: says which kind would work
-├── RunError      (RuntimeError) a pipe cannot go on: says why, and what to do
-│   ├── CutError                 a model cannot be cut so: says at which line of it, and why
-│   ├── Uncapturable             in run/capture/watching.py: a replay would not repeat the step
-│   └── RemoteError              a rank failed, and with it every rank: the same error on each
-├── FormatError   (ValueError)   text that is not a schedule: says which lines, and why
-├── Unsound       (ValueError)   a schedule that must not run: lists every problem
-├── Mismatch      (AssertionError) in checking/report.py: a pipe computes something else
-├── Deadlock      (RuntimeError) in play.py: some ranks wait for ever, and for whom
-└── MissingExtra  (ImportError)  an optional library is not installed
+    PenstockError
+    ├── ArgumentError          (ValueError)     an argument is invalid; the message says what would work
+    │   └── BatchShapeError    (RunError)       inputs cannot be split into the same micro-batches
+    ├── PenstockTypeError      (TypeError)      an argument has the wrong type
+    ├── RunError               (RuntimeError)   a pipe cannot continue; the message says why
+    │   ├── CutError                            a model's forward cannot be cut into these stages
+    │   ├── CaptureError                        a step cannot be captured as a CUDA graph
+    │   └── RemoteError                         a rank failed; every rank raises the same error
+    ├── FormatError            (ValueError)     a text is not a schedule
+    ├── InvalidScheduleError   (ValueError)     a schedule must not run; lists every problem
+    ├── Mismatch               (AssertionError) a pipe computes something else than the model
+    ├── Deadlock               (RuntimeError)   ranks of a schedule wait for each other for ever
+    └── MissingExtra           (ImportError)    an optional library is not installed
+
+`CaptureError` is defined in `runtime/cuda_graph/capture_guard.py`, `Mismatch` in `checker/report.py` and
+`Deadlock` in `schedules/simulator.py`, next to the code that raises them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +34,7 @@ class ArgumentError(PenstockError, ValueError):
     """What was asked for cannot be. The message says what would work."""
 
 
-class KindError(PenstockError, TypeError):
+class PenstockTypeError(PenstockError, TypeError):
     """A value of the wrong kind."""
 
 
@@ -43,20 +47,20 @@ class CutError(RunError):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ErrorLocation:
     """Where in a pipe an error was raised: a worker leaves it on the error, as `.whereabouts`."""
 
     stage: int
     layers: tuple[str, ...]
     microbatch: int
     action: str
-    called: str  # the stage, with its layers, for people
+    stage_label: str  # the stage, with its layers, for people
 
     def __str__(self) -> str:
-        return f"in {self.called}, micro-batch {self.microbatch}, action {self.action}"
+        return f"in {self.stage_label}, micro-batch {self.microbatch}, action {self.action}"
 
 
-Kind = Literal["raised", "died", "stalled", "left", "disagreed", "interrupted"]
+FailureKind = Literal["raised", "died", "stalled", "left", "disagreed", "interrupted"]
 
 
 class RemoteError(RunError):
@@ -71,13 +75,13 @@ class RemoteError(RunError):
     def __init__(
         self,
         message: str,
-        kind: Kind = "raised",
+        kind: FailureKind = "raised",
         rank: int | None = None,
         doing: str = "",
-        where: Whereabouts | None = None,
+        where: ErrorLocation | None = None,
         traceback: str = "",
     ) -> None:
-        self._given = (message, kind, rank, doing, where, traceback)
+        self._init_args = (message, kind, rank, doing, where, traceback)
         self.message, self.kind, self.rank, self.doing = message, kind, rank, doing
         self.stage = None if where is None else where.stage
         self.layers = () if where is None else where.layers
@@ -88,10 +92,10 @@ class RemoteError(RunError):
         super().__init__(message + original)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
-        return type(self), self._given, self.__dict__
+        return type(self), self._init_args, self.__dict__
 
 
-class _Listed(PenstockError, ValueError):
+class _ProblemListError(PenstockError, ValueError):
     """Several problems under one headline, each also in `.problems`."""
 
     def __init__(self, headline: str, problems: Sequence[str]) -> None:
@@ -103,15 +107,15 @@ class _Listed(PenstockError, ValueError):
         return type(self), (self.headline, self.problems)
 
 
-class Misfit(_Listed, ArgumentError, RunError):
+class BatchShapeError(_ProblemListError, ArgumentError, RunError):
     """Inputs that cannot be cut alike. A RuntimeError, too: with PyTorch's pipes it was one."""
 
 
-class FormatError(_Listed):
+class FormatError(_ProblemListError):
     """Text that is not a schedule."""
 
 
-class Unsound(_Listed):
+class InvalidScheduleError(_ProblemListError):
     """A schedule or program that must not run."""
 
 
@@ -119,8 +123,35 @@ class MissingExtra(PenstockError, ImportError):
     """An optional library is not installed."""
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
-        self._given = (library, extra, purpose)
+        self._init_args = (library, extra, purpose)
         super().__init__(f"{purpose} needs {library}: pip install 'penstock[{extra}]'")
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), self._given
+        return type(self), self._init_args
+
+
+# Names of earlier releases. They are the same classes, so `except` clauses keep working.
+DEPRECATED_NAMES: Mapping[str, type[PenstockError]] = {
+    "KindError": PenstockTypeError,
+    "Misfit": BatchShapeError,
+    "Unsound": InvalidScheduleError,
+}
+
+
+def get_deprecated(name: str) -> type[PenstockError] | None:
+    """Return the error that had this name in an earlier release, with a warning, or None."""
+    error = DEPRECATED_NAMES.get(name)
+    if error is not None:
+        warnings.warn(
+            f"penstock.{name} is now penstock.{error.__name__}. The old name will be removed.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return error
+
+
+def __getattr__(name: str) -> type[PenstockError]:
+    error = get_deprecated(name)
+    if error is None:
+        raise AttributeError(f"module 'penstock.errors' has no attribute '{name}'")
+    return error

@@ -30,22 +30,22 @@ from penstock.ir import (
 from penstock.play import play
 
 # Is this (stage, micro-batch) to be recomputed?
-Recompute = Callable[[int, int], bool]
+RecomputePredicate = Callable[[int, int], bool]
 
 # Of so many micro-batches, the first so many are recomputed.
-_RECOMPUTED: dict[str, Callable[[int], int]] = {
+_RECOMPUTED_COUNT: dict[str, Callable[[int], int]] = {
     "always": lambda chunks: chunks,
     "except_last": lambda chunks: chunks - 1,
     "never": lambda chunks: 0,
 }
-CHECKPOINT_MODES = tuple(_RECOMPUTED)
+CHECKPOINT_MODES = tuple(_RECOMPUTED_COUNT)
 
 
-def recompute_mode(mode: str, chunks: int) -> Recompute:
+def recompute_mode(mode: str, chunks: int) -> RecomputePredicate:
     """The modes of checkpointing of torchgpipe and PyTorch's Pipe, as a predicate."""
     if mode not in CHECKPOINT_MODES:
         raise ArgumentError(f"checkpoint is one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'")
-    recomputed = _RECOMPUTED[mode](chunks)
+    recomputed = _RECOMPUTED_COUNT[mode](chunks)
     return lambda stage, microbatch: microbatch < recomputed
 
 
@@ -61,7 +61,7 @@ def forwards_first(schedule: Schedule) -> Schedule:
     return Schedule(schedule.placement, schedule.chunks, tuple(lanes))
 
 
-def joined(schedule: Schedule) -> Schedule:
+def join_split_backwards(schedule: Schedule) -> Schedule:
     """Each I and its W in one: a whole backward, where the I was."""
     lanes = [
         tuple(Compute(Op.B, *a[1:]) if a.op is Op.I else a for a in lane if a.op is not Op.W)
@@ -70,7 +70,7 @@ def joined(schedule: Schedule) -> Schedule:
     return Schedule(schedule.placement, schedule.chunks, tuple(lanes))
 
 
-def recompute(schedule: Schedule, wanted: Recompute) -> Schedule:
+def recompute(schedule: Schedule, wanted: RecomputePredicate) -> Schedule:
     """Put an R right before each backward that `wanted` asks it for, unless it has one.
 
     An R waits for no gradient, so it fills the time in which the gradient is on its way. It goes
@@ -91,7 +91,7 @@ def recompute(schedule: Schedule, wanted: Recompute) -> Schedule:
     return replace(schedule, lanes=tuple(lanes))
 
 
-def without_recompute(schedule: Schedule) -> Schedule:
+def remove_recompute(schedule: Schedule) -> Schedule:
     """The same without its Rs."""
     lanes = [tuple(a for a in lane if a.op is not Op.R) for lane in schedule.lanes]
     return replace(schedule, lanes=tuple(lanes))

@@ -63,17 +63,19 @@ def loads(text: str) -> Schedule | Program:
                 problems.append(f"line {number}: '{line}' does not read; write '{name}: {example}'")
         elif line:
             words = [] if line == "-" else line.split()
-            typos = [f"line {number}: '{word}' is no action" for word in words if not _ACTION(word)]
+            typos = [
+                f"line {number}: '{word}' is no action" for word in words if not _match_action(word)
+            ]
             problems += typos
-            lanes.append(tuple(_action(word) for word in words if _ACTION(word)))
+            lanes.append(tuple(_parse_action(word) for word in words if _match_action(word)))
     if any(problem.endswith("is no action") for problem in problems):
-        problems.append(_ACTIONS_LOOK_LIKE)
+        problems.append(_ACTION_HELP)
     if not lanes:
         problems.append("it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'")
     if problems:
         raise FormatError("this is not a schedule:", problems)
     try:
-        return _assemble(head, tuple(lanes))
+        return _build(head, tuple(lanes))
     except ArgumentError as error:
         raise FormatError("this is not a schedule:", [str(error)]) from None
 
@@ -81,7 +83,7 @@ def loads(text: str) -> Schedule | Program:
 _NUMBER = r"\d{1,9}"
 _COMPUTE = rf"{_NUMBER}[FBIWR]{_NUMBER}"
 _EDGE = rf"{_NUMBER}>{_NUMBER}"
-_ACTION = re.compile(rf"{_COMPUTE}|[!?]{_EDGE}:{_NUMBER}").fullmatch
+_match_action = re.compile(rf"{_COMPUTE}|[!?]{_EDGE}:{_NUMBER}").fullmatch
 _HEADERS = {
     "placement": (rf"{_NUMBER}\b", "0 1 1 0"),
     "chunks": (rf"{_NUMBER}\b", "8"),
@@ -90,40 +92,44 @@ _HEADERS = {
 }
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-_ACTIONS_LOOK_LIKE = (
+_ACTION_HELP = (
     "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), "
     "!0>1:3 (send from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
 )
 
 
-def _action(word: str) -> Action:
+def _parse_action(word: str) -> Action:
     if word[0] in "!?":
-        message = Message(*_numbers(word))
+        message = Message(*_parse_numbers(word))
         return Send(message) if word[0] == "!" else Recv(message)
-    return _compute(word)
+    return _parse_compute(word)
 
 
-def _compute(word: str) -> Compute:
+def _parse_compute(word: str) -> Compute:
     stage, op, microbatch = re.split(r"([FBIWR])", word)
     return Compute(Op(op), int(stage), int(microbatch))
 
 
-def _assemble(head: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Schedule | Program:
+def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Schedule | Program:
     computes = tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes)
-    placement = _numbers(head["placement"]) if "placement" in head else _owners(computes)
+    placement = (
+        _parse_numbers(headers["placement"])
+        if "placement" in headers
+        else _infer_placement(computes)
+    )
     used = 1 + max((a.microbatch for lane in computes for a in lane), default=0)
-    chunks = _numbers(head.get("chunks", str(used)))
+    chunks = _parse_numbers(headers.get("chunks", str(used)))
     if len(chunks) != 1:
         raise ArgumentError(f"chunks is one number, not {len(chunks)}: write 'chunks: {used}'")
-    pairs = [word.split("+") for word in head.get("overlaps", "").split()]
-    overlaps = frozenset((_compute(first), _compute(second)) for first, second in pairs)
+    pairs = [word.split("+") for word in headers.get("overlaps", "").split()]
+    overlaps = frozenset((_parse_compute(first), _parse_compute(second)) for first, second in pairs)
     schedule = Schedule(placement, chunks[0], computes, overlaps)
-    if "edges" in head:
-        ends = _numbers(head["edges"])
+    if "edges" in headers:
+        ends = _parse_numbers(headers["edges"])
         graph = StageGraph(tuple(zip(ends[::2], ends[1::2], strict=True)))
         return Program(schedule, graph, lanes)
     if computes != lanes:
@@ -131,7 +137,7 @@ def _assemble(head: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Sc
     return schedule
 
 
-def _owners(lanes: tuple[tuple[Compute, ...], ...]) -> tuple[int, ...]:
+def _infer_placement(lanes: tuple[tuple[Compute, ...], ...]) -> tuple[int, ...]:
     """Each stage's rank: the first that runs it. (Verifying tells if there are two.)"""
     owners: dict[int, int] = {}
     for rank, lane in enumerate(lanes):

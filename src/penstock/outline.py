@@ -6,28 +6,28 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
-class Seconds(NamedTuple):
+class ComputeSeconds(NamedTuple):
     """Of one micro-batch: forward, gradient of the inputs, gradient of the weights."""
 
     forward: float
-    inputs: float
-    weights: float
+    input_grad: float
+    weight_grad: float
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnitSummary:
     """One call of a unit: the smallest part that a stage takes."""
 
     name: str
     stage: int
-    parameters: int = 0  # numbers; those of a unit that is called again count once
-    size: int = 0  # bytes of them
-    seconds: Seconds | None = None  # None: not measured
-    keeps: int | None = None  # bytes of one micro-batch, for its backward
+    parameter_count: int = 0  # numbers; those of a unit that is called again count once
+    parameter_bytes: int = 0  # bytes of them
+    seconds: ComputeSeconds | None = None  # None: not measured
+    activation_bytes: int | None = None  # bytes of one micro-batch, for its backward
 
 
 @dataclass(frozen=True)
-class Flow:
+class Transfer:
     """A value that one stage sends to another for every micro-batch.
 
     It is made after the piece `start`, and used by the piece `end`, or right before or after it.
@@ -36,11 +36,11 @@ class Flow:
     name: str
     src: int
     dst: int
-    start: int
-    end: int
-    size: int | None = None  # bytes; None: not known
-    where: str = ""  # the line of the forward, where no unit made it
-    value: int = 0  # the same for one that goes to several stages
+    producer: int
+    consumer: int
+    nbytes: int | None = None  # bytes; None: not known
+    source_line: str = ""  # the line of the forward, where no unit made it
+    value_id: int = 0  # the same for one that goes to several stages
 
     @property
     def is_skip(self) -> bool:
@@ -49,82 +49,90 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedParameter:
     """A parameter that several stages have, with all of its names."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
-    parameters: int
-    size: int
+    parameter_count: int
+    parameter_bytes: int
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelSummary:
     """All that is known of a cut. `parameters` and `sizes` are those of each stage."""
 
-    model: str
-    pieces: tuple[Piece, ...]
-    flows: tuple[Flow, ...]
-    shared: tuple[Shared, ...]
-    parameters: tuple[int, ...]
-    sizes: tuple[int, ...]
+    model_name: str
+    units: tuple[UnitSummary, ...]
+    transfers: tuple[Transfer, ...]
+    shared_parameters: tuple[SharedParameter, ...]
+    stage_parameter_counts: tuple[int, ...]
+    stage_parameter_bytes: tuple[int, ...]
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """How many."""
-        return len(self.parameters)
+        return len(self.stage_parameter_counts)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The units of each stage."""
-        return tuple(len(self.of(stage)) for stage in range(self.stages))
+        return tuple(len(self.stage_units(stage)) for stage in range(self.num_stages))
 
     @property
-    def total(self) -> int:
+    def total_parameters(self) -> int:
         """The model's parameters, each once."""
-        again = sum(one.parameters * (len(one.stages) - 1) for one in self.shared)
-        return sum(self.parameters) - again
+        again = sum(one.parameter_count * (len(one.stages) - 1) for one in self.shared_parameters)
+        return sum(self.stage_parameter_counts) - again
 
     @property
-    def measured(self) -> bool:
+    def is_measured(self) -> bool:
         """Is it known how long everything takes?"""
-        return all(piece.seconds is not None for piece in self.pieces)
+        return all(piece.seconds is not None for piece in self.units)
 
-    def of(self, stage: int) -> list[Piece]:
+    def stage_units(self, stage: int) -> list[UnitSummary]:
         """A stage's pieces."""
-        return [piece for piece in self.pieces if piece.stage == stage]
+        return [piece for piece in self.units if piece.stage == stage]
 
-    def seconds(self, stage: int) -> Seconds:
+    def stage_seconds(self, stage: int) -> ComputeSeconds:
         """Of a stage, if it was measured."""
-        found = [piece.seconds for piece in self.of(stage) if piece.seconds is not None]
-        return Seconds(*(sum(column) for column in zip(*found, strict=True))) if found else _NONE
+        found = [piece.seconds for piece in self.stage_units(stage) if piece.seconds is not None]
+        return (
+            ComputeSeconds(*(sum(column) for column in zip(*found, strict=True)))
+            if found
+            else _ZERO_SECONDS
+        )
 
-    def keeps(self, stage: int) -> int | None:
+    def stage_activation_bytes(self, stage: int) -> int | None:
         """Bytes of one micro-batch that a stage keeps for its backward."""
-        found = [piece.keeps for piece in self.of(stage)]
+        found = [piece.activation_bytes for piece in self.stage_units(stage)]
         return None if None in found else sum(kept or 0 for kept in found)
 
-    def load(self, stage: int) -> float:
+    def stage_load(self, stage: int) -> float:
         """What a stage weighs: seconds, or bytes of parameters where nothing was measured."""
-        return sum(self.seconds(stage)) if self.measured else float(self.sizes[stage])
+        return (
+            sum(self.stage_seconds(stage))
+            if self.is_measured
+            else float(self.stage_parameter_bytes[stage])
+        )
 
-    def with_sizes(self, sizes: dict[tuple[int, int, int], int]) -> Outline:
+    def with_transfer_bytes(self, transfer_bytes: dict[tuple[int, int, int], int]) -> ModelSummary:
         """With the bytes of flows: by source, destination, and which of those between the two."""
         seen: dict[tuple[int, int], int] = {}
         flows = []
-        for flow in self.flows:
+        for flow in self.transfers:
             turn = seen.get((flow.src, flow.dst), 0)
             seen[flow.src, flow.dst] = turn + 1
-            flows.append(replace(flow, size=sizes.get((flow.src, flow.dst, turn))))
-        return replace(self, flows=tuple(flows))
+            flows.append(replace(flow, nbytes=transfer_bytes.get((flow.src, flow.dst, turn))))
+        return replace(self, transfers=tuple(flows))
 
 
-_NONE = Seconds(0.0, 0.0, 0.0)
+_ZERO_SECONDS = ComputeSeconds(0.0, 0.0, 0.0)
 
 # ---- words --------------------------------------------------------------------------------
 
 
-def bytes_said(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Three digits.
 
     >>> bytes_said(512), bytes_said(1_536_000)
@@ -136,7 +144,7 @@ def bytes_said(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def seconds_said(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Three digits.
 
     >>> seconds_said(1.25), seconds_said(0.0125), seconds_said(2e-6)
@@ -148,7 +156,7 @@ def seconds_said(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs"
 
 
-def numbers_said(count: int) -> str:
+def format_count(count: int) -> str:
     """As papers count parameters.
 
     >>> numbers_said(1_685), numbers_said(124_439_808)
@@ -160,7 +168,7 @@ def numbers_said(count: int) -> str:
     return f"{count:,}"
 
 
-def stages_said(stages: tuple[int, ...] | list[int]) -> str:
+def format_stages(stages: tuple[int, ...] | list[int]) -> str:
     """In a sentence.
 
     >>> stages_said([2]), stages_said([0, 2, 3])
@@ -171,7 +179,7 @@ def stages_said(stages: tuple[int, ...] | list[int]) -> str:
     return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
 
 
-def folded(names: list[str]) -> list[str]:
+def collapse_name_ranges(names: list[str]) -> list[str]:
     """Neighbours that are counted on are said as one.
 
     >>> folded(["wte", "h.0", "h.1", "h.2", "ln_f"])
@@ -179,14 +187,14 @@ def folded(names: list[str]) -> list[str]:
     """
     runs: list[list[str]] = []
     for name in names:
-        if runs and _next(runs[-1][-1]) == name:
+        if runs and _next_name(runs[-1][-1]) == name:
             runs[-1].append(name)
         else:
             runs.append([name])
     return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
 
 
-def _next(name: str) -> str | None:
+def _next_name(name: str) -> str | None:
     """The neighbour's name; a number may stand anywhere but it is the last that counts."""
     parts = name.split(".")
     for at in range(len(parts) - 1, -1, -1):

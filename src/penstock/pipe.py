@@ -14,39 +14,54 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.cost import Cost
-from penstock.gradients.averaged import Surroundings
-from penstock.gradients.clip import Clipping
+from penstock.gradients.averaged import EnclosingDDP
+from penstock.gradients.clip import ClipGradOptions
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Schedule
 from penstock.notation import dumps
-from penstock.options import check_chunks, check_loss, check_words
-from penstock.partition.forward.units import Asked as AskedUnits
+from penstock.options import check_choices, check_chunks, check_loss_fn
+from penstock.partition.forward.units import UnitSelector as AskedUnits
 from penstock.partition.sequential import check_model
-from penstock.partition.side import names_in_chain
-from penstock.partition.split import Split, Wish, in_words, split
-from penstock.partition.staying import check_casts, check_stays, denied
-from penstock.partition.wrapping import StageFn, wrapped
-from penstock.run.asking import Answers, Arrangement, Lesson, Settings
+from penstock.partition.side import find_side_names_per_layer
+from penstock.partition.split import PlacedPartition, SplitRequest, describe_placement, place_model
+from penstock.partition.staying import (
+    build_move_error,
+    check_keeps_device,
+    check_no_device_argument,
+)
+from penstock.partition.wrapping import StageFn, wrap_stages
+from penstock.run.asking import CallOptions, Engine, PreparedPipe, StepRequest
 from penstock.run.feed import Batch
 from penstock.run.memory import Memory
-from penstock.run.one_process import OneProcess
-from penstock.run.processes.joining import begin_alike, check_same, described, join, site_in
-from penstock.run.processes.many import ManyProcesses
-from penstock.run.processes.sharing import Sharing
-from penstock.run.processes.standing import standing_in
-from penstock.run.processes.team import SLOW
-from penstock.run.programs import Programs
+from penstock.run.one_process import LocalEngine
+from penstock.run.processes.joining import (
+    build_process_context,
+    check_same_pipe,
+    describe_layers,
+    open_process_groups,
+    sync_initial_state,
+)
+from penstock.run.processes.many import DistributedEngine
+from penstock.run.processes.sharing import DataPolicy
+from penstock.run.processes.standing import resolve_topology
+from penstock.run.processes.team import SLOW_CALL_TIMEOUT_FACTOR
+from penstock.run.programs import ProgramCache
 from penstock.run.training import StepResult
-from penstock.saving.pending import Pending, Saving
-from penstock.schedules.choice import Asked, check_trains, choose, read
-from penstock.stage.batchnorm import DeferredBatchNorm
-from penstock.stage.compiled import never_compiled
+from penstock.saving.pending import PendingSave, SaveHandle
+from penstock.schedules.choice import (
+    ScheduleLike,
+    build_schedule_factory,
+    check_has_backward,
+    resolve_schedule,
+)
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
+from penstock.stage.compiled import disable_compile
 from penstock.stage.reduction import LossFn
 from penstock.timeline import Timeline
 from penstock.verify import require_sound
 
 if TYPE_CHECKING:
-    from penstock.saving.optimizers import Optimizers
+    from penstock.saving.optimizers import OptimizerArgument
     from penstock.saving.saver import PathLike, Saver
 
 
@@ -95,7 +110,7 @@ class Pipe(nn.Module):
         *,
         stages: int | Sequence[int] | None = None,
         devices: Sequence[Any] | None = None,
-        schedule: Asked = None,
+        schedule: ScheduleLike = None,
         loss_fn: LossFn | None = None,
         reduction: str | None = None,
         runtime: str = "threads",
@@ -112,73 +127,101 @@ class Pipe(nn.Module):
         heartbeat: float = 10.0,
     ) -> None:
         super().__init__()
-        standing = standing_in(mesh, group)
-        team = None if standing is None else join(standing, devices, heartbeat)
-        with nullcontext("") if team is None else team.call("making the pipe", SLOW) as name:
+        standing = resolve_topology(mesh, group)
+        team = None if standing is None else open_process_groups(standing, devices, heartbeat)
+        with (
+            nullcontext("")
+            if team is None
+            else team.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as name
+        ):
             check_model(module)
             check_chunks(chunks)
-            check_words(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
-            check_words(data=data, outputs=outputs, shapes=shapes)
-            check_loss(loss_fn)
+            check_choices(checkpoint=checkpoint, runtime=runtime, reduction=reduction)
+            check_choices(data=data, outputs=outputs, shapes=shapes)
+            check_loss_fn(loss_fn)
             self.chunks, self.checkpoint = chunks, checkpoint
             self.reduction, self.runtime = reduction, runtime
             self.__dict__["loss_fn"] = loss_fn  # not a child, if it is a module
             if deferred_batch_norm:
-                module = DeferredBatchNorm.convert_deferred_batch_norm(module)
-            asked = read(schedule)
-            wish = Wish(stages, devices, balance, example, chunks, units, memory)
-            sharing = Sharing(data, outputs, shapes)
-            facts = {} if team is None else described(module)  # before stage_fn changes it
-            placed = split(module, wish, asked, None if team is None else site_in(team))
-            arranged = self._arrange(placed, asked, stage_fn)
+                module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
+            asked = resolve_schedule(schedule)
+            wish = SplitRequest(stages, devices, balance, example, chunks, units, memory)
+            sharing = DataPolicy(data, outputs, shapes)
+            facts = {} if team is None else describe_layers(module)  # before stage_fn changes it
+            placed = place_model(
+                module, wish, asked, None if team is None else build_process_context(team)
+            )
+            arranged = self._prepare(placed, asked, stage_fn)
             if team is None:
-                self._runs: Answers = OneProcess(arranged)
+                self._engine: Engine = LocalEngine(arranged)
             else:
-                facts |= {"schedule": dumps(self._choice(chunks)), "reduction": f"{reduction}"}
-                check_same(team, name, self._settings(), sharing, self._split, facts)
-                begin_alike(team, self._split.ties, self._replicas)
-                self._runs = ManyProcesses(team, arranged, sharing)
-        self._surroundings = Surroundings()
-        self._saves = Pending()
+                facts |= {
+                    "schedule": dumps(self._schedule_choice(chunks)),
+                    "reduction": f"{reduction}",
+                }
+                check_same_pipe(
+                    team, name, self._get_call_options(), sharing, self._placed_partition, facts
+                )
+                sync_initial_state(team, self._placed_partition.tied_tensors, self._replicas)
+                self._engine = DistributedEngine(team, arranged, sharing)
+        self._enclosing_ddp = EnclosingDDP()
+        self._pending_saves = PendingSave()
         self.training = module.training
         # The children are the model's own, under their own names, whatever those are: from here on
         # no attribute is set.
-        self._modules.update(self._split.partition.children(self._split.stages_here))
-        self._split.partition.begin()
+        self._modules.update(
+            self._placed_partition.partition.children(self._placed_partition.local_stages)
+        )
+        self._placed_partition.partition.begin()
         own = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-        root = vars(self._split.partition.root(module))
+        root = vars(self._placed_partition.partition.root(module))
         self.__dict__.update((key, root[key]) for key in own)
 
-    def _arrange(
-        self, cut: Split, asked: str | Schedule | None, stage_fn: StageFn | None
-    ) -> Arrangement:
+    def _prepare(
+        self,
+        placed_partition: PlacedPartition,
+        schedule: str | Schedule | None,
+        stage_fn: StageFn | None,
+    ) -> PreparedPipe:
         """What runs, and in which order."""
-        here = [stage.index for stage in cut.stages_here]
-        self._split = replace(cut, partition=wrapped(cut.partition, stage_fn, here, cut.ties))
-        graph = self._split.partition.graph
-        self._choice = choose(asked, self._split.placement, self.chunks, graph)
-        made = self._choice(self.chunks)
-        check_trains(made, self._choice.name)
+        here = [stage.index for stage in placed_partition.local_stages]
+        self._placed_partition = replace(
+            placed_partition,
+            partition=wrap_stages(
+                placed_partition.partition, stage_fn, here, placed_partition.tied_tensors
+            ),
+        )
+        graph = self._placed_partition.partition.graph
+        self._schedule_choice = build_schedule_factory(
+            schedule, self._placed_partition.placement, self.chunks, graph
+        )
+        made = self._schedule_choice(self.chunks)
+        check_has_backward(made, self._schedule_choice.name)
         require_sound(made, graph)
-        self._replicas = Replicas(self._split.partition.computing())
-        return Arrangement(
-            self._split, Programs(self._choice, graph), self._replicas, self._modules
+        self._replicas = Replicas(self._placed_partition.partition.computing())
+        return PreparedPipe(
+            self._placed_partition,
+            ProgramCache(self._schedule_choice, graph),
+            self._replicas,
+            self._modules,
         )
 
-    def _settings(self) -> Settings:
-        return Settings(self.chunks, self.checkpoint, self.training, self.runtime, self.reduction)
+    def _get_call_options(self) -> CallOptions:
+        return CallOptions(
+            self.chunks, self.checkpoint, self.training, self.runtime, self.reduction
+        )
 
     # ---- the two doors --------------------------------------------------------------------
 
-    @never_compiled
+    @disable_compile
     def forward(self, *inputs: Any, **side: Any) -> Any:
         """What the model computes of a batch; `loss.backward()` runs the backwards.
 
         Inputs by name go to every layer whose forward names them.
         """
-        return self._runs.forward(self._settings(), Batch(inputs, side))
+        return self._engine.forward(self._get_call_options(), Batch(inputs, side))
 
-    @never_compiled
+    @disable_compile
     def step(
         self,
         *inputs: Any,
@@ -198,17 +241,24 @@ class Pipe(nn.Module):
         step, in the same launch. Without a `loss_fn` the loss is the model's own, and `target` an
         input of its forward, if that names it.
         """
-        self._surroundings.check_step()
-        check_loss(loss_fn)
-        lesson = Lesson(loss_fn or self.loss_fn, outputs, scaler, optimizer)
-        lesson.check()
-        return self._runs.step(self._settings(), self._batch(inputs, side, target, lesson), lesson)
+        self._enclosing_ddp.check_step_allowed()
+        check_loss_fn(loss_fn)
+        lesson = StepRequest(loss_fn or self.loss_fn, outputs, scaler, optimizer)
+        lesson.validate()
+        return self._engine.step(
+            self._get_call_options(), self._build_batch(inputs, side, target, lesson), lesson
+        )
 
-    def _batch(self, inputs: Any, side: dict[str, Any], target: Any, lesson: Lesson) -> Batch:
+    def _build_batch(
+        self, inputs: Any, keyword_inputs: dict[str, Any], target: Any, request: StepRequest
+    ) -> Batch:
         targets = () if target is None else (target,)
-        if targets and lesson.loss_fn is None and self._split.partition.takes("target"):
-            side, targets = {**side, "target": target}, ()  # the model's own input of that name
-        return Batch(inputs, side, targets, scores_itself=lesson.loss_fn is None)
+        if targets and request.loss_fn is None and self._placed_partition.partition.takes("target"):
+            keyword_inputs, targets = (
+                {**keyword_inputs, "target": target},
+                (),
+            )  # the model's own input of that name
+        return Batch(inputs, keyword_inputs, targets, uses_model_loss=request.loss_fn is None)
 
     def clip_grad_norm_(
         self,
@@ -218,23 +268,23 @@ class Pipe(nn.Module):
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
-        how = Clipping(norm_type, error_if_nonfinite, foreach)
-        return self._runs.clip(list(self.parameters()), max_norm, how)
+        how = ClipGradOptions(norm_type, error_if_nonfinite, foreach)
+        return self._engine.clip_grad_norm(list(self.parameters()), max_norm, how)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, steps do not reduce the gradients of replicas: the first one after it does."""
-        before, self._replicas.reduces = self._replicas.reduces, False
+        before, self._replicas.sync_enabled = self._replicas.sync_enabled, False
         try:
             yield
         finally:
-            self._replicas.reduces = before
+            self._replicas.sync_enabled = before
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
         """The timeline of a training step on paper: with the costs of the last step, if any."""
-        return self._runs.forecast(self._settings(), cost)
+        return self._engine.forecast(self._get_call_options(), cost)
 
-    @never_compiled
+    @disable_compile
     def memory(
         self, *inputs: Any, target: Any = None, loss_fn: LossFn | None = None, **side: Any
     ) -> Memory:
@@ -243,62 +293,66 @@ class Pipe(nn.Module):
         Two steps are taken in the caller's thread to find out, and leave no trace: gradients,
         buffers, attributes, inputs and random states stay as they are.
         """
-        check_loss(loss_fn)
-        lesson = Lesson(loss_fn or self.loss_fn, outputs=False, scaler=None)
-        batch = self._batch(inputs, side, target, lesson)
-        return self._runs.memory(self._settings(), batch, lesson)
+        check_loss_fn(loss_fn)
+        lesson = StepRequest(loss_fn or self.loss_fn, return_outputs=False, scaler=None)
+        batch = self._build_batch(inputs, side, target, lesson)
+        return self._engine.measure_memory(self._get_call_options(), batch, lesson)
 
     def summary(self) -> str:
         """What each stage has, takes and gives; the slowest, and a line of advice."""
-        return str(self._split.partition)
+        return str(self._placed_partition.partition)
 
     # ---- checkpoints ----------------------------------------------------------------------
 
     def save(
         self,
         folder: PathLike,
-        optimizer: Optimizers = None,
+        optimizer: OptimizerArgument = None,
         extra: Any = None,
         background: bool = False,
-    ) -> Saving:
+    ) -> SaveHandle:
         """Write a checkpoint that counts only when it is whole, and replaces the one before.
 
         Parameters, buffers and the optimizers' state, by the names of the unsplit model, and the
         generator of random numbers; `extra` is given back by `load`. In the background, training
         may go on at once: the next save, or `wait` of what this returns, waits for it.
         """
-        with self._runs.calling("saving", folder=Path(folder).absolute(), background=background):
-            return self._saver().save(folder, optimizer, extra, background)
+        with self._engine.guard_call(
+            "saving", folder=Path(folder).absolute(), background=background
+        ):
+            return self._build_saver().save(folder, optimizer, extra, background)
 
-    def load(self, path: PathLike, optimizer: Optimizers = None) -> Any:
+    def load(self, path: PathLike, optimizer: OptimizerArgument = None) -> Any:
         """Read a checkpoint, however it was split; gives its `extra`.
 
         `path` is a folder of `save`, `save_pretrained` or torch.distributed.checkpoint, or a
         .safetensors file or its index. With optimizers, random numbers go on where they were, too.
         """
-        with self._runs.calling("loading", path=Path(path).absolute()):
-            return self._saver().load(path, optimizer)
+        with self._engine.guard_call("loading", path=Path(path).absolute()):
+            return self._build_saver().load(path, optimizer)
 
     def export(self, file: PathLike) -> Path:
         """Write parameters and buffers to one .safetensors file."""
-        with self._runs.calling("exporting", file=Path(file).absolute()):
-            return self._saver().export(file)
+        with self._engine.guard_call("exporting", file=Path(file).absolute()):
+            return self._build_saver().export(file)
 
     def save_pretrained(self, folder: PathLike) -> Path:
         """Write what `from_pretrained` reads: of a model of transformers, or adapters of peft."""
-        with self._runs.calling("saving", folder=Path(folder).absolute()):
-            return self._saver().save_pretrained(folder)
+        with self._engine.guard_call("saving", folder=Path(folder).absolute()):
+            return self._build_saver().save_pretrained(folder)
 
-    def _saver(self) -> Saver:
-        from penstock.saving.saver import saver_of  # its import takes a second
+    def _build_saver(self) -> Saver:
+        from penstock.saving.saver import build_saver  # its import takes a second
 
-        return saver_of(self, self._split, self._runs.saves_with(), self._saves)
+        return build_saver(
+            self, self._placed_partition, self._engine.get_checkpoint_peers(), self._pending_saves
+        )
 
     # ---- a module like any other ----------------------------------------------------------
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
-            self._surroundings.wrapped = True
+            self._enclosing_ddp.is_wrapped = True
         return super().__getattr__(name)
 
     def __len__(self) -> int:
@@ -313,36 +367,39 @@ class Pipe(nn.Module):
 
     def side_names(self, first: bool) -> frozenset[str]:
         """The inputs by name that its layers take."""
-        return frozenset().union(*names_in_chain(self, first))
+        return frozenset().union(*find_side_names_per_layer(self, first))
 
     def __repr__(self) -> str:
         options = f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, runtime={self.runtime!r}"
-        head = f"Pipe({options}, schedule={self._choice.name!r},"
-        return "\n".join([head, *(f"  {line}" for line in in_words(self._split))]) + ")"
+        head = f"Pipe({options}, schedule={self._schedule_choice.name!r},"
+        return (
+            "\n".join([head, *(f"  {line}" for line in describe_placement(self._placed_partition))])
+            + ")"
+        )
 
     def train(self, mode: bool = True) -> Pipe:
         """Also what is around the stages."""
         super().train(mode)
-        for module in self._split.partition.around:
+        for module in self._placed_partition.partition.around:
             module.training = mode
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Casting only: the stages stay where they are."""
-        check_casts(args, kwargs)
+        check_no_device_argument(args, kwargs)
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Pipe:
         """Denied."""
-        raise denied()
+        raise build_move_error()
 
     def cpu(self) -> Pipe:
         """Denied."""
-        raise denied()
+        raise build_move_error()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
         """What every other conversion comes to, also that of a module with the pipe in it."""
-        check_stays(fn, self._split.places.values())
+        check_keeps_device(fn, self._placed_partition.devices.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._split.partition.refresh(fn)
+        self._placed_partition.partition.refresh(fn)
         return self

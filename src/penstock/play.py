@@ -76,7 +76,7 @@ class Deadlock(PenstockError, RuntimeError):
         return type(self), (self.waits,)
 
 
-def check_belongs(placement: Sequence[int], graph: StageGraph, cost: Cost) -> None:
+def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) -> None:
     """A graph and a cost are for as many stages as there are."""
     stages = len(placement)
     if len(cost.F) != stages:
@@ -93,10 +93,10 @@ _MADE = 1  # a Message can be sent
 _AWAITED = 2  # a Message can be received: its receiver has come to the receive
 _ARRIVED = 3  # a Message is where it is consumed
 
-_STRIDE = 1 << 32  # between kinds of tokens: more micro-batches than anybody has
+_TOKEN_STRIDE = 1 << 32  # between kinds of tokens: more micro-batches than anybody has
 
 
-class _Move(NamedTuple):
+class _Transition(NamedTuple):
     """Wait for `needs`, spend `seconds`, give each token, some of them after a delay."""
 
     seconds: float
@@ -104,7 +104,7 @@ class _Move(NamedTuple):
     gives: tuple[tuple[int, float], ...]
 
 
-class _Wiring:
+class _TransitionTable:
     """Tells the moves of an action: one, or two when its rank must show up and then wait.
 
     A token is a number: a kind, which stands for (phase, thing of micro-batch 0), plus the
@@ -116,76 +116,78 @@ class _Wiring:
         self, work: Schedule | Program, graph: StageGraph, cost: Cost, sends: Sends
     ) -> None:
         self._schedule = schedule_of(work)
-        self._sent = isinstance(work, Program)  # messages go through sends and receives
+        self._has_messages = isinstance(work, Program)  # messages go through sends and receives
         self._blocking = sends is Sends.RENDEZVOUS
         self._graph, self._cost = graph, cost
-        check_belongs(self._schedule.placement, graph, cost)
-        self._kinds: dict[tuple[int, Compute | Message], int] = {}
-        self._moves: dict[tuple[str | type, int, int], tuple[_Move, ...]] = {}
+        check_stages_match(self._schedule.placement, graph, cost)
+        self._token_kinds: dict[tuple[int, Compute | Message], int] = {}
+        self._transition_cache: dict[tuple[str | type, int, int], tuple[_Transition, ...]] = {}
 
-    def moves(self, action: Action) -> tuple[tuple[_Move, ...], int]:
+    def transitions(self, action: Action) -> tuple[tuple[_Transition, ...], int]:
         """In order, with the tokens of micro-batch 0; and the micro-batch, to add to each."""
         if isinstance(action, Compute):
             op, stage, microbatch = action
             again = (stage, microbatch) in self._schedule.recomputed
-            moves = self._moves.get((op, stage, again))
+            moves = self._transition_cache.get((op, stage, again))
             if moves is None:
-                moves = (self._compute(Compute(op, stage, 0), again),)
-                self._moves[op, stage, again] = moves
+                moves = (self._compute_transition(Compute(op, stage, 0), again),)
+                self._transition_cache[op, stage, again] = moves
         else:
             src, dst, microbatch = action.message
-            moves = self._moves.get((type(action), src, dst))
+            moves = self._transition_cache.get((type(action), src, dst))
             if moves is None:
-                moves = self._communicate(type(action), Message(src, dst, 0))
-                self._moves[type(action), src, dst] = moves
+                moves = self._message_transitions(type(action), Message(src, dst, 0))
+                self._transition_cache[type(action), src, dst] = moves
         return moves, microbatch
 
-    def giver(self, token: int, places: Mapping[Action, object]) -> Action:
+    def find_producer(self, token: int, positions: Mapping[Action, object]) -> Action:
         """The action that would give the token: the first that exists, of those that could."""
-        kind, microbatch = divmod(token, _STRIDE)
-        phase, pattern = list(self._kinds)[kind]
+        kind, microbatch = divmod(token, _TOKEN_STRIDE)
+        phase, pattern = list(self._token_kinds)[kind]
         thing = pattern._replace(microbatch=microbatch)
         if isinstance(thing, Compute):
             return thing
         if phase == _AWAITED:
             return Recv(thing)
-        if phase == _ARRIVED and self._sent and self._schedule.crosses(thing):
+        if phase == _ARRIVED and self._has_messages and self._schedule.crosses(thing):
             return Send(thing)
         actions = [Compute(op, thing.src, microbatch) for op in Op]
         makers = [action for action in actions if thing in produces(action, self._graph)]
-        return next((maker for maker in makers if maker in places), makers[0])
+        return next((maker for maker in makers if maker in positions), makers[0])
 
-    def _kind(self, phase: int, thing: Compute | Message) -> int:
-        return self._kinds.setdefault((phase, thing), len(self._kinds)) * _STRIDE
+    def _token(self, phase: int, thing: Compute | Message) -> int:
+        return self._token_kinds.setdefault((phase, thing), len(self._token_kinds)) * _TOKEN_STRIDE
 
-    def _compute(self, action: Compute, recomputed: bool) -> _Move:
+    def _compute_transition(self, action: Compute, recomputed: bool) -> _Transition:
         if not 0 <= action.stage < self._schedule.stages:
             raise ArgumentError(f"{action} names a stage that is not there: `verify` tells where")
-        needs, gives = [], [(self._kind(_DONE, action), 0.0)]
+        needs, gives = [], [(self._token(_DONE, action), 0.0)]
         for message in consumes(action, self._graph):
-            needs.append(self._kind(_ARRIVED, message))
-            if self._sent and self._schedule.crosses(message):
-                needs.append(self._kind(_AWAITED, message))
+            needs.append(self._token(_ARRIVED, message))
+            if self._has_messages and self._schedule.crosses(message):
+                needs.append(self._token(_AWAITED, message))
         for earlier in follows(action):
             if earlier.op is not Op.R or recomputed:
-                needs.append(self._kind(_DONE, earlier))
+                needs.append(self._token(_DONE, earlier))
         for message in produces(action, self._graph):
             if not self._schedule.crosses(message):
-                gives.append((self._kind(_ARRIVED, message), 0.0))
-            elif self._sent:
-                gives.append((self._kind(_MADE, message), 0.0))
+                gives.append((self._token(_ARRIVED, message), 0.0))
+            elif self._has_messages:
+                gives.append((self._token(_MADE, message), 0.0))
             else:
-                gives.append((self._kind(_ARRIVED, message), self._cost.send))
-        return _Move(self._cost.seconds(action), tuple(needs), tuple(gives))
+                gives.append((self._token(_ARRIVED, message), self._cost.send))
+        return _Transition(self._cost.seconds(action), tuple(needs), tuple(gives))
 
-    def _communicate(self, end: type[Send | Recv], message: Message) -> tuple[_Move, ...]:
+    def _message_transitions(
+        self, action_type: type[Send | Recv], message: Message
+    ) -> tuple[_Transition, ...]:
         phases = (_MADE, _AWAITED, _ARRIVED)
-        made, awaited, arrived = (self._kind(phase, message) for phase in phases)
-        if end is Send:
+        made, awaited, arrived = (self._token(phase, message) for phase in phases)
+        if action_type is Send:
             needs = (made, awaited) if self._blocking else (made,)
-            return (_Move(0.0, needs, ((arrived, self._cost.send),)),)
-        post = _Move(0.0, (), ((awaited, 0.0),))
-        return (post, _Move(0.0, (arrived,), ())) if self._blocking else (post,)
+            return (_Transition(0.0, needs, ((arrived, self._cost.send),)),)
+        post = _Transition(0.0, (), ((awaited, 0.0),))
+        return (post, _Transition(0.0, (arrived,), ())) if self._blocking else (post,)
 
 
 # ---- the clock ----------------------------------------------------------------------------
@@ -216,20 +218,20 @@ def play(
     else:
         graph = work.graph
         placement = work.schedule.placement
-    wiring = _Wiring(work, graph, cost or Cost.even(placement), sends)
-    yield from _run(work.lanes, wiring)
+    wiring = _TransitionTable(work, graph, cost or Cost.even(placement), sends)
+    yield from _run_lanes(work.lanes, wiring)
 
 
-def _run(lanes: Sequence[Sequence[Action]], wiring: _Wiring) -> Iterator[Span]:
+def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> Iterator[Span]:
     steps = [-1] * len(lanes)
-    todo: list[tuple[_Move, ...]] = [()] * len(lanes)  # what is left of the lane's head
+    todo: list[tuple[_Transition, ...]] = [()] * len(lanes)  # what is left of the lane's head
     microbatches = [0] * len(lanes)
     clock = [0.0] * len(lanes)
     given: dict[int, float] = {}
     waiting: dict[int, list[int]] = {}
     heap: list[tuple[float, int]] = []
 
-    def settle(rank: int) -> None:
+    def queue_or_wait(rank: int) -> None:
         """Queue the rank's next move, or wait for the first thing that is missing."""
         start, microbatch = clock[rank], microbatches[rank]
         for kind in todo[rank][0].needs:
@@ -241,15 +243,15 @@ def _run(lanes: Sequence[Sequence[Action]], wiring: _Wiring) -> Iterator[Span]:
                 start = time
         heappush(heap, (start, rank))
 
-    def begin(rank: int) -> None:
+    def advance(rank: int) -> None:
         """Go on to the next action of the lane."""
         steps[rank] += 1
         if steps[rank] < len(lanes[rank]):
-            todo[rank], microbatches[rank] = wiring.moves(lanes[rank][steps[rank]])
-            settle(rank)
+            todo[rank], microbatches[rank] = table.transitions(lanes[rank][steps[rank]])
+            queue_or_wait(rank)
 
     for rank in range(len(lanes)):
-        begin(rank)
+        advance(rank)
     while heap:
         start, rank = heappop(heap)
         move, microbatch = todo[rank][0], microbatches[rank]
@@ -258,19 +260,22 @@ def _run(lanes: Sequence[Sequence[Action]], wiring: _Wiring) -> Iterator[Span]:
         for kind, delay in move.gives:
             given[kind + microbatch] = end + delay
             for other in waiting.pop(kind + microbatch, ()):
-                settle(other)
+                queue_or_wait(other)
         if todo[rank]:
-            settle(rank)
+            queue_or_wait(rank)
         else:
             yield Span(rank, steps[rank], lanes[rank][steps[rank]], start, end)
-            begin(rank)
+            advance(rank)
     if waiting:
         stuck = {rank: token for token, ranks in waiting.items() for rank in ranks}
-        raise Deadlock(_explain(lanes, steps, wiring, stuck))
+        raise Deadlock(_explain_deadlock(lanes, steps, table, stuck))
 
 
-def _explain(
-    lanes: Sequence[Sequence[Action]], steps: list[int], wiring: _Wiring, stuck: dict[int, int]
+def _explain_deadlock(
+    lanes: Sequence[Sequence[Action]],
+    indices: list[int],
+    table: _TransitionTable,
+    stuck: dict[int, int],
 ) -> list[Wait]:
     places: dict[Action, list[tuple[int, int]]] = {}
     for rank, lane in enumerate(lanes):
@@ -278,7 +283,7 @@ def _explain(
             places.setdefault(action, []).append((rank, step))
     waits = []
     for rank, token in sorted(stuck.items()):
-        needs = wiring.giver(token, places)
+        needs = table.find_producer(token, places)
         found = tuple(places.get(needs, ()))
-        waits.append(Wait(rank, steps[rank], lanes[rank][steps[rank]], needs, found))
+        waits.append(Wait(rank, indices[rank], lanes[rank][indices[rank]], needs, found))
     return waits

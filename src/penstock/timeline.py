@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.cost import Cost, alive
+from penstock.cost import Cost, track_live_memory
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Program, Schedule
 from penstock.play import Sends, Span, play
@@ -64,7 +64,7 @@ class Timeline:
         spans = self.computes[rank]
         lane = [span.action for span in spans if isinstance(span.action, Compute)]
         curve = [(self.start, 0.0)]
-        for step, at_end, size in alive(lane, self.cost):
+        for step, at_end, size in track_live_memory(lane, self.cost):
             curve.append((spans[step].end if at_end else spans[step].start, size))
         return curve
 
@@ -78,7 +78,7 @@ class Timeline:
         return tuple(max(size for _, size in self.memory(rank)) for rank in range(self.ranks))
 
 
-def observed(program: Program, spans: Sequence[Span]) -> Cost:
+def cost_from_spans(program: Program, spans: Sequence[Span]) -> Cost:
     """What the actions of a real run took, as a cost: means by stage; I and W halve a B."""
     schedule = program.schedule
     times: dict[tuple[Op, int], list[float]] = {}

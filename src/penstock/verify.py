@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from penstock.cost import Cost, alive, exceeds, one_a_rank
-from penstock.errors import Unsound
+from penstock.cost import Cost, exceeds, expand_memory_caps, track_live_memory
+from penstock.errors import InvalidScheduleError
 from penstock.ir import (
     Compute,
     Op,
@@ -24,7 +24,7 @@ from penstock.ir import (
     schedule_of,
 )
 from penstock.lower import lower
-from penstock.play import Deadlock, Sends, check_belongs, play
+from penstock.play import Deadlock, Sends, check_stages_match, play
 
 
 def verify(
@@ -48,19 +48,19 @@ def verify(
     schedule = schedule_of(work)
     graph = work.graph if isinstance(work, Program) else graph
     graph = graph or StageGraph.chain(schedule.stages)
-    strays = [*placed(schedule), *graph.strays(schedule.stages)]
+    strays = [*find_misplaced_actions(schedule), *graph.strays(schedule.stages)]
     if isinstance(work, Program):
-        strays += [*same_computes(work), *addressed(work)]
-    problems = [*strays, *whole(schedule), *paired(schedule)]
+        strays += [*find_compute_mismatches(work), *find_unknown_message_stages(work)]
+    problems = [*strays, *find_incomplete_cells(schedule), *find_invalid_overlaps(schedule)]
     if strays:  # the other claims make no sense of what is not there
         return tuple(problems)
     if isinstance(work, Program):
-        problems += matched(work)
-    problems += ends(work, graph)
+        problems += find_unmatched_messages(work)
+    problems += find_deadlocks(work, graph)
     if memory is not None:
         cost = cost or Cost.even(schedule.placement)
-        check_belongs(schedule.placement, graph, cost)
-        problems += fits(schedule, memory, cost)
+        check_stages_match(schedule.placement, graph, cost)
+        problems += find_memory_excess(schedule, memory, cost)
     return tuple(problems)
 
 
@@ -70,16 +70,16 @@ def require_sound(
     memory: float | Sequence[float] | None = None,
     cost: Cost | None = None,
 ) -> None:
-    """Raise `Unsound`, with every problem, unless `verify` finds none."""
+    """Raise `InvalidScheduleError`, with every problem, unless `verify` finds none."""
     problems = verify(work, graph, memory, cost)
     if problems:
-        raise Unsound("this schedule must not run:", problems)
+        raise InvalidScheduleError("this schedule must not run:", problems)
 
 
 # ---- claims about a schedule --------------------------------------------------------------
 
 
-def placed(schedule: Schedule) -> Iterator[str]:
+def find_misplaced_actions(schedule: Schedule) -> Iterator[str]:
     """Each action names a stage and a micro-batch that exist, and stands on its stage's rank."""
     for rank, lane in enumerate(schedule.lanes):
         for step, action in enumerate(lane):
@@ -93,7 +93,7 @@ def placed(schedule: Schedule) -> Iterator[str]:
                 yield f"{where} names micro-batch {action.microbatch} of {schedule.chunks}"
 
 
-def whole(schedule: Schedule) -> Iterator[str]:
+def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
     """Each micro-batch passes each stage: F once; then B once, or I and W once; R at most once.
 
     A schedule without any backward is one for inference, and whole with its Fs.
@@ -111,19 +111,19 @@ def whole(schedule: Schedule) -> Iterator[str]:
             f, b, i, w, r = (times[Compute(op, stage, microbatch)] for op in Op)
             where = f"stage {stage}, micro-batch {microbatch}"
             if f != 1:
-                yield f"{where}: F runs {_times(f)}, not once"
+                yield f"{where}: F runs {_format_count(f)}, not once"
             if trains and (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                found = f"B {_times(b)}, I {_times(i)}, W {_times(w)}"
+                found = f"B {_format_count(b)}, I {_format_count(i)}, W {_format_count(w)}"
                 yield f"{where}: it needs B once, or I and W once, but has {found}"
             if r > 1:
-                yield f"{where}: R runs {_times(r)}, not at most once"
+                yield f"{where}: R runs {_format_count(r)}, not at most once"
 
 
-def _times(count: int) -> str:
+def _format_count(count: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def paired(schedule: Schedule) -> Iterator[str]:
+def find_invalid_overlaps(schedule: Schedule) -> Iterator[str]:
     """Actions that may overlap are neighbours in a lane."""
     steps = {a: (rank, s) for rank, lane in enumerate(schedule.lanes) for s, a in enumerate(lane)}
     for first, second in sorted(schedule.overlaps):
@@ -133,11 +133,15 @@ def paired(schedule: Schedule) -> Iterator[str]:
             yield f"{first} and {second} may overlap, but are not neighbours in a lane"
 
 
-def fits(schedule: Schedule, memory: float | Sequence[float], cost: Cost) -> Iterator[str]:
+def find_memory_excess(
+    schedule: Schedule, memory: float | Sequence[float], cost: Cost
+) -> Iterator[str]:
     """No rank ever holds more than `memory`: one cap for all, or one for each."""
-    caps = one_a_rank(memory, schedule.ranks)
+    caps = expand_memory_caps(memory, schedule.ranks)
     for rank, (lane, cap) in enumerate(zip(schedule.lanes, caps, strict=True)):
-        step, _, size = max(alive(lane, cost), key=lambda change: change[2], default=(0, True, 0.0))
+        step, _, size = max(
+            track_live_memory(lane, cost), key=lambda change: change[2], default=(0, True, 0.0)
+        )
         if exceeds(size, cap):
             yield f"rank {rank}, step {step}: {lane[step]} makes {size:g} alive, over {cap:g}"
 
@@ -145,14 +149,14 @@ def fits(schedule: Schedule, memory: float | Sequence[float], cost: Cost) -> Ite
 # ---- claims about a program ---------------------------------------------------------------
 
 
-def same_computes(program: Program) -> Iterator[str]:
+def find_compute_mismatches(program: Program) -> Iterator[str]:
     """Without its messages, a program is its schedule."""
     for rank, lane in enumerate(program.lanes):
         if tuple(a for a in lane if isinstance(a, Compute)) != program.schedule.lanes[rank]:
             yield f"rank {rank}: the program computes something else than its schedule"
 
 
-def addressed(program: Program) -> Iterator[str]:
+def find_unknown_message_stages(program: Program) -> Iterator[str]:
     """Each message names stages that exist."""
     stages = range(program.schedule.stages)
     for rank, lane in enumerate(program.lanes):
@@ -164,7 +168,7 @@ def addressed(program: Program) -> Iterator[str]:
                     yield f"{where} names stage {stage}, but there are {len(stages)}"
 
 
-def matched(program: Program) -> Iterator[str]:
+def find_unmatched_messages(program: Program) -> Iterator[str]:
     """Each message between ranks is sent once and received once, on its stages' ranks."""
     schedule, graph = program.schedule, program.graph
     expected: Counter[tuple[int, Send | Recv]] = Counter()
@@ -182,13 +186,13 @@ def matched(program: Program) -> Iterator[str]:
     for rank, end in sorted(expected.keys() | found.keys(), key=lambda e: (e[0], str(e[1]))):
         want, have = expected[rank, end], found[rank, end]
         if want != have:
-            yield f"rank {rank}: {end} stands here {_times(have)}, not {_times(want)}"
+            yield f"rank {rank}: {end} stands here {_format_count(have)}, not {_format_count(want)}"
 
 
 # ---- both ---------------------------------------------------------------------------------
 
 
-def ends(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
+def find_deadlocks(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
     """It ends, also if a send blocks until it is received, as NCCL's do.
 
     Who blocks waits for more, so what ends then ends in any case, and is played once.
@@ -198,12 +202,12 @@ def ends(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
     except Deadlock as deadlock:
         yield from map(str, deadlock.waits)
         return
-    if blocked := _waits(program, Sends.RENDEZVOUS):
-        always = _waits(program, Sends.BUFFERED)
+    if blocked := _find_waits(program, Sends.RENDEZVOUS):
+        always = _find_waits(program, Sends.BUFFERED)
         yield from always or (f"{w}, when sends block until they are received" for w in blocked)
 
 
-def _waits(program: Program, sends: Sends) -> list[str]:
+def _find_waits(program: Program, sends: Sends) -> list[str]:
     """Those that never end."""
     try:
         for _ in play(program, sends=sends):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.balance import check_cut, cut
+from penstock.balance import balance_costs, check_cut
 from penstock.errors import ArgumentError
 
 
@@ -44,7 +44,7 @@ any_costs = st.one_of(
 def test_no_cut_is_better(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     best = min(every_cut(len(costs), stages), key=lambda counts: worth(costs, counts))
-    assert cut(costs, stages) == best
+    assert balance_costs(costs, stages) == best
 
 
 @settings(max_examples=25, deadline=None)
@@ -58,7 +58,7 @@ def test_of_many_units_the_most_expensive_stage_is_as_cheap_as_the_simple_way_fi
             min(max(sum(costs[a:b]), least[b]) for b in range(a + 1, len(costs) + 1))
             for a in range(len(costs))
         ] + [0]
-    counts = cut(costs, stages)
+    counts = balance_costs(costs, stages)
     check_cut(counts, len(costs))
     assert worth(costs, counts)[0] == least[0]
 
@@ -77,13 +77,13 @@ def test_of_many_units_the_most_expensive_stage_is_as_cheap_as_the_simple_way_fi
     ],
 )
 def test_what_one_would_expect(costs: list[float], stages: int, counts: tuple[int, ...]) -> None:
-    assert cut(costs, stages) == counts
+    assert balance_costs(costs, stages) == counts
 
 
 @pytest.mark.parametrize(("units", "stages"), [(3, 4), (3, 0), (3, -1), (0, 1)])
 def test_every_stage_needs_a_unit(units: int, stages: int) -> None:
     with pytest.raises(ArgumentError) as error:
-        cut([1.0] * units, stages)
+        balance_costs([1.0] * units, stages)
     assert str(error.value) == (
         f"{units} units cannot be cut into {stages} stages: each stage takes at least one unit, "
         "and there is at least one stage"
@@ -92,7 +92,7 @@ def test_every_stage_needs_a_unit(units: int, stages: int) -> None:
 
 def test_every_cost_that_is_none_is_named() -> None:
     with pytest.raises(ArgumentError) as error:
-        cut([1.0, -2.0, float("nan"), 0.0, float("inf")], 2)
+        balance_costs([1.0, -2.0, float("nan"), 0.0, float("inf")], 2)
     assert str(error.value) == (
         "unit 1 costs -2.0, unit 2 costs nan, unit 4 costs inf: a cost is a number from 0 up"
     )

@@ -126,18 +126,18 @@ def test_the_model_and_the_random_state_stay() -> None:
 
 def test_a_wrong_pipe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that loses a value of another is not taken for right."""
-    from penstock.partition.forward.part import Part
+    from penstock.partition.forward.part import StageForward
 
-    computed = Part.__call__
+    computed = StageForward.__call__
 
-    def losing(self: Part, arrived: Any) -> Any:
+    def losing(self: StageForward, arrived: Any) -> Any:
         found = computed(self, arrived)
         return {
             dst: tuple(v * 1.001 if isinstance(v, Tensor) else v for v in values)
             for dst, values in found.items()
         }
 
-    monkeypatch.setattr(Part, "__call__", losing)
+    monkeypatch.setattr(StageForward, "__call__", losing)
     report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, schedules=["1f1b"])
     assert not report.ok
 

@@ -73,9 +73,9 @@ def test_in_eval_mode_the_whole_batch_is_the_reference() -> None:
 
 
 def test_deferred_batch_norm_and_uneven_batches_of_any_size() -> None:
-    from penstock.stage.batchnorm import DeferredBatchNorm
+    from penstock.stage.batchnorm import DeferredStatsBatchNorm
 
-    model = DeferredBatchNorm.convert_deferred_batch_norm(network())
+    model = DeferredStatsBatchNorm.convert_deferred_batch_norm(network())
     x, target = batch(8)
     assert checked(model, x, target=target, loss_fn=nn.MSELoss(), schedules=["1f1b"]).ok
     for rows in (1, 2, 5, 7):

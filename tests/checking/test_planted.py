@@ -15,9 +15,9 @@ from torch.nn import functional
 import penstock
 from penstock import NoChunk, Report
 from penstock.run import weighing
-from penstock.run.call import Call
+from penstock.run.call import Execution
 from penstock.stage import tape
-from penstock.stage.graph import Graph
+from penstock.stage.graph import CellGraph
 from tests.support import Do, batch
 
 ROWS = 8
@@ -203,8 +203,8 @@ def test_randomness_outside_of_torch() -> None:
 
 
 def test_a_gradient_scaled_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = weighing.Ledger._seed
-    monkeypatch.setattr(weighing.Ledger, "_seed", lambda *given: right(*given) * 2)
+    right = weighing.LossAccumulator._compute_loss_gradient
+    monkeypatch.setattr(weighing.LossAccumulator, "_compute_loss_gradient", lambda *given: right(*given) * 2)
     report = checked(four())
     assert wrong_kinds(report) == {"gradients", "inputs", "again"}
     assert "the pipe's doing" in hints(report)
@@ -214,15 +214,15 @@ def test_a_gradient_scaled_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_input_gradient_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between stages 1 and 0, in one micro-batch of recomputed runs."""
-    right = tape.Tape.backward
+    right = tape.StageRunner.backward
 
-    def dropped(self: tape.Tape, microbatch: int, gradients: Any, retain: bool) -> Any:
+    def dropped(self: tape.StageRunner, microbatch: int, gradients: Any, retain: bool) -> Any:
         found = right(self, microbatch, gradients, retain)
-        if self.stage.index == 1 and microbatch == 2 and self.recomputes:
+        if self.stage.index == 1 and microbatch == 2 and self.has_recomputed:
             return {source: (None,) * len(tensors) for source, tensors in found.items()}
         return found
 
-    monkeypatch.setattr(tape.Tape, "backward", dropped)
+    monkeypatch.setattr(tape.StageRunner, "backward", dropped)
     report = checked(four())
     assert "gradients of '0.weight'" in problems(report)
     assert "only with checkpoint always" in hints(report)
@@ -232,21 +232,21 @@ def test_an_input_gradient_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_buffer_that_is_updated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the recomputation, too, whose changes are to be taken back."""
-    monkeypatch.setattr(tape, "rewound", lambda *_: nullcontext())
+    monkeypatch.setattr(tape, "restore_buffers", lambda *_: nullcontext())
     report = checked(four(nn.BatchNorm1d(8)))
     assert "buffers '2.num_batches_tracked'" in problems(report)
     assert "only with checkpoint always" in hints(report)
 
 
 def test_memory_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tape.Tape.backward
-    kept: list[Graph] = []
+    right = tape.StageRunner.backward
+    kept: list[CellGraph] = []
 
-    def keeping(self: tape.Tape, microbatch: int, gradients: Any, retain: bool) -> Any:
+    def keeping(self: tape.StageRunner, microbatch: int, gradients: Any, retain: bool) -> Any:
         kept.append(self._graphs[microbatch])
         return right(self, microbatch, gradients, True)
 
-    monkeypatch.setattr(tape.Tape, "backward", keeping)
+    monkeypatch.setattr(tape.StageRunner, "backward", keeping)
     report = checked(four(nn.Tanh()), runtimes=["inline"])
     assert wrong_kinds(report) == {"memory"}
     assert "memory: more is kept than forecast on rank 0" in problems(report)
@@ -256,15 +256,15 @@ def test_memory_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_draws_that_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recomputation that draws anew."""
 
-    right = Call.__init__
+    right = Execution.__init__
 
-    def drawing(self: Call, *args: Any, **named: Any) -> None:
+    def drawing(self: Execution, *args: Any, **named: Any) -> None:
         right(self, *args, **named)
-        for each in self.tapes:
-            seeded: Any = each.source
-            each.source = lambda m, seeded=seeded: seeded(m) + penstock.is_recomputing()  # type: ignore[misc]
+        for each in self.stage_runners:
+            seeded: Any = each.rng_source
+            each.rng_source = lambda m, seeded=seeded: seeded(m) + penstock.is_recomputing()  # type: ignore[misc]
 
-    monkeypatch.setattr(Call, "__init__", drawing)
+    monkeypatch.setattr(Execution, "__init__", drawing)
     report = checked(four(nn.Dropout(0.5)))
     assert "gradients" in wrong_kinds(report)
     assert "only with checkpoint always" in hints(report)

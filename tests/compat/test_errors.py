@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat import fairscale, torch_sync, torchgpipe
-from penstock.compat.partitions import Partitioned
+from penstock.compat.partitions import LegacyPipe
 
 pytestmark = pytest.mark.usefixtures("rpc_worker")
 
 
-def by_balance(make: Any) -> Callable[..., Partitioned]:
-    def made(module: nn.Module, **options: Any) -> Partitioned:
+def by_balance(make: Any) -> Callable[..., LegacyPipe]:
+    def made(module: nn.Module, **options: Any) -> LegacyPipe:
         count = len(module) if isinstance(module, nn.Sequential) else 1
-        pipe: Partitioned = make(module, [1] * count, devices=["cpu"] * count, **options)
+        pipe: LegacyPipe = make(module, [1] * count, devices=["cpu"] * count, **options)
         return pipe
 
     return made
@@ -32,12 +32,12 @@ def by_balance(make: Any) -> Callable[..., Partitioned]:
     ],
     ids=["torch_sync", "torchgpipe", "fairscale"],
 )
-def make(request: pytest.FixtureRequest) -> Callable[..., Partitioned]:
-    made: Callable[..., Partitioned] = request.param
+def make(request: pytest.FixtureRequest) -> Callable[..., LegacyPipe]:
+    made: Callable[..., LegacyPipe] = request.param
     return made
 
 
-Make = Callable[..., Partitioned]
+Make = Callable[..., LegacyPipe]
 
 
 def test_not_a_sequential(make: Make) -> None:
@@ -86,7 +86,7 @@ def test_inputs_elsewhere(make: Make) -> None:
         lambda pipe: pipe.to_empty(device="cpu"),
     ],
 )
-def test_moving(make: Make, move: Callable[[Partitioned], object]) -> None:
+def test_moving(make: Make, move: Callable[[LegacyPipe], object]) -> None:
     pipe = make(nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match="moving it is denied"):
         move(pipe)

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from penstock.doctor.advice import GIB, advise
-from penstock.doctor.facts import ALONE, Facts, Room, loads, observe
+from penstock.doctor.facts import (
+    SINGLE_PROCESS,
+    FreeSpace,
+    RankInfo,
+    collect_rank_info,
+    parse_rank_info,
+)
 from penstock.doctor.links import Link
-from penstock.doctor.visit import Found
+from penstock.doctor.visit import SurveyResult
 
-WELL = Facts(
+WELL = RankInfo(
     rank=0,
     host="a",
     local_size=1,
@@ -22,8 +28,8 @@ WELL = Facts(
     gpus=0,
     cores=8,
     threads=4,
-    memory={"host": Room(20 * GIB, 32 * GIB)},
-    disk={"/tmp": Room(20 * GIB, 32 * GIB)},
+    memory={"host": FreeSpace(20 * GIB, 32 * GIB)},
+    disk={"/tmp": FreeSpace(20 * GIB, 32 * GIB)},
     settings={},
     interfaces=["lo", "eth0"],
     interface="eth0",
@@ -31,14 +37,14 @@ WELL = Facts(
 GPU = {"gpu": "one", "gpus": 1, "device": "cuda:0 H200"}
 
 
-def found(*changes: dict[str, Any], **more: Any) -> Found:
+def found(*changes: dict[str, Any], **more: Any) -> SurveyResult:
     """Ranks on hosts a, b, ... that differ in this from one that is well."""
     facts = {
         rank: replace(WELL, rank=rank, host="abcd"[rank], **change)
         for rank, change in enumerate(changes)
     }
     given = {"size": len(facts), "backend": "gloo", "patience": 10.0, "links": [], "clocks": {}}
-    return Found(facts=facts, **{**given, **more})
+    return SurveyResult(rank_infos=facts, **{**given, **more})
 
 
 def with_version(name: str, version: str) -> dict[str, Any]:
@@ -130,15 +136,15 @@ CASES = {
         ["look: 9 ranks compute on 8 cores of a: start fewer"],
     ),
     "a GPU in use": (
-        found({**GPU, "memory": {"cuda:0": Room(10 * GIB, 80 * GIB)}}),
+        found({**GPU, "memory": {"cuda:0": FreeSpace(10 * GIB, 80 * GIB)}}),
         ["look: rank 0: 70.0 GiB of cuda:0 are in use: by whom? (nvidia-smi)"],
     ),
     "little memory": (
-        found({"memory": {"host": Room(GIB // 2, 8 * GIB)}}),
+        found({"memory": {"host": FreeSpace(GIB // 2, 8 * GIB)}}),
         ["look: a has 0.50 GiB of memory left"],
     ),
     "little disk": (
-        found({"disk": {"/home": Room(GIB // 4, 8 * GIB)}}),
+        found({"disk": {"/home": FreeSpace(GIB // 4, 8 * GIB)}}),
         ["look: a has 0.25 GiB left on the disk of /home"],
     ),
     "clocks": (
@@ -176,8 +182,8 @@ def test_what_is_said(case: str) -> None:
 
 
 def test_facts_travel_as_text() -> None:
-    facts = observe(ALONE)
-    assert loads(facts.dumps()) == facts
+    facts = collect_rank_info(SINGLE_PROCESS)
+    assert parse_rank_info(facts.to_json()) == facts
     assert facts.versions["python"].startswith("3.")
     assert facts.interface in facts.interfaces
     assert facts.memory["host"].free <= facts.memory["host"].total

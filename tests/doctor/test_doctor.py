@@ -56,7 +56,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_what_is_broken_is_said_and_told_by_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("penstock.doctor.advice.OLDEST", (9, 0))
+    monkeypatch.setattr("penstock.doctor.advice.MIN_TORCH_VERSION", (9, 0))
     code, out, _ = asked(monkeypatch, capsys)
     assert code == 1
     assert "broken: rank 0 has torch 2." in out

@@ -10,14 +10,20 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from penstock.doctor import links
-from penstock.doctor.links import Link, measure_copies, measure_link, rounds, within
+from penstock.doctor.links import (
+    Link,
+    measure_device_copies,
+    measure_link,
+    pair_ranks_in_rounds,
+    run_with_timeout,
+)
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "LARGE", links.SMALL)
+    monkeypatch.setattr(links, "LARGE_BYTES", links.SMALL_BYTES)
     monkeypatch.setattr(links, "PINGS", 3)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
@@ -25,7 +31,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", range(10))
 def test_every_two_ranks_meet_once_and_never_two_at_a_time(count: int) -> None:
     ranks = [3 * rank for rank in range(count)]
-    made = rounds(ranks)
+    made = pair_ranks_in_rounds(ranks)
     pairs = [pair for pairs in made for pair in pairs]
     assert sorted(pairs) == [(a, b) for a in ranks for b in ranks if a < b]
     for pairs in made:
@@ -60,7 +66,7 @@ def test_what_hangs_is_left_behind() -> None:
 
     start = time.monotonic()
     with pytest.raises(TimeoutError):
-        within(0.05, hang)
+        run_with_timeout(0.05, hang)
     assert time.monotonic() - start < 2
 
 
@@ -69,11 +75,11 @@ def test_an_error_comes_out() -> None:
         raise ArithmeticError("in the thread")
 
     with pytest.raises(ArithmeticError, match="in the thread"):
-        within(5.0, fail)
+        run_with_timeout(5.0, fail)
 
 
 def test_copies_between_devices_of_one_process() -> None:
-    found = measure_copies([CPU, CPU, CPU])
+    found = measure_device_copies([CPU, CPU, CPU])
     assert [(link.a, link.b) for link in found] == [(0, 1), (0, 2), (1, 2)]
     assert all(link.latency > 0 and link.bandwidth > 0 and not link.problem for link in found)
-    assert measure_copies([CPU]) == []
+    assert measure_device_copies([CPU]) == []

@@ -12,18 +12,20 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import draw
-from penstock.draw.arcs import MANY, arcs_of, lanes_for
+from penstock.draw.arcs import MAX_ARCS, assign_arc_levels, build_arcs
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.outline import Flow, Outline, Piece, Seconds, Shared
+from penstock.outline import ComputeSeconds, ModelSummary, SharedParameter, Transfer, UnitSummary
 
 
-def outlined(counts: Sequence[int] = (2, 1, 2), flows: Sequence[Flow] = (), **more: Any) -> Outline:
+def outlined(
+    counts: Sequence[int] = (2, 1, 2), flows: Sequence[Transfer] = (), **more: Any
+) -> ModelSummary:
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    pieces = tuple(Piece(f"unit.{n}", stage, 10, 40) for n, stage in enumerate(stages))
+    pieces = tuple(UnitSummary(f"unit.{n}", stage, 10, 40) for n, stage in enumerate(stages))
     given: dict[str, Any] = {"pieces": pieces, "shared": ()} | more
     sizes = tuple(count * 40 for count in counts)
-    return Outline(
-        "Net", flows=tuple(flows), parameters=tuple(count * 10 for count in counts), sizes=sizes,
+    return ModelSummary(
+        "Net", transfers=tuple(flows), stage_parameter_counts=tuple(count * 10 for count in counts), stage_parameter_bytes=sizes,
         **given,
     )  # fmt: skip
 
@@ -38,11 +40,11 @@ def words_of(path: Path) -> list[str]:
 
 def test_a_picture_names_units_stages_and_what_crosses(tmp_path: Path) -> None:
     flows = [
-        Flow("unit.1", 0, 1, 1, 2, 512),
-        Flow("unit.2", 1, 2, 2, 3, 512),
-        Flow("unit.0", 0, 2, 0, 4, 4096),
+        Transfer("unit.1", 0, 1, 1, 2, 512),
+        Transfer("unit.2", 1, 2, 2, 3, 512),
+        Transfer("unit.0", 0, 2, 0, 4, 4096),
     ]
-    shared = (Shared(("unit.0.weight", "unit.4.weight"), (0, 2), 10, 40),)
+    shared = (SharedParameter(("unit.0.weight", "unit.4.weight"), (0, 2), 10, 40),)
     draw.chain(outlined(flows=flows, shared=shared), tmp_path / "cut.svg")
     words = words_of(tmp_path / "cut.svg")
     assert {"stage 0", "stage 1", "stage 2"} <= set(words)
@@ -53,7 +55,9 @@ def test_a_picture_names_units_stages_and_what_crosses(tmp_path: Path) -> None:
 
 
 def test_measured_units_are_stacked(tmp_path: Path) -> None:
-    pieces = tuple(Piece(f"u{n}", n // 2, 1, 4, Seconds(1e-3, 2e-3, 3e-3), 8) for n in range(4))
+    pieces = tuple(
+        UnitSummary(f"u{n}", n // 2, 1, 4, ComputeSeconds(1e-3, 2e-3, 3e-3), 8) for n in range(4)
+    )
     draw.chain(outlined((2, 2), pieces=pieces), tmp_path / "cut.svg", title="Mine")
     words = words_of(tmp_path / "cut.svg")
     assert {"forward", "input gradient", "weight gradient", "Mine", "12 ms"} <= set(words)
@@ -74,7 +78,7 @@ def test_any_number_of_units_fits_on_a_page(units: int, tmp_path: Path) -> None:
 
 def test_no_two_arcs_of_a_lane_meet() -> None:
     reach = [(0.0, 4.0), (1.0, 2.0), (2.0, 3.0), (1.5, 2.5), (5.0, 6.0)]
-    lanes = lanes_for(reach)
+    lanes = assign_arc_levels(reach)
     for lane in set(lanes):
         mine = sorted(span for span, at in zip(reach, lanes, strict=True) if at == lane)
         assert all(a[1] <= b[0] for a, b in pairwise(mine))
@@ -82,13 +86,13 @@ def test_no_two_arcs_of_a_lane_meet() -> None:
 
 
 def test_many_values_are_one_arc_for_each_two_stages() -> None:
-    flows = [Flow(f"v{n}", 0, 1, n, 20 + n, 100) for n in range(MANY + 1)]
-    (arc,) = arcs_of(outlined((20, 20), flows))
-    assert arc.label == f"{MANY + 1} values, {0.1 * (MANY + 1):.3g} KB"
+    flows = [Transfer(f"v{n}", 0, 1, n, 20 + n, 100) for n in range(MAX_ARCS + 1)]
+    (arc,) = build_arcs(outlined((20, 20), flows))
+    assert arc.label == f"{MAX_ARCS + 1} values, {0.1 * (MAX_ARCS + 1):.3g} KB"
 
 
 def test_a_value_of_unknown_size_has_a_name_alone() -> None:
-    (arc,) = arcs_of(outlined(flows=[Flow("unit.1", 0, 1, 1, 2)]))
+    (arc,) = build_arcs(outlined(flows=[Transfer("unit.1", 0, 1, 1, 2)]))
     assert arc.label == "unit.1"
 
 

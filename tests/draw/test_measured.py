@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.draw import picture, text
-from penstock.draw.palette import unit
+from penstock.draw.palette import choose_time_unit
 from penstock.ir import Compute
 from penstock.timeline import Timeline
 
@@ -40,7 +40,7 @@ def pipelined(played: Played) -> Timeline:
     [(0.0, "0"), (12.0, "12"), (1.0, "1"), (0.25, "250 ms"), (0.001, "1 ms"), (2e-5, "20 µs")],
 )
 def test_short_times_have_a_unit(makespan: float, said: str) -> None:
-    assert unit(makespan).said(makespan) == said
+    assert choose_time_unit(makespan).format(makespan) == said
 
 
 def test_text_counts_in_milliseconds(pipelined: Timeline) -> None:

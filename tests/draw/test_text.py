@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cost import Cost
 from penstock.draw import text
-from penstock.draw.palette import SHADES, ink
+from penstock.draw.palette import SHADES, contrasting_ink
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.ir import Schedule
 from penstock.play import Span
@@ -183,7 +183,7 @@ def test_labels_stand_out_from_their_colours() -> None:
 
     for shades in SHADES.values():
         for shade in shades:
-            dark, light = sorted((luminance(shade), luminance(ink(shade))))
+            dark, light = sorted((luminance(shade), luminance(contrasting_ink(shade))))
             assert (light + 0.05) / (dark + 0.05) > 4.5
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, is_recomputing
-from penstock.checking.reference import Outcome
+from penstock.checking.reference import StepOutcome
 from tests.features.trainee import STAGES, Feature, Trainee, Unsplit, Way, given, twice
 from tests.support import CHECKPOINTS, RUNTIMES, Pop, Stash
 
@@ -93,8 +93,8 @@ def frozen() -> nn.Sequential:
     return model
 
 
-def without_input_gradient(trainee: Trainee) -> Iterator[Outcome]:
-    return twice(trainee, lambda: given().mapped(Tensor.detach))
+def without_input_gradient(trainee: Trainee) -> Iterator[StepOutcome]:
+    return twice(trainee, lambda: given().map_tensors(Tensor.detach))
 
 
 def skips() -> nn.Sequential:
@@ -124,13 +124,13 @@ def in_place() -> nn.Sequential:
 # ---- the batch ----------------------------------------------------------------------------
 
 
-def of_many_sizes(trainee: Trainee) -> Iterator[Outcome]:
+def of_many_sizes(trainee: Trainee) -> Iterator[StepOutcome]:
     for rows in (7, 5, 1, 3, 8):
         trainee.module.zero_grad()
         yield trainee.step(given(rows))
 
 
-def without_zeroing(trainee: Trainee) -> Iterator[Outcome]:
+def without_zeroing(trainee: Trainee) -> Iterator[StepOutcome]:
     for seed, rows in enumerate((8, 5, 11)):
         yield trainee.step(given(rows, seed))
 
@@ -138,7 +138,7 @@ def without_zeroing(trainee: Trainee) -> Iterator[Outcome]:
 # ---- the machine --------------------------------------------------------------------------
 
 
-def in_float32(trainee: Trainee) -> Iterator[Outcome]:
+def in_float32(trainee: Trainee) -> Iterator[StepOutcome]:
     return twice(trainee, lambda: given(dtype=torch.float32))
 
 

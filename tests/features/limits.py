@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipe, skippable, stash
-from penstock.checking.subject import Values
+from penstock.checking.subject import StepArguments
 from tests.features.asked import SIZE, Block, blocks, made_of
 from tests.features.more import of_counted_rows, penalised
 from tests.features.trainee import Feature, Trainee, called
@@ -31,7 +31,7 @@ def with_a_hook() -> nn.Sequential:
     return model
 
 
-def differentiated(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def differentiated(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     """A gradient penalty: the gradient of the input is part of the loss."""
     output = pipe(*values.batch)
     (gradient,) = torch.autograd.grad(output.sum(), values.batch, create_graph=True)

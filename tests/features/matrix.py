@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.checking.reference import Outcome
+from penstock.checking.reference import StepOutcome
 from penstock.errors import PenstockError
 from penstock.schedules.registry import FAMILIES
 from tests.features.trainee import Feature, Way
@@ -50,12 +50,12 @@ def _of_run(feature: Feature, way: Way) -> Verdict:
     return compared(feature, way, found)
 
 
-def compared(feature: Feature, way: Way, found: Sequence[Outcome]) -> Verdict:
+def compared(feature: Feature, way: Way, found: Sequence[StepOutcome]) -> Verdict:
     """Equal, if no number of no step differs."""
     wrong = [
         f"step {at}: {difference}"
         for at, pair in enumerate(zip(found, feature.expected, strict=True))
-        for difference in pair[0].against(pair[1])
+        for difference in pair[0].compare_to(pair[1])
         if not difference.size <= feature.tolerance
     ]
     if wrong:

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from penstock import NoChunk, Pipe, add_loss
-from penstock.checking.reference import Outcome, outcome
-from penstock.checking.subject import Values
+from penstock.checking.reference import StepOutcome, collect_training_outcome
+from penstock.checking.subject import StepArguments
 from tests.features.asked import SIZE, Block, blocks, made_of, normalised
 from tests.features.trainee import Feature, Trainee, Unsplit, called, given, twice
 
@@ -30,14 +30,14 @@ def masked() -> nn.Sequential:
     return made_of(Masked(), Block(), Masked(), Block())
 
 
-def with_side_inputs() -> Values:
+def with_side_inputs() -> StepArguments:
     values = given()
     generator = torch.Generator().manual_seed(3)
     mask, table = (
         torch.rand(rows, SIZE, generator=generator, dtype=torch.float64) for rows in (8, 1)
     )
     side = {"mask": mask.requires_grad_(), "table": NoChunk(table)}
-    return Values(values.batch, side, values.target)
+    return StepArguments(values.batch, side, values.target)
 
 
 class Splits(Block):
@@ -82,7 +82,7 @@ def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return loss, number
 
 
-def scaled(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def scaled(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     """A step with a scaler, and `scaler.unscale_`."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     result = pipe.step(*values.batch, target=values.target, outputs=True, scaler=scaler)
@@ -100,16 +100,16 @@ class ByTheBatch(Unsplit):
         super().__init__(feature)
         self.statistics = feature.model()
 
-    def step(self, values: Values) -> Outcome:
+    def step(self, values: StepArguments) -> StepOutcome:
         own = dict(self.statistics.named_parameters())
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 own[name].copy_(parameter)
             self.statistics(*values.batch)
         found = super().step(values)
-        buffers = outcome(self.statistics, torch.zeros(()), ()).numbers
-        return Outcome({key: buffers[key] if key[0] == "buffers" else value
-                        for key, value in found.numbers.items()})  # fmt: skip
+        buffers = collect_training_outcome(self.statistics, torch.zeros(()), ()).tensors
+        return StepOutcome({key: buffers[key] if key[0] == "buffers" else value
+                        for key, value in found.tensors.items()})  # fmt: skip
 
 
 def normalised_once() -> nn.Sequential:
@@ -235,13 +235,13 @@ def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
 # ---- modes --------------------------------------------------------------------------------
 
 
-def evaluated(trainee: Trainee) -> Iterator[Outcome]:
+def evaluated(trainee: Trainee) -> Iterator[StepOutcome]:
     """Trained a step, then in eval mode without gradients, also on a smaller batch."""
     yield trainee.step(given())
     trainee.module.eval()
     with torch.no_grad():
         for rows in (8, 3):
-            yield trainee.step(given(rows).mapped(Tensor.detach))
+            yield trainee.step(given(rows).map_tensors(Tensor.detach))
 
 
 MORE = [

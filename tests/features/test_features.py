@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Pipe
-from penstock.checking.subject import Values
+from penstock.checking.subject import StepArguments
 from tests.features.asked import ASKED, blocks
 from tests.features.matrix import SCHEDULES, Equal, InBetween, Refused, Verdict, verdict
 from tests.features.page import FEATURES, PAGE, read, shown, written
@@ -62,23 +62,23 @@ def grown(pipe: Pipe) -> None:
             parameter.grad *= 1 + 1e-8
 
 
-def off_by_little(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def off_by_little(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     found = stepped(pipe, values)
     grown(pipe)
     return found
 
 
-def without_one(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def without_one(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     found = stepped(pipe, values)
     next(pipe.parameters()).grad = None
     return found
 
 
-def fails(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def fails(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     raise ZeroDivisionError
 
 
-def refuses_in_threads(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def refuses_in_threads(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     if pipe.runtime == "threads":
         raise ArgumentError("not in threads")
     return stepped(pipe, values)

@@ -16,8 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import mse_loss
 
 from penstock import Pipe
-from penstock.checking.reference import Outcome, outcome, unsplit
-from penstock.checking.subject import Subject, Values, ranks_for
+from penstock.checking.reference import StepOutcome, collect_training_outcome, run_unsplit
+from penstock.checking.subject import CheckedModel, StepArguments, count_ranks
 from penstock.stage.reduction import LossFn
 
 STAGES = 4
@@ -29,20 +29,20 @@ class Trainee(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def step(self, values: Values) -> Outcome: ...
+    def step(self, values: StepArguments) -> StepOutcome: ...
 
 
-Script = Callable[[Trainee], Iterator[Outcome]]
+Script = Callable[[Trainee], Iterator[StepOutcome]]
 
 
-def given(rows: int = 8, seed: int = 1, dtype: torch.dtype = torch.float64) -> Values:
+def given(rows: int = 8, seed: int = 1, dtype: torch.dtype = torch.float64) -> StepArguments:
     """A batch of six columns whose gradient is wanted, and its target."""
     generator = torch.Generator().manual_seed(seed)
     x, target = (torch.randn(rows, 6, generator=generator).to(dtype) for _ in range(2))
-    return Values((x.requires_grad_(),), {}, target)
+    return StepArguments((x.requires_grad_(),), {}, target)
 
 
-def twice(trainee: Trainee, values: Callable[[], Values] = given) -> Iterator[Outcome]:
+def twice(trainee: Trainee, values: Callable[[], StepArguments] = given) -> Iterator[StepOutcome]:
     """A step, the optimizer's step, and another step."""
     torch.manual_seed(2)
     yield trainee.step(values())
@@ -64,7 +64,7 @@ class Way:
 
     @property
     def ranks(self) -> int:
-        return ranks_for(self.schedule, STAGES)
+        return count_ranks(self.schedule, STAGES)
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,19 @@ class Feature:
     ways: tuple[tuple[str, str], ...] = (("inline", "never"), ("threads", "always"))
     options: Mapping[str, Any] = field(default_factory=dict)  # of the pipe
     changed: Callable[[nn.Sequential], object] = lambda model: None  # in the pipe only
-    step: Callable[[Pipe, Values], tuple[Tensor, Any]] | None = None  # if it is not pipe.step
+    step: Callable[[Pipe, StepArguments], tuple[Tensor, Any]] | None = (
+        None  # if it is not pipe.step
+    )
     reference: Callable[[Feature], Trainee] | None = None  # if it is not the oracle's
     under: Callable[[], AbstractContextManager[Any]] = nullcontext  # each step
     after: Callable[[Pipe, Way], None] = lambda pipe, way: None  # what else must hold
 
     @cached_property
-    def expected(self) -> list[Outcome]:
+    def expected(self) -> list[StepOutcome]:
         """Of the unsplit model."""
         return list(self.script((self.reference or Unsplit)(self)))
 
-    def found(self, way: Way) -> list[Outcome]:
+    def found(self, way: Way) -> list[StepOutcome]:
         """Of a pipe."""
         piped = Piped(self, way)
         found = list(self.script(piped))
@@ -106,14 +108,14 @@ class Unsplit:
     def __init__(self, feature: Feature) -> None:
         self.module = feature.model()
         self.whole, self.under = feature.whole, feature.under
-        self.subject = Subject(
+        self.subject = CheckedModel(
             feature.model(), given(), feature.loss_fn, None, STAGES, feature.chunks
         )
 
-    def step(self, values: Values) -> Outcome:
+    def step(self, values: StepArguments) -> StepOutcome:
         with self.under():
-            found = unsplit(self.subject, self.module, values, self.whole)
-        return outcome(self.module, *found, values)
+            found = run_unsplit(self.subject, self.module, values, self.whole)
+        return collect_training_outcome(self.module, *found, values)
 
 
 class Piped:
@@ -137,19 +139,19 @@ class Piped:
             **feature.options,
         )
 
-    def step(self, values: Values) -> Outcome:
+    def step(self, values: StepArguments) -> StepOutcome:
         with self.feature.under():
             found = (self.feature.step or stepped)(self.module, values)
-        return outcome(self.module, *found, values)
+        return collect_training_outcome(self.module, *found, values)
 
 
-def stepped(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def stepped(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     """`pipe.step(x, target=y)`."""
     result = pipe.step(*values.batch, target=values.target, outputs=True, **values.side)
     return result.loss, result.outputs
 
 
-def called(pipe: Pipe, values: Values) -> tuple[Tensor, Any]:
+def called(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     """`pipe(x)` and `loss.backward()`."""
     output = pipe(*values.batch, **values.side)
     assert pipe.loss_fn is not None

@@ -63,7 +63,7 @@ def test_units_are_measured_on_the_gpu_and_devices_by_their_speed() -> None:
     model = Language()
     example = torch.randint(0, WORDS, (8, 16))
     pipe = Pipe(model, 2, stages=2, devices=["cuda:0", "cpu"], example=example)
-    assert sum(pipe._split.partition.counts) == 5
+    assert sum(pipe._placed_partition.partition.counts) == 5
     assert "stage 0" in pipe.summary()
 
 

@@ -157,7 +157,7 @@ def test_split_backwards_under_autocast(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = places.copy
+    plain = places.copy_to_device
 
     def slow(tensor: Tensor, device: torch.device) -> Tensor:
         torch.cuda._sleep(BUSY // 4)
@@ -169,8 +169,8 @@ def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPat
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), schedule=schedule)
     pipe.step(x, target=y)
-    monkeypatch.setattr(places, "copy", slow)
-    monkeypatch.setattr(places, "within_reach", lambda sender, receiver: False)
+    monkeypatch.setattr(places, "copy_to_device", slow)
+    monkeypatch.setattr(places, "shares_memory", lambda sender, receiver: False)
     for _ in range(2):
         pipe.zero_grad()
         pipe.step(x, target=y)

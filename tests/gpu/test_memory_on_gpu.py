@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import Pipe
-from penstock.run.metering import Allocated
+from penstock.run.metering import CudaAllocatorProbe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,15 +44,17 @@ def batch() -> Tensor:
 
 def test_streams_of_virtual_gpus_are_in_the_snapshot() -> None:
     first, second = penstock.virtual_devices("cuda:0", 2)
-    gauge = Allocated({0: first, 1: second})
-    before = gauge.alive()
-    with first.entered():
+    gauge = CudaAllocatorProbe({0: first, 1: second})
+    before = gauge.read_live_bytes()
+    with first.activate():
         kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")
-    assert gauge.alive()[0] - before[0] == 1 << 20
-    assert gauge.alive()[1] == before[1]
-    kept.record_stream(second.compute)
+    assert gauge.read_live_bytes()[0] - before[0] == 1 << 20
+    assert gauge.read_live_bytes()[1] == before[1]
+    kept.record_stream(second.compute_stream)
     del kept
-    assert gauge.alive()[0] == before[0]  # at once, though another stream may still read it
+    assert (
+        gauge.read_live_bytes()[0] == before[0]
+    )  # at once, though another stream may still read it
 
 
 @pytest.mark.parametrize(("schedule", "alive"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])

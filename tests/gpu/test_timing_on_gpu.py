@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import Pipe
-from penstock.run.call import Measured
+from penstock.run.call import MeasuredRun
 from penstock.stage.places import Gpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -41,7 +41,7 @@ class Busy(nn.Module):
 @pytest.mark.parametrize("runtime", ["inline", "threads"])
 def test_later_steps_make_no_events(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made_by: list[object] = []
-    kind = type(Gpu(torch.device("cuda:0"))._timers.now(torch.cuda.current_stream(), None))
+    kind = type(Gpu(torch.device("cuda:0"))._event_pool.record(torch.cuda.current_stream(), None))
     new = kind.__new__
 
     def counted(cls: Any) -> Any:
@@ -62,12 +62,12 @@ def test_later_steps_make_no_events(runtime: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_stream_that_is_busy_has_one_event_between_two_actions() -> None:
     place = Gpu(torch.device("cuda:0"))
-    with place.entered():
+    with place.activate():
         torch.cuda._sleep(20_000_000)
-        end = place.now()
-        assert place.now(end) is end
+        end = place.record_timestamp()
+        assert place.record_timestamp(end) is end
         torch.cuda.synchronize()
-        assert place.now(end) is not end
+        assert place.record_timestamp(end) is not end
 
 
 @pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
@@ -96,9 +96,9 @@ def test_a_result_that_is_kept_keeps_its_events() -> None:
     kept = pipe.step(x, target=x)
     torch.cuda.synchronize()
     measured = kept.measured
-    assert isinstance(measured, Measured)
+    assert isinstance(measured, MeasuredRun)
     before = measured.timeline.makespan
-    fresh = Measured(measured.program, measured.marks, measured.origins)
+    fresh = MeasuredRun(measured.program, measured.timed_actions, measured.time_origins)
     for _ in range(5):
         pipe.step(x, target=x)
     torch.cuda.synchronize()

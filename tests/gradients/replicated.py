@@ -147,9 +147,9 @@ def mean_over_replicas(loss: Tensor) -> Tensor:
 class Everyone:
     """All ranks of the world, for what the ranks of a pipe tell each other."""
 
-    def exchange(self, mine: Tensor, what: str) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
+    def all_gather(self, tensor: Tensor, description: str) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, tensor)
         return found
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock import RunError
 from penstock.gradients import average as averaging
-from penstock.gradients.average import average
+from penstock.gradients.average import average_gradients
 from tests.gradients.replicated import mesh, whole
 from tests.processes.ranks import ranks
 
@@ -41,7 +41,7 @@ def averaged(bucket: int) -> list[Tensor]:
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     with patch.object(averaging, "BUCKET_BYTES", bucket):
         for _ in range(2):  # a second time changes nothing
-            average([*parameters, frozen, parameters[0]], dist.group.WORLD)
+            average_gradients([*parameters, frozen, parameters[0]], dist.group.WORLD)
     assert size == 3
     assert parameters[-1].grad is kept
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -62,7 +62,7 @@ def some_have_none() -> list[Tensor | None]:
         mine.grad = torch.tensor([3.0, 6.0]).double()
     else:
         others.grad = torch.tensor([6.0, 9.0]).double()
-    average([mine, others, nobody], dist.group.WORLD)
+    average_gradients([mine, others, nobody], dist.group.WORLD)
     return [mine.grad, others.grad, nobody.grad]
 
 
@@ -80,7 +80,7 @@ def in_parts() -> list[Tensor | None]:
     first.grad = distribute_tensor(torch.arange(8.0).view(4, 2), mesh(), [Shard(0)])
     if dist.get_rank() == 0:
         second.grad = torch.ones_like(second)
-    average([first, second], dist.group.WORLD)
+    average_gradients([first, second], dist.group.WORLD)
     return [whole(first.grad), whole(second.grad)]
 
 
@@ -94,7 +94,7 @@ def sparse() -> str:
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(RunError) as error:
-        average(layer.parameters(), dist.group.WORLD)
+        average_gradients(layer.parameters(), dist.group.WORLD)
     return str(error.value)
 
 

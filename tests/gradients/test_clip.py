@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from penstock import RunError
-from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
+from penstock.gradients.clip import ClipGradOptions, clip_grads_with_norm, compute_total_grad_norm
 from tests.gradients.replicated import (
     WRAPS,
     Everyone,
@@ -68,9 +68,9 @@ def over_ranks(order: float, spoiled: float | None, options: dict[str, Any]) -> 
             gradient[0, 0] = spoiled
     owned = parameters[0 if rank == 0 else 1 :]
     try:
-        how = Clipping(order, **options)
-        total = norm_over_ranks(owned, Everyone(), how)
-        clip_to_norm(parameters, total, 0.7, how)
+        how = ClipGradOptions(order, **options)
+        total = compute_total_grad_norm(owned, Everyone(), how)
+        clip_grads_with_norm(parameters, total, 0.7, how)
     except RunError as error:
         return str(error), [p.grad for p in parameters]
     return total, [p.grad for p in parameters]
@@ -126,8 +126,8 @@ def in_parts(order: float) -> Any:
     parameters[1].grad = distribute_tensor(full[1].clone(), mesh(), [Replicate()])
     parameters[2].grad = full[2].clone()
     parameters[3].grad = distribute_tensor(full[3].clone(), mesh(), [Replicate()])
-    total = norm_over_ranks(parameters, None, Clipping(order))
-    clip_to_norm(parameters, total, 0.3, Clipping(order))
+    total = compute_total_grad_norm(parameters, None, ClipGradOptions(order))
+    clip_grads_with_norm(parameters, total, 0.3, ClipGradOptions(order))
     return total, [whole(p.grad) for p in parameters[:4]], full
 
 

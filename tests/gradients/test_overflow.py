@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from penstock.gradients.overflow import agree_on_overflow
+from penstock.gradients.overflow import propagate_overflow
 from tests.gradients.replicated import WRAPS, Everyone, half, mesh, model, pipe_of, whole
 from tests.processes.ranks import ranks
 from tests.support import batch, closely
@@ -27,7 +27,7 @@ def over_ranks(spoiled: float | None, where: int) -> tuple[bool, float, list[boo
         parameters[1].grad[1] = spoiled
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
-    agree_on_overflow(parameters, Everyone())
+    propagate_overflow(parameters, Everyone())
     optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters[:2]]
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -56,7 +56,7 @@ def no_gradients_here() -> list[float]:
         parameter.grad = torch.tensor([inf, 1.0])
     elif dist.get_rank() == 1:
         parameter.grad = torch.ones(2)
-    agree_on_overflow([parameter] if dist.get_rank() < 2 else [], Everyone())
+    propagate_overflow([parameter] if dist.get_rank() < 2 else [], Everyone())
     return [] if parameter.grad is None else parameter.grad.tolist()
 
 
@@ -70,7 +70,7 @@ def beside_parts() -> list[float]:
     plain = nn.Parameter(torch.zeros(2))
     parted.grad = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, nan]), mesh(), [Shard(0)])
     plain.grad = torch.ones(2)
-    agree_on_overflow([parted, plain], None)
+    propagate_overflow([parted, plain], None)
     return plain.grad.tolist()
 
 

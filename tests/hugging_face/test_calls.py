@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from penstock import CutError, NoChunk
-from penstock.partition.forward.units import units_of
-from penstock.partition.hugging_face import planned_units
+from penstock.partition.forward.units import find_units
+from penstock.partition.hugging_face import find_planned_units
 from tests.hugging_face.tiny import TEXTS, agree, batch_for, gpt2, llama, mixtral, piped, words
 
 each_text = pytest.mark.parametrize("name", TEXTS)
@@ -108,9 +108,9 @@ def test_a_mixture_of_experts_with_the_loss_of_its_router() -> None:
 
 def test_the_models_plan_names_units() -> None:
     model = llama()
-    assert "model.layers" in planned_units(model)
-    assert list(units_of(model, planned_units(model))) == list(units_of(model))
-    assert planned_units(gpt2()) == []
+    assert "model.layers" in find_planned_units(model)
+    assert list(find_units(model, find_planned_units(model))) == list(find_units(model))
+    assert find_planned_units(gpt2()) == []
 
 
 class Planned(nn.Module):
@@ -124,8 +124,8 @@ class Planned(nn.Module):
 
 def test_a_plan_that_does_not_fit_is_left_aside() -> None:
     fitting = {"tower": (), "pair": (), "dropout": ()}
-    assert planned_units(Planned(fitting)) == ["tower", "pair"]
-    assert planned_units(Planned({**fitting, "norm": ()})) == []
+    assert find_planned_units(Planned(fitting)) == ["tower", "pair"]
+    assert find_planned_units(Planned({**fitting, "norm": ()})) == []
     whole = nn.ModuleDict({"model": Planned({})})
     whole._pp_plan = {"model": ()}  # type: ignore[assignment]
-    assert planned_units(whole) == []
+    assert find_planned_units(whole) == []

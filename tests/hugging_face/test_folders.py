@@ -17,7 +17,7 @@ from transformers import (
     LlamaModel,
 )
 
-from penstock import ArgumentError, KindError, Pipe
+from penstock import ArgumentError, PenstockTypeError, Pipe
 from penstock.saving import files
 from tests.hugging_face.tiny import ALL, batch_for, differing, llama, mixtral, piped
 
@@ -82,13 +82,13 @@ def test_shards_are_read_by_those_who_need_them(
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     opened: list[Path] = []
-    plain = files.open_file
+    plain = files.open_safetensors
 
     def noted(path: Path) -> Any:
         opened.append(path)
         return plain(path)
 
-    monkeypatch.setattr(files, "open_file", noted)
+    monkeypatch.setattr(files, "open_safetensors", noted)
     pipe = piped(on_meta(model), batch_for("llama"))
     pipe.load(tmp_path)
     assert differing(pipe, model) == []
@@ -179,7 +179,9 @@ def test_what_is_tied_must_not_be_stored_as_two(tmp_path: Path) -> None:
 
 def test_a_pipe_of_layers_has_no_such_folder(tmp_path: Path) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), stages=2)
-    with pytest.raises(KindError, match=r"save_pretrained is for models of transformers and peft"):
+    with pytest.raises(
+        PenstockTypeError, match=r"save_pretrained is for models of transformers and peft"
+    ):
         pipe.save_pretrained(tmp_path / "no")
     assert not (tmp_path / "no").exists()
 

@@ -11,11 +11,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import distributed, nn
 
-from penstock.partition.tied import tied_names
-from penstock.saving.holding import Holding
-from penstock.saving.pending import Pending
+from penstock.partition.tied import find_tied_names
+from penstock.saving.holding import LocalState
+from penstock.saving.pending import PendingSave
 from penstock.saving.saver import Saver
-from penstock.saving.savers import Grouped
+from penstock.saving.savers import DistributedSaveGroup
 from tests.hugging_face.tiny import llama, mixtral
 from tests.processes.ranks import ranks
 
@@ -36,7 +36,7 @@ def saver_here(kind: str, zeros: bool) -> Saver:
     """Of a rank that has a part of the model; the model itself is on meta."""
     rank = distributed.get_rank()
     mine, prefix = built(kind), "base_model.model." if kind == "adapted" else ""
-    same = tied_names(mine)
+    same = find_tied_names(mine)
     for name in ELSEWHERE[rank]:
         path, _, key = f"{prefix}{name}".rpartition(".")
         mine.get_submodule(path)._modules[key] = None
@@ -46,7 +46,9 @@ def saver_here(kind: str, zeros: bool) -> Saver:
     with torch.device("meta"):
         model = built(kind)
     group: Any = distributed.group.WORLD
-    return Saver(Holding(mine, same, Grouped(group), model=model), Pending())
+    return Saver(
+        LocalState(mine, same, DistributedSaveGroup(group), pretrained_model=model), PendingSave()
+    )
 
 
 def saved(kind: str, folder: Path) -> None:
@@ -56,7 +58,7 @@ def saved(kind: str, folder: Path) -> None:
 def loaded(kind: str, folder: Path) -> dict[str, torch.Tensor]:
     saver = saver_here(kind, zeros=True)
     saver.load(folder, None)
-    return dict(saver.holding.module.state_dict())
+    return dict(saver.local_state.module.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts", "adapted"])

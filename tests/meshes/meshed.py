@@ -154,7 +154,7 @@ class Reductions:
 def counted() -> Iterator[Reductions]:
     group: Any = mesh()["dp"].get_group()
     found = Reductions()
-    scatter, send = DefaultReduceScatter.__call__, _Bucket.send
+    scatter, send = DefaultReduceScatter.__call__, _Bucket.start_all_reduce
 
     def scattering(self: Any, *args: Any, **kwargs: Any) -> Any:
         found.scattered += 1
@@ -167,7 +167,7 @@ def counted() -> Iterator[Reductions]:
     before = group._get_sequence_number_for_group()
     with (
         patch.object(DefaultReduceScatter, "__call__", scattering),
-        patch.object(_Bucket, "send", sending),
+        patch.object(_Bucket, "start_all_reduce", sending),
     ):
         yield found
     found.of_group = group._get_sequence_number_for_group() - before

@@ -51,7 +51,7 @@ def two_steps(wrap: str, families: tuple[str, ...]) -> list[str]:
             total = result.loss.clone()
             dist.all_reduce(total)
             wrong += [] if closely(total / 4, loss.detach()) else [f"{schedule}: the loss"]
-            here = len(pipe._split.stages_here)
+            here = len(pipe._placed_partition.local_stages)
             count = {"ddp": (1, 0), "replicate": (1, 0), COMPILED: (1, 0)}.get(wrap)
             if count is not None and (found.of_group, found.scattered) != count:
                 wrong.append(f"{schedule}: {found.of_group} reductions")

@@ -424,9 +424,9 @@ def the_other_way_round() -> list[str]:
         x, y = batch(16)
         loss = nn.functional.mse_loss(expected(x), y)
         loss.backward()
-        copy = pipe._runs.team.standing.copy  # type: ignore[attr-defined]
+        copy = pipe._engine.team.standing.copy  # type: ignore[attr-defined]
         rows = [part.split(list(UNEVEN))[copy] for part in (x, y)]
-        first = pipe._runs.team.rank == 0  # type: ignore[attr-defined]
+        first = pipe._engine.team.rank == 0  # type: ignore[attr-defined]
         result = pipe.step(rows[0], target=rows[1]) if first else pipe.step()
         wrong += [f"{at}: {name}" for name in differing(pipe, expected)]
         wrong += [] if closely(result.loss, loss.detach()) else [f"{at}: the loss"]

@@ -57,7 +57,7 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
     x, y = (part.chunk(2)[copy_here()] for part in batch(16))
     pipe.step(x, target=y)
     broken = True
-    spoilt = patch.object(replicas, "average", lambda *_: burst(kind))
+    spoilt = patch.object(replicas, "average_gradients", lambda *_: burst(kind))
     try:
         if faulty and where == "between":
             burst(kind)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, relu
 
-from penstock.partition.alike import alike
+from penstock.partition.alike import build_cost_key
 
 CONFIG = object()
 
@@ -87,8 +87,8 @@ x = torch.ones(2, 4)
     ],
 )
 def test_blocks_that_are_alike(one: nn.Module, other: nn.Module) -> None:
-    assert alike(one, (x,)) == alike(other, (x + 1,))
-    assert hash(alike(one, (x,))) == hash(alike(other, (x + 1,)))
+    assert build_cost_key(one, (x,)) == build_cost_key(other, (x + 1,))
+    assert hash(build_cost_key(one, (x,))) == hash(build_cost_key(other, (x + 1,)))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_blocks_that_are_alike(one: nn.Module, other: nn.Module) -> None:
 )
 def test_blocks_that_are_not(other: nn.Module) -> None:
     first = Block(heads=2, drop=0.1, act_fn=gelu, sizes=[1, 3], options=Options(True))
-    assert alike(Block(), (x,)) != alike(other, (x,))
-    assert alike(first, (x,)) != alike(other, (x,))
-    assert alike(other, (x,)) == alike(other, (x,))
+    assert build_cost_key(Block(), (x,)) != build_cost_key(other, (x,))
+    assert build_cost_key(first, (x,)) != build_cost_key(other, (x,))
+    assert build_cost_key(other, (x,)) == build_cost_key(other, (x,))
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,5 @@ def test_blocks_that_are_not(other: nn.Module) -> None:
 )
 def test_arguments_that_are_not_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     block = Block()
-    assert alike(block, (x,)) != alike(block, args, kwargs)
-    assert alike(block, args, kwargs) == alike(Block(), args, dict(kwargs))
+    assert build_cost_key(block, (x,)) != build_cost_key(block, args, kwargs)
+    assert build_cost_key(block, args, kwargs) == build_cost_key(Block(), args, dict(kwargs))

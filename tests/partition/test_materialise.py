@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ArgumentError, Pipe, RunError
-from penstock.partition.materialise import materialise
+from penstock.partition.materialise import materialize
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_a_rank_has_memory_for_its_own_layers_alone() -> None:
     model = on_meta()
     torch.manual_seed(3)
     with Allocated() as allocated:
-        materialise(model, [(name, model.get_submodule(name), CPU) for name in ("1", "4")])
+        materialize(model, [(name, model.get_submodule(name), CPU) for name in ("1", "4")])
     held = {*model[1].parameters(), *model[4].parameters()}
     assert allocated.bytes == sum(p.nbytes for p in held)
     assert all(t.is_meta for n in (0, 2, 3) for t in model[n].state_dict().values())

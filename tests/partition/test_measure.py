@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.partition import measure as measuring
 from penstock.partition.forward.survey import UnitCost
-from penstock.partition.measure import Call, measure, measure_each
+from penstock.partition.measure import ModuleCall, profile_call, profile_calls
 from penstock.stage.added import add_loss
-from penstock.stage.later import weight_gradients
+from penstock.stage.later import accumulate_weight_grads
 from tests.support import Marked
 
 FLOAT = 4
@@ -75,11 +75,16 @@ def test_the_seconds_of_forward_and_of_both_parts_of_the_backward(
         clock.now += 5.0
         plain(later)
 
-    plain = weight_gradients
-    monkeypatch.setattr(measuring, "weight_gradients", slowly)
+    plain = accumulate_weight_grads
+    monkeypatch.setattr(measuring, "accumulate_weight_grads", slowly)
     module = nn.Sequential(Watched(clock.takes(1.0), clock.takes(2.0)), nn.Linear(3, 3))
-    found = measure(module, (needing(2, 3),))
-    assert (found.forward, found.inputs, found.weights, found.seconds) == (1.0, 2.0, 5.0, 8.0)
+    found = profile_call(module, (needing(2, 3),))
+    assert (found.forward, found.input_grad, found.weight_grad, found.seconds) == (
+        1.0,
+        2.0,
+        5.0,
+        8.0,
+    )
     assert put_off == [0, 1]  # to warm up, the weights did not wait
 
 
@@ -91,23 +96,23 @@ def test_a_slow_call_is_run_less_often(clock: Clock, each: float, runs: int) -> 
         calls.append(None)
         clock.now += each
 
-    measure(Watched(work, nothing), (torch.ones(3),), timeout=0.5)
+    profile_call(Watched(work, nothing), (torch.ones(3),), timeout=0.5)
     assert len(calls) == runs
 
 
 def test_the_median_run_counts_and_the_first_does_not(clock: Clock) -> None:
     seconds = iter([900.0, 1.0, 70.0, 2.0])
     module = Watched(lambda: clock.takes(next(seconds))(), nothing)
-    assert measure(module, (torch.ones(3),), runs=3, timeout=999.0).forward == 2.0
+    assert profile_call(module, (torch.ones(3),), runs=3, timeout=999.0).forward == 2.0
 
 
 def test_where_nothing_needs_a_gradient_there_is_no_backward() -> None:
     backwards: list[None] = []
     module = Watched(nothing, lambda: backwards.append(None))
     frozen = nn.Sequential(module, nn.Linear(3, 3)).requires_grad_(False)
-    assert measure(frozen, (torch.ones(2, 3),)).keeps == 0
+    assert profile_call(frozen, (torch.ones(2, 3),)).activation_bytes == 0
     assert backwards == []
-    measure(frozen, (needing(2, 3),), runs=1)
+    profile_call(frozen, (needing(2, 3),), runs=1)
     assert len(backwards) == 2
 
 
@@ -116,7 +121,7 @@ def test_gradients_are_computed_where_the_caller_wants_none(mode: Callable[[], A
     backwards: list[None] = []
     x = needing(3)
     with mode():
-        measure(Watched(nothing, lambda: backwards.append(None)), (x,), runs=1)
+        profile_call(Watched(nothing, lambda: backwards.append(None)), (x,), runs=1)
     assert len(backwards) == 2
 
 
@@ -128,8 +133,8 @@ def test_weights_that_cannot_wait_have_their_gradient_with_the_inputs() -> None:
             (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
             return slope
 
-    found = measure(Own(3, 3), (needing(2, 3),))
-    assert found.weights < found.inputs
+    found = profile_call(Own(3, 3), (needing(2, 3),))
+    assert found.weight_grad < found.input_grad
 
 
 # ---- bytes ----------------------------------------------------------------------------------
@@ -137,11 +142,19 @@ def test_weights_that_cannot_wait_have_their_gradient_with_the_inputs() -> None:
 
 def test_what_is_kept_for_the_backward() -> None:
     hidden = 10 * 8 * FLOAT
-    assert measure(nn.Tanh(), (needing(10, 8),)).keeps == hidden
-    assert measure(nn.Sequential(nn.Tanh(), nn.Linear(8, 2)), (needing(10, 8),)).keeps == hidden
-    assert measure(nn.Linear(8, 8), (torch.ones(10, 8),)).keeps == hidden
-    assert measure(nn.Linear(8, 8).requires_grad_(False), (needing(10, 8),)).keeps == 0
-    assert measure(nn.BatchNorm1d(8, affine=False).eval(), (needing(10, 8),)).keeps == hidden
+    assert profile_call(nn.Tanh(), (needing(10, 8),)).activation_bytes == hidden
+    assert (
+        profile_call(nn.Sequential(nn.Tanh(), nn.Linear(8, 2)), (needing(10, 8),)).activation_bytes
+        == hidden
+    )
+    assert profile_call(nn.Linear(8, 8), (torch.ones(10, 8),)).activation_bytes == hidden
+    assert (
+        profile_call(nn.Linear(8, 8).requires_grad_(False), (needing(10, 8),)).activation_bytes == 0
+    )
+    assert (
+        profile_call(nn.BatchNorm1d(8, affine=False).eval(), (needing(10, 8),)).activation_bytes
+        == hidden
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -154,7 +167,7 @@ def test_what_a_checkpoint_recomputes_from_is_kept(reentrant: bool) -> None:
         def forward(self, x: Tensor) -> Any:
             return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-    assert measure(Again(), (needing(10, 8),)).keeps == 10 * 8 * FLOAT
+    assert profile_call(Again(), (needing(10, 8),)).activation_bytes == 10 * 8 * FLOAT
 
 
 def test_what_is_there_always() -> None:
@@ -165,11 +178,16 @@ def test_what_is_there_always() -> None:
     assert isinstance(tied[1], nn.Linear)
     tied[1].weight = tied[0].weight
     x = (torch.ones(2, 4),)
-    assert measure(nn.Linear(4, 4, bias=False), x).holds == 4 * linear
-    assert measure(nn.Linear(4, 4, bias=False), x, state=0).holds == 2 * linear
-    assert measure(nn.Linear(4, 4, bias=False).requires_grad_(False), x).holds == linear
-    assert measure(norm, x).holds == 4 * 2 * 4 * FLOAT + 2 * 4 * FLOAT + 8
-    assert measure(tied, x).holds == 4 * linear
+    assert profile_call(nn.Linear(4, 4, bias=False), x).resident_bytes == 4 * linear
+    assert (
+        profile_call(nn.Linear(4, 4, bias=False), x, optimizer_state_scale=0).resident_bytes
+        == 2 * linear
+    )
+    assert (
+        profile_call(nn.Linear(4, 4, bias=False).requires_grad_(False), x).resident_bytes == linear
+    )
+    assert profile_call(norm, x).resident_bytes == 4 * 2 * 4 * FLOAT + 2 * 4 * FLOAT + 8
+    assert profile_call(tied, x).resident_bytes == 4 * linear
 
 
 # ---- any arguments --------------------------------------------------------------------------
@@ -204,7 +222,7 @@ def test_arguments_may_be_anything() -> None:
 
         module.forward = forward
         given = Pair(values[0], [values[1]]), Named(c=(values[2],))
-        measure(module, given[:1], {"named": given[1]}, runs=1)
+        profile_call(module, given[:1], {"named": given[1]}, runs=1)
         assert all(value.grad is None for value in values)
     assert len(backwards) == 6
 
@@ -216,7 +234,7 @@ def test_one_tensor_given_twice_stays_one() -> None:
             return a
 
     x = needing(3)
-    measure(Same(), (x, (x,)))
+    profile_call(Same(), (x, (x,)))
 
 
 def scripted(module: nn.Module) -> Any:
@@ -249,7 +267,7 @@ def test_any_module_stays_as_it_was(module: nn.Module, args: tuple[Tensor, ...])
         if not lazy:
             part.grad = torch.ones_like(part)
     grads = [part.grad for part in module.parameters()]
-    found = measure(module, args)
+    found = profile_call(module, args)
     assert found.seconds > 0
     for tensor, version, value in values:
         assert tensor._version == version
@@ -331,10 +349,10 @@ def test_no_attribute_and_no_random_state_is_another(fails: bool) -> None:
     before = state()
     if fails:
         with pytest.raises(ZeroDivisionError) as error:
-            measure(module, (torch.ones(2, 3),))
+            profile_call(module, (torch.ones(2, 3),))
         assert error.value.__notes__ == ["This was a Forgetful, run on an example to measure it."]
     else:
-        measure(module, (torch.ones(2, 3),))
+        profile_call(module, (torch.ones(2, 3),))
     assert state() == before
     after = [module.history, module.memory, module.inner, module._buffers, module.count]
     assert all(a is b for a, b in zip(after, parts, strict=True))
@@ -348,7 +366,7 @@ def test_a_parameter_that_is_not_the_modules_own_keeps_its_gradient() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * parameter
 
-    measure(Borrows(), (torch.ones(2, 3),))
+    profile_call(Borrows(), (torch.ones(2, 3),))
     assert parameter.grad is gradient
     assert gradient.tolist() == [7.0] * 3
 
@@ -357,16 +375,27 @@ def test_a_model_without_memory_gets_some_for_the_while() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
         ids = torch.zeros(8, dtype=torch.long)
-    found = measure(module, (ids,))
-    assert found == UnitCost(found.forward, found.inputs, found.weights, found.keeps, found.holds)
-    assert found.keeps > 0
+    found = profile_call(module, (ids,))
+    assert found == UnitCost(
+        found.forward,
+        found.input_grad,
+        found.weight_grad,
+        found.activation_bytes,
+        found.resident_bytes,
+    )
+    assert found.activation_bytes > 0
     assert all(p.is_meta for p in module.parameters())
-    assert measure(module, (torch.zeros(8, dtype=torch.long),)).holds == found.holds
+    assert (
+        profile_call(module, (torch.zeros(8, dtype=torch.long),)).resident_bytes
+        == found.resident_bytes
+    )
 
 
 def test_another_device_may_do_the_measuring() -> None:
     module = nn.Linear(4, 4)
-    assert measure(module, (torch.ones(10, 4),), device="meta").keeps == 10 * 4 * FLOAT
+    assert (
+        profile_call(module, (torch.ones(10, 4),), device="meta").activation_bytes == 10 * 4 * FLOAT
+    )
     assert module.weight.device.type == "cpu"
 
 
@@ -374,7 +403,7 @@ def test_another_device_may_do_the_measuring() -> None:
 def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers() -> None:
     before = torch.cuda.get_rng_state()
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LSTM(4, 4))
-    found = measure(module, (torch.ones(10, 4),), device="cuda")
+    found = profile_call(module, (torch.ones(10, 4),), device="cuda")
     assert found.forward > 0
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert {p.device.type for p in module.parameters()} == {"cpu"}
@@ -390,8 +419,8 @@ def test_calls_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch)
         measured.append(module)
         return UnitCost(len(measured), 0.0, 0.0, 0, 0)
 
-    monkeypatch.setattr(measuring, "measure", counting)
+    monkeypatch.setattr(measuring, "profile_call", counting)
     blocks = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)]
-    calls: list[Call] = [(block, (torch.ones(2, 4),), {}) for block in (*blocks, blocks[0])]
-    assert [found.forward for found in measure_each(calls)] == [1, 1, 2, 1]
+    calls: list[ModuleCall] = [(block, (torch.ones(2, 4),), {}) for block in (*blocks, blocks[0])]
+    assert [found.forward for found in profile_calls(calls)] == [1, 1, 2, 1]
     assert measured == [blocks[0], blocks[2]]

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch import Chunk, NoChunk
-from penstock.errors import ArgumentError, Misfit
-from penstock.partition.profile import layer_bytes, layer_times
+from penstock.errors import ArgumentError, BatchShapeError
+from penstock.partition.profile import measure_layer_bytes, measure_layer_times
 from penstock.stage.skip import Namespace, SkipKey, Skips, pop, skippable, stash, use_skips
 from tests.support import Marked
 
 Measure = Callable[..., list[float]]
-brief_times = partial(layer_times, timeout=0.0)  # one pass to warm up, one that counts
-both = pytest.mark.parametrize("measure", [brief_times, layer_bytes], ids=["times", "bytes"])
+brief_times = partial(measure_layer_times, timeout=0.0)  # one pass to warm up, one that counts
+both = pytest.mark.parametrize(
+    "measure", [brief_times, measure_layer_bytes], ids=["times", "bytes"]
+)
 
 
 def nothing() -> None: ...
@@ -234,8 +236,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("profile", "measure"):
-        monkeypatch.setattr(f"penstock.partition.{module}.perf_counter", lambda: clock.now)
+    for module in ("sequential_profiler", "profiler"):
+        monkeypatch.setattr(f"penstock.model.{module}.perf_counter", lambda: clock.now)
     return clock
 
 
@@ -247,14 +249,14 @@ def test_a_layers_seconds_are_those_of_its_forward_and_its_backward(clock: Clock
 def test_passes_go_on_until_the_time_is_over(clock: Clock) -> None:
     passes: list[None] = []
     layer = Watched(clock.takes(1.0), lambda: passes.append(None))
-    layer_times([layer], (torch.ones(3, requires_grad=True),), timeout=9.5)
+    measure_layer_times([layer], (torch.ones(3, requires_grad=True),), timeout=9.5)
     assert len(passes) == 10
 
 
 def test_the_median_pass_counts_and_the_first_does_not(clock: Clock) -> None:
     seconds = iter([900.0, 1.0, 70.0, 2.0])
     layer = Watched(lambda: clock.takes(next(seconds))(), nothing)
-    assert layer_times([layer], (torch.ones(3),), timeout=972.5) == [2.0]
+    assert measure_layer_times([layer], (torch.ones(3),), timeout=972.5) == [2.0]
 
 
 def test_a_backward_is_run_in_each_pass() -> None:
@@ -312,7 +314,7 @@ def test_what_a_layer_kept_is_let_go_before_the_next_runs() -> None:
             return kept
 
     look = Watched(lambda: alive.append(tokens[-1]() is not None), nothing)
-    layer_bytes([nn.Linear(3, 3), Keeps(), look, look], (torch.ones(2, 3),))
+    measure_layer_bytes([nn.Linear(3, 3), Keeps(), look, look], (torch.ones(2, 3),))
     assert alive == [False, False]
 
 
@@ -348,7 +350,7 @@ FLOAT = 4
 def test_a_layer_costs_what_it_keeps_and_its_parameters() -> None:
     layers = [nn.Linear(4, 8), nn.Sigmoid(), nn.Tanh(), nn.Linear(8, 2, bias=False)]
     inputs, hidden = 10 * 4 * FLOAT, 10 * 8 * FLOAT
-    assert layer_bytes(layers, (torch.ones(10, 4),), param_scale=3.0) == [
+    assert measure_layer_bytes(layers, (torch.ones(10, 4),), param_scale=3.0) == [
         inputs + 3 * (4 * 8 + 8) * FLOAT,
         hidden,
         hidden,
@@ -361,7 +363,7 @@ def test_a_layer_costs_what_it_keeps_and_its_parameters() -> None:
 )
 def test_a_micro_batch_is_counted_not_the_batch(chunks: int, rows: int) -> None:
     example = torch.ones(10, 4)
-    assert layer_bytes([nn.Linear(4, 1)], (example,), chunks=chunks, param_scale=0.0) == [
+    assert measure_layer_bytes([nn.Linear(4, 1)], (example,), chunks=chunks, param_scale=0.0) == [
         rows * 4 * FLOAT
     ]
 
@@ -369,7 +371,7 @@ def test_a_micro_batch_is_counted_not_the_batch(chunks: int, rows: int) -> None:
 def test_only_tensors_with_rows_are_cut() -> None:
     layers = [Sum(), nn.Linear(4, 1)]
     example = (torch.ones(10, 4), torch.tensor(1.0))
-    assert layer_bytes(layers, example, chunks=5, param_scale=0.0) == [0, 2 * 4 * FLOAT]
+    assert measure_layer_bytes(layers, example, chunks=5, param_scale=0.0) == [0, 2 * 4 * FLOAT]
 
 
 @pytest.mark.parametrize(
@@ -388,37 +390,39 @@ def test_only_tensors_with_rows_are_cut() -> None:
 )
 def test_together_the_layers_keep_what_the_whole_model_keeps(layers: list[nn.Module]) -> None:
     example = (torch.randn(2, 3, 6, 6),)
-    (whole,) = layer_bytes([nn.Sequential(*layers)], example)
-    assert sum(layer_bytes(layers, example)) == whole
+    (whole,) = measure_layer_bytes([nn.Sequential(*layers)], example)
+    assert sum(measure_layer_bytes(layers, example)) == whole
 
 
 def test_buffers_are_not_activations() -> None:
     norm = nn.BatchNorm1d(4, affine=False).eval()
-    assert layer_bytes([norm], (torch.ones(10, 4, requires_grad=True),)) == [10 * 4 * FLOAT]
+    assert measure_layer_bytes([norm], (torch.ones(10, 4, requires_grad=True),)) == [10 * 4 * FLOAT]
 
 
 def test_layers_are_measured_in_the_mode_they_are_in() -> None:
     example = (torch.ones(10, 4, requires_grad=True),)
-    (training,) = layer_bytes([nn.Dropout(0.5)], example)
-    (evaluating,) = layer_bytes([nn.Dropout(0.5).eval()], example)
+    (training,) = measure_layer_bytes([nn.Dropout(0.5)], example)
+    (evaluating,) = measure_layer_bytes([nn.Dropout(0.5).eval()], example)
     assert training > evaluating == 0
 
 
 def test_frozen_layers_keep_nothing() -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    assert layer_bytes([frozen, nn.Tanh()], (torch.ones(10, 4),), param_scale=0.0) == [0, 0]
+    assert measure_layer_bytes([frozen, nn.Tanh()], (torch.ones(10, 4),), param_scale=0.0) == [0, 0]
 
 
 def test_another_device_may_do_the_measuring() -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)]
     example = (torch.ones(10, 4),)
-    assert layer_bytes(layers, example, device="meta") == layer_bytes(layers, example)
+    assert measure_layer_bytes(layers, example, device="meta") == measure_layer_bytes(
+        layers, example
+    )
     assert {p.device.type for layer in layers for p in layer.parameters()} == {"cpu"}
 
 
 def test_a_batch_is_cut_into_at_least_one() -> None:
     with pytest.raises(ArgumentError, match="chunks=0: a batch is cut into at least one"):
-        layer_bytes([nn.Tanh()], (torch.ones(3),), chunks=0)
+        measure_layer_bytes([nn.Tanh()], (torch.ones(3),), chunks=0)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------
@@ -458,9 +462,9 @@ def test_an_example_is_cut_as_a_batch_is() -> None:
             return x
 
     example = torch.ones(8, 4), NoChunk(torch.ones(4, 4)), Chunk(torch.ones(2, 8), dim=1)
-    layer_bytes([Masked()], example, chunks=4)
-    layer_times([Masked()], example, timeout=0.0)
+    measure_layer_bytes([Masked()], example, chunks=4)
+    measure_layer_times([Masked()], example, timeout=0.0)
     assert seen[0] == ((2, 4), (4, 4), (2, 2))
     assert set(seen[1:]) == {((8, 4), (4, 4), (2, 8))}
-    with pytest.raises(Misfit, match=r"input 1, of shape \(4, 4\), has 4 on dim 0"):
-        layer_bytes([Masked()], (torch.ones(8, 4), torch.ones(4, 4)), chunks=4)
+    with pytest.raises(BatchShapeError, match=r"input 1, of shape \(4, 4\), has 4 on dim 0"):
+        measure_layer_bytes([Masked()], (torch.ones(8, 4), torch.ones(4, 4)), chunks=4)

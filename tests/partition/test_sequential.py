@@ -7,8 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Namespace, PipeSequential, WithDevice, pop, skippable, stash
-from penstock.partition.partition import Layers, Partition
-from penstock.partition.sequential import check_children, cut, device_of, placed_by_user
+from penstock.partition.partition import Partition, SequentialLayout
+from penstock.partition.sequential import (
+    check_children,
+    cut_sequential,
+    find_layer_device,
+    group_by_device,
+)
 from tests.support import Do, Pop, Stash
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -19,8 +24,8 @@ def on(device: torch.device) -> nn.Module:
 
 
 def _routes(partition: Partition) -> tuple[Any, ...]:
-    assert isinstance(partition.how, Layers)
-    return partition.how.routes
+    assert isinstance(partition.how, SequentialLayout)
+    return partition.how.skip_routes
 
 
 # ---- children -----------------------------------------------------------------------------
@@ -48,33 +53,33 @@ def test_no_layer_stands_twice() -> None:
 
 
 def test_a_layer_is_where_its_parameters_and_buffers_are() -> None:
-    assert device_of(on(META)) == META
-    assert device_of(nn.ReLU()) is None
-    assert device_of(WithDevice(nn.ReLU(), "meta")) == META
-    assert device_of(nn.Sequential(nn.ReLU(), on(META))) == META
+    assert find_layer_device(on(META)) == META
+    assert find_layer_device(nn.ReLU()) is None
+    assert find_layer_device(WithDevice(nn.ReLU(), "meta")) == META
+    assert find_layer_device(nn.Sequential(nn.ReLU(), on(META))) == META
 
 
 def test_a_layer_on_two_devices() -> None:
     mixed = nn.Sequential(on(CPU), on(META))
     with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
-        device_of(mixed)
+        find_layer_device(mixed)
     halves = nn.BatchNorm1d(2)
     halves.running_mean = torch.zeros(2, device="meta")
     with pytest.raises(ValueError, match="several devices, cpu, meta"):
-        device_of(halves)
+        find_layer_device(halves)
 
 
 def test_neighbours_on_one_device_are_a_stage() -> None:
     layers = [on(CPU), on(CPU), on(META), nn.ReLU(), on(CPU)]
-    assert placed_by_user(layers) == ([2, 2, 1], [CPU, META, CPU])
+    assert group_by_device(layers) == ([2, 2, 1], [CPU, META, CPU])
 
 
 def test_layers_without_parameters_stay_with_the_one_before() -> None:
     layers = [nn.Flatten(), nn.ReLU(), on(META), nn.ReLU()]
-    assert placed_by_user(layers) == ([4], [META])
-    assert placed_by_user([nn.ReLU(), nn.Tanh()]) == ([2], [CPU])
+    assert group_by_device(layers) == ([4], [META])
+    assert group_by_device([nn.ReLU(), nn.Tanh()]) == ([2], [CPU])
     placed = [on(CPU), WithDevice(nn.ReLU(), "meta"), nn.Tanh(), on(CPU)]
-    assert placed_by_user(placed) == ([1, 2, 1], [CPU, META, CPU])
+    assert group_by_device(placed) == ([1, 2, 1], [CPU, META, CPU])
 
 
 def test_with_device_passes_everything_on() -> None:
@@ -92,14 +97,14 @@ def test_with_device_passes_everything_on() -> None:
 
 def test_stages_have_the_layers_and_their_names() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.GELU())
-    stages = cut(model, [1, 3]).stages
+    stages = cut_sequential(model, [1, 3]).stages
     assert [stage.names for stage in stages] == [("0",), ("1", "2", "3")]
     assert [stage.layers for stage in stages] == [(model[0],), tuple(list(model)[1:])]
     assert [str(stage) for stage in stages] == [
         "stage 0 (layer 0: ReLU)",
         "stage 1 (layers 1 to 3: Tanh, Sigmoid, GELU)",
     ]
-    (long,) = cut(nn.Sequential(*(nn.ReLU() for _ in range(6))), [6]).stages
+    (long,) = cut_sequential(nn.Sequential(*(nn.ReLU() for _ in range(6))), [6]).stages
     assert str(long) == "stage 0 (layers 0 to 5: ReLU, ReLU, ReLU, ReLU, ...)"
 
 
@@ -132,20 +137,20 @@ def test_a_skip_is_one_more_edge() -> None:
     3  Pop ────┘                PopA
     """
     model = nn.Sequential(StashTwo(), Stash(), nn.ReLU(), PopB(), Pop(), PopA())
-    partition = cut(model, [1, 1, 2, 2])
+    partition = cut_sequential(model, [1, 1, 2, 2])
     assert [(key.name, src, dst) for key, src, dst in _routes(partition)] == [
         ("b", 0, 2),
         ("far", 1, 3),
         ("a", 0, 3),
     ]
     assert partition.graph.edges == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
-    assert _routes(cut(model, [6])) == ()
+    assert _routes(cut_sequential(model, [6])) == ()
 
 
 def test_equal_names_in_different_namespaces_are_different_skips() -> None:
     one, two = Namespace(), Namespace()
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
-    routes = _routes(cut(nn.Sequential(*layers), [1, 1, 1, 1]))
+    routes = _routes(cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]))
     assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Pipe, Schedule, WithDevice, loads, schedules
-from penstock.partition.sequential import cut, placed_by_user
-from penstock.partition.split import Split, Wish, _move, split
-from penstock.partition.tied import ties_in_words
+from penstock.partition.sequential import cut_sequential, group_by_device
+from penstock.partition.split import PlacedPartition, SplitRequest, _move_stages, place_model
+from penstock.partition.tied import describe_tied_parameters
 from tests.support import Do
 
 
@@ -18,12 +18,14 @@ def layers(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, width) for width in widths))
 
 
-def cut_of(module: nn.Sequential, schedule: str | Schedule | None = None, **wish: Any) -> Split:
+def cut_of(
+    module: nn.Sequential, schedule: str | Schedule | None = None, **wish: Any
+) -> PlacedPartition:
     given: dict[str, Any] = dict.fromkeys(("stages", "devices", "balance", "example"))
-    return split(module, Wish(**{**given, "chunks": 2, **wish}), schedule)
+    return place_model(module, SplitRequest(**{**given, "chunks": 2, **wish}), schedule)
 
 
-def sizes(found: Split) -> list[int]:
+def sizes(found: PlacedPartition) -> list[int]:
     return [len(stage.layers) for stage in found.partition.stages]
 
 
@@ -33,7 +35,7 @@ def sizes(found: Split) -> list[int]:
 def test_without_a_wish_the_layers_stay_where_they_are() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
     found = cut_of(model)
-    assert (sizes(found), found.placement, len(found.places)) == ([3], (0,), 1)
+    assert (sizes(found), found.placement, len(found.devices)) == ([3], (0,), 1)
 
 
 def test_the_user_says_how_many_layers_each_stage_has() -> None:
@@ -99,7 +101,7 @@ def test_wishes_that_contradict(wish: dict[str, Any], message: str) -> None:
 
 def test_devices_are_ranks() -> None:
     found = cut_of(layers(1, 1, 1), devices=["cpu"] * 3)
-    assert (sizes(found), found.placement, len(found.places)) == ([1, 1, 1], (0, 1, 2), 3)
+    assert (sizes(found), found.placement, len(found.devices)) == ([1, 1, 1], (0, 1, 2), 3)
     found = cut_of(layers(1, 1, 1, 1), stages=4, devices=["cpu", torch.device("cpu")])
     assert found.placement == (0, 1, 0, 1)
 
@@ -163,7 +165,7 @@ def test_parameters_that_ranks_share_are_found() -> None:
         (["cpu"], []),
     ):
         found = cut_of(tied(), stages=3, devices=devices)
-        assert ties_in_words(found.partition.stages, found.placement) == words
+        assert describe_tied_parameters(found.partition.stages, found.placement) == words
 
 
 def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
@@ -173,8 +175,8 @@ def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
     shared.grad = torch.ones_like(shared)
     for layer in (model[0], model[2]):
         layer.register_buffer("table", table)
-    partition = cut(model, [1, 1, 1])
-    _move(partition.stages, [torch.device(name) for name in ("cpu", "meta", "meta")])
+    partition = cut_sequential(model, [1, 1, 1])
+    _move_stages(partition.stages, [torch.device(name) for name in ("cpu", "meta", "meta")])
     assert model[2][0].weight is model[0].weight is shared  # type: ignore[index]
     assert model[2].table is model[0].table is table
     assert shared.device == shared.grad.device == torch.device("cpu")
@@ -185,11 +187,11 @@ def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
 def test_a_layer_placed_by_the_user_may_share_a_parameter_of_another_device() -> None:
     model = tied()
     model[2][0].bias = nn.Parameter(torch.zeros(4, device="meta"))  # type: ignore[index]
-    counts, devices = placed_by_user(list(model))
+    counts, devices = group_by_device(list(model))
     assert (counts, [str(device) for device in devices]) == ([2, 1], ["cpu", "meta"])
     alone = nn.Linear(4, 4, bias=False)
     alone.weight = model.get_parameter("0.weight")
-    assert placed_by_user([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
+    assert group_by_device([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
 
 
 def test_a_parameter_may_be_shared_by_stages_of_a_rank() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ArgumentError
-from penstock.outline import Flow, Outline, Piece, Seconds
-from penstock.partition.summary import advice
+from penstock.outline import ComputeSeconds, ModelSummary, Transfer, UnitSummary
+from penstock.partition.summary import suggest_improvement
 
 
 class Net(nn.Module):
@@ -99,9 +99,12 @@ def test_skips_of_a_sequential_have_their_size() -> None:
 
     model = unet(B=2, C=4, levels=2)
     partition = penstock.split(model, 4, torch.zeros(2, 3, 16, 16), balance="parameters")
-    skips = [flow for flow in partition.outline.flows if flow.is_skip]
+    skips = [flow for flow in partition.outline.transfers if flow.is_skip]
     assert skips
-    assert {flow.size for flow in partition.outline.flows if flow.name == "skip"} == {8192, 4096}
+    assert {flow.nbytes for flow in partition.outline.transfers if flow.name == "skip"} == {
+        8192,
+        4096,
+    }
     assert "skips    skip, 8.19 KB: stage 0 straight to stage" in str(partition)
 
 
@@ -157,51 +160,51 @@ def test_what_a_unit_of_several_stages_shares_is_told_at_once() -> None:
 # ---- advice -------------------------------------------------------------------------------
 
 
-def timed(*stages: tuple[float, ...], flows: tuple[Flow, ...] = ()) -> Outline:
+def timed(*stages: tuple[float, ...], flows: tuple[Transfer, ...] = ()) -> ModelSummary:
     """Units that take so many seconds, stage by stage."""
     pieces = tuple(
-        Piece(f"unit.{stage}.{at}", stage, 1, 4, Seconds(time, 0.0, 0.0), 0)
+        UnitSummary(f"unit.{stage}.{at}", stage, 1, 4, ComputeSeconds(time, 0.0, 0.0), 0)
         for stage, times in enumerate(stages)
         for at, time in enumerate(times)
     )
-    return Outline("Net", pieces, flows, (), (1,) * len(stages), (4,) * len(stages))
+    return ModelSummary("Net", pieces, flows, (), (1,) * len(stages), (4,) * len(stages))
 
 
 def test_even_stages_need_no_advice() -> None:
-    assert advice(timed((1.0, 1.0), (2.0,))) == "none: the stages are even"
+    assert suggest_improvement(timed((1.0, 1.0), (2.0,))) == "none: the stages are even"
 
 
 def test_the_slowest_stage_is_named() -> None:
-    assert advice(timed((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,))) == (
+    assert suggest_improvement(timed((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,))) == (
         "stage 1 takes 1.7 times the mean: stages=[1, 2, 2, 2] would be more even, 1.4 times"
     )
 
 
 def test_a_cut_that_cannot_be_better_is_said() -> None:
-    assert advice(timed((0.7,), (0.7, 0.7), (0.7,))) == (
+    assert suggest_improvement(timed((0.7,), (0.7, 0.7), (0.7,))) == (
         "stage 1 takes 1.5 times the mean, and no cut between units is more even: take fewer "
         "stages, or smaller units"
     )
 
 
 def test_a_unit_that_is_too_large_is_named() -> None:
-    said = advice(timed((1.0,), (5.0, 0.1), (1.0,)))
+    said = suggest_improvement(timed((1.0,), (5.0, 0.1), (1.0,)))
     assert said.startswith("stage 1 takes 2.2 times the mean, and its unit 'unit.1.0' alone 2.1")
     assert "open it with units=" in said
 
 
 def test_a_heavy_skip_is_named() -> None:
     flows = (
-        *(Flow("x", n, n + 1, n, n + 1, 1000) for n in range(3)),
-        Flow("x", 0, 3, 0, 3, 12_000_000),
+        *(Transfer("x", n, n + 1, n, n + 1, 1000) for n in range(3)),
+        Transfer("x", 0, 3, 0, 3, 12_000_000),
     )
     even = timed((1.0,), (1.0,), (1.0,), (1.0,), flows=flows)
-    assert advice(even) == (
+    assert suggest_improvement(even) == (
         "stage 0 sends 12 MB straight to stage 3 in every micro-batch: a schedule such as zb-v has "
         "both on one rank, and sends nothing"
     )
-    other = replace(even, flows=(*flows[:3], Flow("x", 0, 2, 0, 2, 12_000_000)))
-    assert advice(other).endswith(
+    other = replace(even, transfers=(*flows[:3], Transfer("x", 0, 2, 0, 2, 12_000_000)))
+    assert suggest_improvement(other).endswith(
         "it is spared if one stage takes all from 'unit.0.0' to 'unit.2.0'"
     )
 

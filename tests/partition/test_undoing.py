@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.undoing import rehearsed
+from penstock.partition.undoing import isolated_step
 
 
 class Busy(nn.Module):
@@ -63,7 +63,7 @@ def test_all_is_as_it_was_and_everything_is_itself() -> None:
     objects = [model.seen, model.seen[0], model.table, model.notes, model.mean, model.replaced]
     gradient = model.linear.weight.grad = torch.ones(2, 2)
     before = state(model)
-    with rehearsed(list(model.modules()), (x,)) as (given,):
+    with isolated_step(list(model.modules()), (x,)) as (given,):
         for _ in range(2):
             model(given).sum().backward()
         assert state(model) != before
@@ -81,7 +81,7 @@ def test_also_after_an_error() -> None:
     model = Busy()
     before = state(model)
     try:
-        with rehearsed(list(model.modules()), torch.ones(1, 2)) as given:
+        with isolated_step(list(model.modules()), torch.ones(1, 2)) as given:
             model(given)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def test_an_optimizer_in_the_backward_does_not_step() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), 1.0)
     handle = layer.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     before = layer.weight.detach().clone()
-    with rehearsed([layer], torch.ones(1, 2)) as given:
+    with isolated_step([layer], torch.ones(1, 2)) as given:
         layer(given).sum().backward()
     assert torch.equal(layer.weight, before)
     layer(torch.ones(1, 2)).sum().backward()
@@ -109,7 +109,7 @@ def test_what_computed_the_inputs_does_not_learn() -> None:
     before = nn.Linear(2, 2)
     x = before(torch.ones(1, 2))
     layer = nn.Linear(2, 2)
-    with rehearsed([layer], x) as given:
+    with isolated_step([layer], x) as given:
         assert given.requires_grad
         layer(given).sum().backward()
     assert before.weight.grad is None
@@ -118,7 +118,7 @@ def test_what_computed_the_inputs_does_not_learn() -> None:
 def test_embeddings_that_shorten_their_rows_keep_them() -> None:
     layer = nn.Embedding(4, 3, max_norm=0.1)
     before = layer.weight.detach().clone()
-    with rehearsed([layer], torch.tensor([0, 1])) as given:
+    with isolated_step([layer], torch.tensor([0, 1])) as given:
         layer(given).sum().backward()
         assert not torch.equal(layer.weight, before)
     assert torch.equal(layer.weight, before)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import ArgumentError, KindError, Pipe, PipeSequential
+from penstock import ArgumentError, PenstockTypeError, Pipe, PipeSequential
 from tests.support import (
     CUTS,
     SCHEDULES,
@@ -283,7 +283,11 @@ def _less(module: nn.Module, _: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("stage_fn", "kind", "message"),
     [
-        (lambda module, index: None, KindError, "stage_fn gave NoneType for stage 0 (layers 0 to"),
+        (
+            lambda module, index: None,
+            PenstockTypeError,
+            "stage_fn gave NoneType for stage 0 (layers 0 to",
+        ),
         (_rename, ArgumentError, "changed the names of parameters or buffers of stage 0"),
         (_more, ArgumentError, "has also parameters or buffers of the shapes (8, 8), (8,)"),
         (_less, ArgumentError, "has not parameters or buffers of the shapes (8, 6), (8,)"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from torch import Tensor
 
-from penstock.checking.reference import Outcome
+from penstock.checking.reference import StepOutcome
 from penstock.errors import PenstockError
 from tests.features.limits import differentiated
 from tests.features.matrix import SCHEDULES, Equal, InBetween, Refused, Verdict, compared
@@ -28,7 +28,7 @@ CELLS = [
 ]
 
 
-def on_rank(name: str, way: Way) -> list[Outcome] | Refused:
+def on_rank(name: str, way: Way) -> list[StepOutcome] | Refused:
     """What one of the processes does."""
     feature = FEATURES[name]
     for of_the_compiler in (
@@ -57,18 +57,18 @@ def verdict(feature: Feature, way: Way) -> Verdict:
     return compared(feature, way, [as_one(each, names) for each in zip(*told, strict=True)])
 
 
-def as_one(of_ranks: Sequence[Outcome], names: Mapping[str, str]) -> Outcome:
+def as_one(of_ranks: Sequence[StepOutcome], names: Mapping[str, str]) -> StepOutcome:
     """Whoever has a number has the same; gradients of inputs are parts of a sum."""
     found: dict[tuple[str, str], Tensor | None] = {}
     for rank, outcome in enumerate(of_ranks):
-        for (kind, told), value in outcome.numbers.items():
+        for (kind, told), value in outcome.tensors.items():
             before, mark, name = told.partition("'")
             key = kind, before + mark + names.get(name.rstrip("'"), name.rstrip("'")) + mark
             if kind == "inputs":
                 found[key] = plus(found.get(key), value)
             elif not same(found.setdefault(key, value), value):
                 raise InBetween(f"{key} is another on rank {rank}")
-    return Outcome(found)
+    return StepOutcome(found)
 
 
 @pytest.mark.parametrize(("name", "schedule", "checkpoint"), CELLS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from penstock.checking.reference import difference
+from penstock.checking.reference import compute_difference
 from tests.properties.cases import Case
 from tests.properties.gathering import gathered
 from tests.properties.oracle import Numbers, batch, stepped, whole
@@ -23,7 +23,7 @@ def compare(case: Case) -> float:
         assert found.keys() == expected.keys(), what
         wrong = []
         for name, wanted in expected.items():
-            apart = difference("", name, found[name], wanted)
+            apart = compute_difference("", name, found[name], wanted)
             equal = not bitwise or apart.size == 0.0
             worst = max(worst, apart.size)
             if apart.size > LIMIT or not equal:
@@ -41,7 +41,7 @@ def outcomes(case: Case) -> Iterator[tuple[str, Numbers, Numbers, bool]]:
     for step, rows in enumerate(case.rows):
         sizes = [len(part) for part in torch.empty(rows).chunk(case.chunks)]
         found = next(each)
-        schedule = pipe._choice(len(sizes))
+        schedule = pipe._schedule_choice(len(sizes))
         expected = stepped(case, by_parts, batch(case, rows, step), sizes, schedule)
         expected["the generator"] = torch.get_rng_state()
         yield f"step {step}", found, expected, case.bitwise

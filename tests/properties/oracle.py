@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from penstock import Chunk, NoChunk, Op, Schedule, added_losses
-from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
+from penstock.stage.randomness import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 from penstock.stage.skip import Skips, use_skips
 from tests.properties.cases import Case
 from tests.properties.layers import WIDTH
@@ -114,21 +114,21 @@ def forwards(
 
     Each stage takes them in its order, and draws what a pipe's cells draw.
     """
-    seed, drew = next_seed(), False
+    seed, drew = peek_seed(), False
     values = [part.inputs for part in parts]
     added: list[list[Tensor]] = [[] for _ in parts]
     skips = [Skips() for _ in parts]
     for stage, layers in enumerate(cut(list(model), case.counts)):
         for i in orders[stage]:
             with ExitStack() as stack:
-                random = stack.enter_context(OwnRandom(seed_of_cell(seed, stage, i)))
+                random = stack.enter_context(CellRngMode(derive_cell_seed(seed, stage, i)))
                 stack.enter_context(use_skips(skips[i]))
                 found = stack.enter_context(added_losses())
                 values[i] = layer_by_layer(model, layers, values[i], parts[i])
             added[i] += found
-            drew |= random.drew
+            drew |= random.has_drawn
     if drew:
-        move_on()
+        advance_caller_rng()
     return values, added
 
 

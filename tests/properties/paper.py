@@ -14,13 +14,13 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from penstock.ir import Op, Program, StageGraph
-from penstock.run.threads import Crew
+from penstock.run.threads import WorkerPool
 from penstock.run.transport import Transport
-from penstock.run.worker import Desk, Step, Worker, steps_of
-from penstock.stage.parcel import Parcel
-from penstock.stage.places import Cpu, Place
+from penstock.run.worker import BoundAction, CellIO, Worker, bind_lane
+from penstock.stage.parcel import Payload
+from penstock.stage.places import Cpu, Device
 from penstock.stage.stage import OUTSIDE
-from penstock.stage.tape import Tape
+from penstock.stage.tape import StageRunner
 
 PRIME = 1_000_003
 
@@ -34,11 +34,11 @@ def given(microbatch: int) -> int:
     return 10 + microbatch
 
 
-def parcel(number: int) -> Parcel:
-    return Parcel((cast(Tensor, number % PRIME),))
+def parcel(number: int) -> Payload:
+    return Payload((cast(Tensor, number % PRIME),))
 
 
-def number(parcel: Parcel) -> int:
+def number(parcel: Payload) -> int:
     return cast(int, parcel.tensors[0])
 
 
@@ -60,7 +60,7 @@ class Paper:
         self._inputs: dict[int, int] = {}  # of those that are to be recomputed
         self._later: dict[int, int] = {}  # what W has to add
 
-    def forward(self, microbatch: int, arrived: Mapping[int, Parcel]) -> dict[int, Parcel]:
+    def forward(self, microbatch: int, arrived: Mapping[int, Payload]) -> dict[int, Payload]:
         before = self._graph.before(self.stage.index)
         assert set(arrived) == {*before, *([] if self.stage.index else [OUTSIDE])}
         total = sum(map(number, arrived.values())) % PRIME
@@ -99,13 +99,13 @@ class Paper:
 class Mail(Protocol):
     """What carries messages: `Mailboxes`, or `Rendezvous`."""
 
-    def end(self, rank: int) -> Transport: ...
+    def endpoint(self, rank: int) -> Transport: ...
 
     def stop(self) -> None: ...
 
 
-Make = Callable[[Sequence[Place], Sequence[int]], Mail]
-Lane = Callable[[Program, int], Sequence[Step]]  # of a rank, ready to be carried out
+Make = Callable[[Sequence[Device], Sequence[int]], Mail]
+Lane = Callable[[Program, int], Sequence[BoundAction]]  # of a rank, ready to be carried out
 
 
 @dataclass(frozen=True)
@@ -116,24 +116,24 @@ class Outcome:
     gradients: list[int]
 
 
-def carried_out(program: Program, make: Make, lane: Lane = steps_of) -> Outcome:
+def carried_out(program: Program, make: Make, lane: Lane = bind_lane) -> Outcome:
     """A program run by workers, one thread a rank, over a transport."""
     schedule = program.schedule
     places = [Cpu() for _ in program.lanes]
-    mail, desk = make(places, schedule.placement), Desk()
+    mail, desk = make(places, schedule.placement), CellIO()
     desk.inputs = {(0, i): parcel(given(i)) for i in range(schedule.chunks)}
-    desk.answer = lambda microbatch, made: parcel(given(microbatch))
+    desk.compute_output_gradients = lambda microbatch, made: parcel(given(microbatch))
     papers = [Paper(stage, program) for stage in range(schedule.stages)]
     jobs = []
     for rank, place in enumerate(places):
         mine = {
-            p.stage.index: cast(Tape, p)
+            p.stage.index: cast(StageRunner, p)
             for p in papers
             if schedule.placement[p.stage.index] == rank
         }
-        worker = Worker(rank, place, mine, mail.end(rank), desk)
+        worker = Worker(rank, place, mine, mail.endpoint(rank), desk)
         jobs.append(partial(_all, worker, lane(program, rank)))
-    crew(len(places)).do(jobs, mail.stop)
+    crew(len(places)).run_jobs(jobs, mail.stop)
     if any(a.op is not Op.F for lane in schedule.lanes for a in lane):
         assert sum(paper.left for paper in papers) == 0
     outputs = [number(desk.outputs[schedule.stages - 1, i]) for i in range(schedule.chunks)]
@@ -141,13 +141,13 @@ def carried_out(program: Program, make: Make, lane: Lane = steps_of) -> Outcome:
 
 
 @cache
-def crew(size: int) -> Crew:
-    return Crew(size)
+def crew(size: int) -> WorkerPool:
+    return WorkerPool(size)
 
 
-def _all(worker: Worker, steps: Sequence[Step]) -> None:
+def _all(worker: Worker, steps: Sequence[BoundAction]) -> None:
     for step in steps:
-        worker.do(step)
+        worker.execute(step)
 
 
 def unsplit(graph: StageGraph, stages: int, chunks: int, trains: bool) -> Outcome:

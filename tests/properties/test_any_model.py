@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from penstock.batch import Rows
+from penstock.batch import MicrobatchRows
 from tests.properties.cases import Case, cases
 from tests.properties.comparing import compare
 from tests.properties.fuzz import Failed, attempt, read_case
@@ -20,10 +20,10 @@ def test_any_model_gives_its_own_numbers(case: Case) -> None:
 def test_a_failure_is_told_with_a_case_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here micro-batches count the same, however many rows they have."""
 
-    def alike(rows: Rows) -> list[float]:
+    def alike(rows: MicrobatchRows) -> list[float]:
         return [1 / len(rows.counts)] * len(rows.counts)
 
-    monkeypatch.setattr(Rows, "shares", alike)
+    monkeypatch.setattr(MicrobatchRows, "fractions", alike)
     told: list[object] = []
     attempt(0, 200, told.append)
     (failed,) = (one for one in told if isinstance(one, Failed))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Pipe
-from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
 from tests.pairs import each_pair
 from tests.properties.models import Layer, Model, Skip
 from tests.support import (
@@ -62,7 +62,7 @@ def both(
     loss_fn = functional.mse_loss
     pipe = Pipe(theirs, stages=counts, loss_fn=loss_fn, deferred_batch_norm=deferred, **options)
     if deferred:
-        ours = cast(nn.Sequential, DeferredBatchNorm.convert_deferred_batch_norm(ours))
+        ours = cast(nn.Sequential, DeferredStatsBatchNorm.convert_deferred_batch_norm(ours))
     order = order_of_backwards(pipe, len(x.chunk(pipe.chunks)))
     pairs = []
     for step in range(steps):

@@ -31,21 +31,21 @@ from penstock import (
     schedules,
 )
 from penstock.ir import Action, consumes, produces
-from penstock.run.processes.lane import ahead
+from penstock.run.processes.lane import prefetch_receives
 from penstock.run.rendezvous import Rendezvous
 from penstock.run.transport import Mailboxes
-from penstock.run.worker import Step, steps_of
+from penstock.run.worker import BoundAction, bind_lane
 from tests.properties.paper import carried_out, unsplit
 from tests.properties.random_schedules import obvious, sound_schedules
 from tests.properties.test_sweep import VARIANTS, in_turn
 
 strict = Rendezvous
-posted = partial(Rendezvous, waits=False)
+posted = partial(Rendezvous, blocking_recv=False)
 
 
-def early(program: Program, rank: int) -> list[Step]:
+def early(program: Program, rank: int) -> list[BoundAction]:
     """A lane with each receive one computation earlier, as processes have it."""
-    return ahead(steps_of(program, rank))
+    return prefetch_receives(bind_lane(program, rank))
 
 
 def harder(name: str, ranks: int, chunks: int, v: int) -> Program:
@@ -98,7 +98,7 @@ def test_it_hangs_where_play_does(case: tuple[Schedule, StageGraph], draw: rando
         list(play(program, sends=Sends.RENDEZVOUS))
     except Deadlock:
         with pytest.raises(RunError, match=r"wait for each other|order alone"):
-            carried_out(program, partial(strict, patience=5.0))
+            carried_out(program, partial(strict, timeout=5.0))
     else:
         schedule = program.schedule
         assert carried_out(program, strict) == unsplit(

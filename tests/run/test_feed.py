@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import (
+    BatchShapeError,
     Chunk,
-    KindError,
-    Misfit,
     NoChunk,
+    PenstockTypeError,
     Pipe,
     PipeSequential,
     RunError,
@@ -26,11 +26,11 @@ from penstock import (
     skippable,
     stash,
 )
-from penstock.batch import Rows
+from penstock.batch import MicrobatchRows
 from penstock.ir import Message
-from penstock.run.feed import Batch, feed
+from penstock.run.feed import Batch, build_stage_inputs
 from penstock.run.transport import Mailbox
-from penstock.stage.parcel import Parcel
+from penstock.stage.parcel import Payload
 from tests.support import (
     CHECKPOINTS,
     SCHEDULES,
@@ -211,7 +211,7 @@ def test_side_inputs_may_be_left_out_if_there_is_a_default() -> None:
 
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: Pipe(model, 2, stages=3)])
 def test_a_name_that_no_layer_has(make: Callable[[nn.Module], nn.Module]) -> None:
-    with pytest.raises(KindError) as caught:
+    with pytest.raises(PenstockTypeError) as caught:
         make(network())(real(4, 4), maks=real(4, 1), mask=real(4, 1), size=3)
     assert str(caught.value) == (
         "no layer takes 'maks', 'size': a side input goes to the layers whose forward has a "
@@ -219,7 +219,9 @@ def test_a_name_that_no_layer_has(make: Callable[[nn.Module], nn.Module]) -> Non
         "positions (layer 1); scale (layer 0, 2, 4); x (layer 0)"
     )
     plain = PipeSequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU()).double()
-    with pytest.raises(KindError, match=r"'mask': .* and here they name input \(layer 0\)$"):
+    with pytest.raises(
+        PenstockTypeError, match=r"'mask': .* and here they name input \(layer 0\)$"
+    ):
         make(plain)(real(4, 4), mask=1)
 
 
@@ -236,7 +238,7 @@ def test_what_only_passes_things_on_names_nothing() -> None:
 
     pipe = Pipe(nn.Sequential(Anything(), Only(), Anything()), 2, stages=3)
     assert torch.equal(pipe(torch.ones(3), mask=torch.arange(3)), torch.arange(3.0))
-    with pytest.raises(KindError, match="no layer takes 'more', 'named'"):
+    with pytest.raises(PenstockTypeError, match="no layer takes 'more', 'named'"):
         pipe(torch.ones(3), mask=torch.arange(3), more=1, named=2)
 
 
@@ -264,7 +266,7 @@ def test_side_inputs_go_straight_to_their_stage(monkeypatch: pytest.MonkeyPatch)
     sent: dict[tuple[int, int], int] = {}
     send = Mailbox.send
 
-    def watched(self: Mailbox, message: Message, parcel: Parcel) -> None:
+    def watched(self: Mailbox, message: Message, parcel: Payload) -> None:
         sent[message.src, message.dst] = len(parcel.tensors)
         send(self, message, parcel)
 
@@ -285,7 +287,7 @@ def test_side_inputs_are_cut_like_the_others() -> None:
     pipe = Pipe(nn.Sequential(nn.Identity(), Sees()), 2, stages=2, runtime="inline")
     pipe(torch.ones(3, 4), mask=Chunk(torch.ones(5, 3), dim=1), table=NoChunk(torch.ones(5, 3)))
     assert seen == [((5, 2), (5, 3)), ((5, 1), (5, 3))]
-    with pytest.raises(Misfit) as caught:
+    with pytest.raises(BatchShapeError) as caught:
         pipe.step(
             torch.ones(3, 4),
             mask=torch.ones(5, 3),
@@ -310,17 +312,17 @@ class Elsewhere:
 
 def test_what_a_stage_is_given_is_moved_to_it() -> None:
     """Once for each device, and an input that two stages of one device use is one for both."""
-    split = Pipe(network(), 2, stages=6)._split
-    here = split.places[0]
-    split = replace(split, places=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
+    split = Pipe(network(), 2, stages=6)._placed_partition
+    here = split.devices[0]
+    split = replace(split, devices=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
     x, mask = real(4, 4), real(4, 1)
     named = {"mask": mask, "positions": torch.arange(4)}
-    fed = feed(
-        split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.place_of(stage).device
+    fed = build_stage_inputs(
+        split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.stage_device(stage).device
     )
-    sizes = {stage: len(values[0]) for stage, values in fed.given.items()}
+    sizes = {stage: len(values[0]) for stage, values in fed.by_stage.items()}
     assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}
-    side = {stage: fed.given[stage][1][-1].values for stage in (0, 1, 2, 4)}
+    side = {stage: fed.by_stage[stage][1][-1].values for stage in (0, 1, 2, 4)}
     assert {stage: list(values) for stage, values in side.items()} == {
         0: ["mask"],
         1: ["positions"],
@@ -330,8 +332,8 @@ def test_what_a_stage_is_given_is_moved_to_it() -> None:
     assert torch.equal(side[0]["mask"], mask[2:])
     assert side[1]["positions"].device == side[2]["mask"].device == Elsewhere.device
     assert side[2]["mask"] is side[4]["mask"]
-    assert fed.given[5][1][0] is fed.given[0][1][0]  # the batch itself, as the target
-    assert fed.rows == Rows((2, 2))
+    assert fed.by_stage[5][1][0] is fed.by_stage[0][1][0]  # the batch itself, as the target
+    assert fed.rows == MicrobatchRows((2, 2))
     assert fed.chunks == 2
 
 
@@ -390,7 +392,7 @@ def test_gradients_stop_at_the_first_stage_that_needs_none(
 
     send = Mailbox.send
 
-    def watched(self: Mailbox, message: Message, parcel: Parcel) -> None:
+    def watched(self: Mailbox, message: Message, parcel: Payload) -> None:
         if message.src > message.dst:
             sent[message.src, message.dst] = sum(t is not None for t in parcel.tensors)
         send(self, message, parcel)

@@ -13,9 +13,9 @@ from torch.nn.functional import mse_loss
 
 from penstock import Action, Compute, Message, Op, Pipe, Recv, Send, lower, schedules
 from penstock.errors import RunError
-from penstock.run.memory import Memory, Reading
-from penstock.run.metering import Allocated
-from penstock.run.processes.many import ManyProcesses
+from penstock.run.memory import Memory, MemoryReading
+from penstock.run.metering import CudaAllocatorProbe
+from penstock.run.processes.many import DistributedEngine
 from penstock.stage.places import Gpu
 from tests.support import each_runtime
 
@@ -128,7 +128,7 @@ def test_what_arrives_counts_with_the_stage_that_keeps_it() -> None:
         (1, Recv(message), (70, 30)),
         (1, Compute(Op.F, 1, 0), (70, 80)),
     ]
-    readings = tuple(Reading(rank, 0, action, alive) for rank, action, alive in rows)
+    readings = tuple(MemoryReading(rank, 0, action, alive) for rank, action, alive in rows)
     assert Memory(program, readings, (0, 0)).activation == (70, 80)
 
 
@@ -263,7 +263,7 @@ def test_it_prints_a_table_and_draws(tmp_path: Path) -> None:
 
 def test_replicas_are_refused() -> None:
     pipe = made()
-    pipe._replicas._averaged._wrappers.append(object())  # type: ignore[arg-type]
+    pipe._replicas._ddp_modules._wrappers.append(object())  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"pipe.memory leaves no trace, and stages in"):
         weighed(pipe)
 
@@ -271,7 +271,7 @@ def test_replicas_are_refused() -> None:
 def test_ranks_that_are_processes_are_refused() -> None:
     nobody: Any = None
     with pytest.raises(RunError, match=r"and this pipe's ranks are processes: make the same pipe"):
-        ManyProcesses.memory(nobody, nobody, nobody, nobody)
+        DistributedEngine.measure_memory(nobody, nobody, nobody, nobody)
 
 
 # ---- the allocator of a GPU, as it would answer -------------------------------------------
@@ -285,7 +285,7 @@ class _Stream:
 def gpu(index: int, streams: tuple[int, int]) -> Gpu:
     place = object.__new__(Gpu)
     place.device = torch.device("cuda", index)
-    place.compute, place.copy = map(_Stream, streams)  # type: ignore[assignment]
+    place.compute_stream, place.copy_stream = map(_Stream, streams)  # type: ignore[assignment]
     return place
 
 
@@ -297,8 +297,8 @@ def test_ranks_that_share_a_gpu_are_told_apart_by_their_streams(
 
     segments = [segment(0, 1000), segment(11, 10), segment(11, 20), segment(12, 3), segment(21, 5)]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    gauge = Allocated({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
-    assert gauge.alive() == {0: 33, 1: 5}
+    gauge = CudaAllocatorProbe({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
+    assert gauge.read_live_bytes() == {0: 33, 1: 5}
 
 
 def test_a_rank_that_has_a_gpu_to_itself_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,5 +306,5 @@ def test_a_rank_that_has_a_gpu_to_itself_has_all_of_it(monkeypatch: pytest.Monke
         return {"allocated_bytes": {"all": {"current": 100 + device.index}}}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    gauge = Allocated({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
-    assert gauge.alive() == {0: 100, 1: 101}
+    gauge = CudaAllocatorProbe({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
+    assert gauge.read_live_bytes() == {0: 100, 1: 101}

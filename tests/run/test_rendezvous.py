@@ -15,10 +15,10 @@ from torch.nn.functional import mse_loss
 from penstock import Pipe, Program, RunError, schedules
 from penstock.ir import Message
 from penstock.run import programs, threads
-from penstock.run.phase import Phase, whole
+from penstock.run.phase import Phase, bind_program
 from penstock.run.rendezvous import Rendezvous
 from penstock.run.transport import Stopped
-from penstock.stage.parcel import Parcel
+from penstock.stage.parcel import Payload
 from penstock.stage.places import Cpu
 from tests.properties.random_schedules import obvious
 from tests.properties.test_rendezvous import early
@@ -31,11 +31,11 @@ BACK = Message(1, 0, 0)
 
 def meeting(ranks: int = 2, waits: bool = True, patience: float = 20.0) -> Rendezvous:
     places = [Cpu() for _ in range(ranks)]
-    return Rendezvous(places, tuple(range(ranks)), waits=waits, patience=patience)
+    return Rendezvous(places, tuple(range(ranks)), blocking_recv=waits, timeout=patience)
 
 
-def parcel(number: float) -> Parcel:
-    return Parcel((torch.tensor(number),))
+def parcel(number: float) -> Payload:
+    return Payload((torch.tensor(number),))
 
 
 class Beside:
@@ -65,79 +65,82 @@ class Beside:
 
 def test_a_send_blocks_until_it_is_received() -> None:
     ranks = meeting()
-    sending = Beside(lambda: ranks.end(0).send(FIRST, parcel(7)))
+    sending = Beside(lambda: ranks.endpoint(0).send(FIRST, parcel(7)))
     assert sending.is_blocked()
-    assert ranks.end(1).recv(FIRST)().tensors[0] == 7
+    assert ranks.endpoint(1).recv(FIRST)().tensors[0] == 7
     assert sending.result() is None
 
 
 def test_a_receive_blocks_where_it_stands_or_is_posted_there() -> None:
     ranks = meeting()
-    receiving = Beside(lambda: ranks.end(1).recv(FIRST))
+    receiving = Beside(lambda: ranks.endpoint(1).recv(FIRST))
     assert receiving.is_blocked()
-    ranks.end(0).send(FIRST, parcel(7))
+    ranks.endpoint(0).send(FIRST, parcel(7))
     wait = receiving.result()
     assert callable(wait)
     assert wait().tensors[0] == 7
 
     ranks = meeting(waits=False)
-    wait = ranks.end(1).recv(FIRST)
-    ranks.end(0).send(FIRST, parcel(7))
+    wait = ranks.endpoint(1).recv(FIRST)
+    ranks.endpoint(0).send(FIRST, parcel(7))
     assert wait().tensors[0] == 7
 
 
 def test_who_waits_in_a_circle_is_told_at_once() -> None:
     ranks = meeting()
-    other = Beside(lambda: ranks.end(1).send(BACK, parcel(1)))
+    other = Beside(lambda: ranks.endpoint(1).send(BACK, parcel(1)))
     assert other.is_blocked()
     told = "wait for each other, and would for ever: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
     with pytest.raises(RunError, match=told):
-        ranks.end(0).send(FIRST, parcel(1))
+        ranks.endpoint(0).send(FIRST, parcel(1))
     assert isinstance(other.result(), Stopped)
 
 
 def test_a_circle_of_three() -> None:
     ranks = meeting(3, waits=False)
     messages = [Message(0, 1, 0), Message(1, 2, 0)]
-    others = [Beside(partial(ranks.end(at).send, m, parcel(1))) for at, m in enumerate(messages)]
+    others = [
+        Beside(partial(ranks.endpoint(at).send, m, parcel(1))) for at, m in enumerate(messages)
+    ]
     assert all(other.is_blocked() for other in others)
     with pytest.raises(RunError, match=r"rank 2 at .* rank 0 at .* rank 1 at !1>2:0 for rank 2"):
-        ranks.end(2).send(Message(2, 0, 0), parcel(1))
+        ranks.endpoint(2).send(Message(2, 0, 0), parcel(1))
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_order_alone_tells_messages_apart(waits: bool) -> None:
     ranks = meeting(waits=waits)
-    receiving = Beside(lambda: ranks.end(1).recv(SECOND)())
+    receiving = Beside(lambda: ranks.endpoint(1).recv(SECOND)())
     assert receiving.is_blocked()
     with pytest.raises(RunError, match=r"rank 0 is at !0>1:0 where rank 1 is at \?0>1:1"):
-        ranks.end(0).send(FIRST, parcel(1))
+        ranks.endpoint(0).send(FIRST, parcel(1))
     assert isinstance(receiving.result(), Stopped)
 
 
 def test_patience_ends() -> None:
     with pytest.raises(RunError, match=r"rank 1 has waited 0.01 s at \?0>1:0 for rank 0"):
-        meeting(patience=0.01).end(1).recv(FIRST)
+        meeting(patience=0.01).endpoint(1).recv(FIRST)
 
 
 def test_who_waits_is_woken_up_when_all_stop() -> None:
     ranks = meeting()
-    waiting = Beside(lambda: ranks.end(0).send(FIRST, parcel(1)))
+    waiting = Beside(lambda: ranks.endpoint(0).send(FIRST, parcel(1)))
     assert waiting.is_blocked()
     ranks.stop()
     assert ranks.stopped
     assert isinstance(waiting.result(), Stopped)
     with pytest.raises(Stopped):
-        ranks.end(1).recv(FIRST)
+        ranks.endpoint(1).recv(FIRST)
 
 
 # ---- pipes --------------------------------------------------------------------------------
 
 
 def posted_early(program: Program) -> Phase:
-    phase = whole(program)
+    phase = bind_program(program)
     return Phase(
-        tuple(tuple(early(program, rank)) for rank in range(len(phase.lanes))), phase.order
+        tuple(tuple(early(program, rank)) for rank in range(len(phase.lanes))),
+        phase.execution_order,
     )
 
 
@@ -145,9 +148,9 @@ def posted_early(program: Program) -> Phase:
 def _over_a_rendezvous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipes made here send nothing that is not received."""
     posted = request.param == "posted early"
-    monkeypatch.setattr(threads, "Mailboxes", partial(Rendezvous, waits=not posted))
+    monkeypatch.setattr(threads, "Mailboxes", partial(Rendezvous, blocking_recv=not posted))
     if posted:
-        monkeypatch.setattr(programs, "whole", posted_early)
+        monkeypatch.setattr(programs, "bind_program", posted_early)
 
 
 def layers(stages: int) -> nn.Sequential:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.run import threads
-from penstock.run.threads import Crew
+from penstock.run.threads import WorkerPool
 from penstock.run.transport import Stopped
 from tests.support import crews, ends, without_gc
 
@@ -30,9 +30,9 @@ def test_each_job_has_a_thread_and_all_run_at_the_same_time() -> None:
         meeting.wait(timeout=20)
         names.append(threading.current_thread().name)
 
-    crew = Crew(3)
+    crew = WorkerPool(3)
     for _ in range(2):
-        crew.do([meet] * 3, nothing)
+        crew.run_jobs([meet] * 3, nothing)
     assert sorted(names) == sorted(2 * ["penstock-0", "penstock-1", "penstock-2"])
 
 
@@ -44,7 +44,7 @@ def test_do_waits_for_all() -> None:
         first_is_done.wait(timeout=20)
         done.append("last")
 
-    Crew(2).do([first_is_done.set, last], nothing)
+    WorkerPool(2).run_jobs([first_is_done.set, last], nothing)
     assert done == ["last"]
 
 
@@ -58,11 +58,11 @@ def test_an_error_is_raised_as_it_was_and_stops_the_others() -> None:
     def fail() -> None:
         raise ZeroDivisionError("mine")
 
-    crew = Crew(3)
+    crew = WorkerPool(3)
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
-        crew.do([wait, fail, wait], stopped.set)
+        crew.run_jobs([wait, fail, wait], stopped.set)
     assert "fail" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    crew.do([nothing] * 3, nothing)
+    crew.run_jobs([nothing] * 3, nothing)
 
 
 def test_that_others_stopped_is_never_the_error_that_comes_out() -> None:
@@ -76,14 +76,14 @@ def test_that_others_stopped_is_never_the_error_that_comes_out() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Crew(2).do([stop, fail], failing.set)
+        WorkerPool(2).run_jobs([stop, fail], failing.set)
 
 
 def test_threads_end_when_nobody_holds_their_crew() -> None:
     gc.collect()
     before = crews()
-    crew = Crew(2)
-    crew.do([nothing] * 2, nothing)
+    crew = WorkerPool(2)
+    crew.run_jobs([nothing] * 2, nothing)
     assert len(crews()) == len(before) + 2
     with without_gc():
         del crew
@@ -98,9 +98,9 @@ def test_a_failure_does_not_keep_a_crew() -> None:
         raise ZeroDivisionError
 
     with without_gc():
-        crew = Crew(1)
+        crew = WorkerPool(1)
         with pytest.raises(ZeroDivisionError):
-            crew.do([fail], nothing)
+            crew.run_jobs([fail], nothing)
         del crew
         assert crews() == before
 
@@ -109,12 +109,12 @@ def test_jobs_are_dropped_when_done() -> None:
     class Job:
         def __call__(self) -> None: ...
 
-    crew = Crew(1)
+    crew = WorkerPool(1)
     with without_gc():
         job = Job()
         seen = weakref.ref(job)
-        crew.do([job], nothing)
-        crew.do([nothing], nothing)  # the thread has begun another
+        crew.run_jobs([job], nothing)
+        crew.run_jobs([nothing], nothing)  # the thread has begun another
         del job
         assert seen() is None
 
@@ -122,12 +122,12 @@ def test_jobs_are_dropped_when_done() -> None:
 def test_threads_do_their_backwards_themselves() -> None:
     """Autograd's threads are off there, and stay as they are here."""
     seen: list[bool] = []
-    Crew(1).do([lambda: seen.append(torch._C._is_multithreading_enabled())], nothing)
+    WorkerPool(1).run_jobs([lambda: seen.append(torch._C._is_multithreading_enabled())], nothing)
     assert seen == [False]
     assert torch._C._is_multithreading_enabled()
 
 
-def interrupted_at(line: int, crew: Crew) -> bool:
+def interrupted_at(line: int, crew: WorkerPool) -> bool:
     """Do two jobs that wait for each other, with a Ctrl-C at a line; was there such a line?"""
     meeting = threading.Barrier(2)
     lines = count()
@@ -147,7 +147,7 @@ def interrupted_at(line: int, crew: Crew) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        crew.do([meet, meet], meeting.abort)
+        crew.run_jobs([meet, meet], meeting.abort)
     except KeyboardInterrupt:
         return True
     finally:
@@ -157,7 +157,7 @@ def interrupted_at(line: int, crew: Crew) -> bool:
 
 def test_an_interrupt_may_come_at_any_line() -> None:
     """The crew is at hand again at once, and nobody waits for an answer that came long ago."""
-    crew = Crew(2)
+    crew = WorkerPool(2)
     line = 0
 
     def interrupt() -> bool:
@@ -166,7 +166,9 @@ def test_an_interrupt_may_come_at_any_line() -> None:
     while True:
         answers: list[bool] = []
         assert ends(lambda: answers.append(interrupt()), within=20), f"line {line}"  # noqa: B023
-        assert ends(lambda: crew.do([nothing, nothing], nothing), within=20), f"after line {line}"
+        assert ends(lambda: crew.run_jobs([nothing, nothing], nothing), within=20), (
+            f"after line {line}"
+        )
         if not answers[0]:
             break
         line += 1
@@ -175,12 +177,14 @@ def test_an_interrupt_may_come_at_any_line() -> None:
 
 def test_callers_take_turns() -> None:
     """All ranks do one call's work before the next one's, whoever calls."""
-    crew = Crew(2)
+    crew = WorkerPool(2)
     order: list[list[int]] = [[], []]
 
     def call(number: int) -> None:
         for _ in range(50):
-            crew.do([lambda: order[0].append(number), lambda: order[1].append(number)], nothing)
+            crew.run_jobs(
+                [lambda: order[0].append(number), lambda: order[1].append(number)], nothing
+            )
 
     callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
     for caller in callers:

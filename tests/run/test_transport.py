@@ -7,7 +7,7 @@ import torch
 
 from penstock.ir import Message
 from penstock.run.transport import Mailboxes, Stopped
-from penstock.stage.parcel import Parcel
+from penstock.stage.parcel import Payload
 from penstock.stage.places import Cpu
 
 
@@ -15,11 +15,11 @@ def boxes(ranks: int = 2) -> Mailboxes:
     return Mailboxes([Cpu() for _ in range(ranks)], tuple(range(ranks)))
 
 
-def parcel(number: float) -> Parcel:
-    return Parcel((torch.tensor(number),))
+def parcel(number: float) -> Payload:
+    return Payload((torch.tensor(number),))
 
 
-def number(parcel: Parcel) -> float:
+def number(parcel: Payload) -> float:
     (tensor,) = parcel.tensors
     assert tensor is not None
     return tensor.item()
@@ -28,7 +28,7 @@ def number(parcel: Parcel) -> float:
 def test_messages_are_told_apart_whatever_order_they_come_in() -> None:
     mail = boxes()
     messages = [Message(0, 1, i) for i in range(3)]
-    sender, receiver = mail.end(0), mail.end(1)
+    sender, receiver = mail.endpoint(0), mail.endpoint(1)
     for message in reversed(messages):
         sender.send(message, parcel(message.microbatch))
     waits = [receiver.recv(message) for message in messages]
@@ -37,14 +37,14 @@ def test_messages_are_told_apart_whatever_order_they_come_in() -> None:
 
 def test_a_message_between_stages_of_other_ranks_goes_to_the_right_one() -> None:
     mail = Mailboxes([Cpu(), Cpu(), Cpu()], (0, 1, 2, 0))
-    mail.end(2).send(Message(2, 3, 0), parcel(5))
-    assert number(mail.end(0).recv(Message(2, 3, 0))()) == 5
+    mail.endpoint(2).send(Message(2, 3, 0), parcel(5))
+    assert number(mail.endpoint(0).recv(Message(2, 3, 0))()) == 5
 
 
 def test_recv_waits() -> None:
     mail = boxes()
-    wait = mail.end(1).recv(Message(0, 1, 0))
-    later = threading.Timer(0.01, lambda: mail.end(0).send(Message(0, 1, 0), parcel(7)))
+    wait = mail.endpoint(1).recv(Message(0, 1, 0))
+    later = threading.Timer(0.01, lambda: mail.endpoint(0).send(Message(0, 1, 0), parcel(7)))
     later.start()
     assert number(wait()) == 7
     later.join()
@@ -56,7 +56,7 @@ def test_who_waits_is_woken_up_when_all_stop() -> None:
 
     def wait(rank: int) -> None:
         with pytest.raises(Stopped):
-            mail.end(rank).recv(Message(0, rank, 0))()
+            mail.endpoint(rank).recv(Message(0, rank, 0))()
         woken.append(rank)
 
     threads = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2)]
@@ -68,12 +68,12 @@ def test_who_waits_is_woken_up_when_all_stop() -> None:
     assert sorted(woken) == [1, 2]
     assert mail.stopped
     with pytest.raises(Stopped):
-        mail.end(1).recv(Message(0, 1, 1))()
+        mail.endpoint(1).recv(Message(0, 1, 1))()
 
 
 def test_tensors_on_the_host_are_not_copied() -> None:
     mail = boxes()
     sent = parcel(1)
-    mail.end(0).send(Message(0, 1, 0), sent)
-    received = mail.end(1).recv(Message(0, 1, 0))()
+    mail.endpoint(0).send(Message(0, 1, 0), sent)
+    received = mail.endpoint(1).recv(Message(0, 1, 0))()
     assert received.tensors[0] is sent.tensors[0]

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
-from penstock.partition.tied import tied_names
-from penstock.saving.holding import Holding
-from penstock.saving.pending import Pending
+from penstock.partition.tied import find_tied_names
+from penstock.saving.holding import LocalState
+from penstock.saving.pending import PendingSave
 from penstock.saving.saver import Saver
-from penstock.saving.savers import Alone, Grouped
+from penstock.saving.savers import DistributedSaveGroup, LocalSaveGroup
 
 LAYERS = 8
 
@@ -79,17 +79,21 @@ def interleaved(rank: int, size: int) -> list[int]:
 def saver_of(module: nn.Module, same: dict[str, str] | None = None) -> Saver:
     """Of all processes together, or of this one if there are no others."""
     if not distributed.is_initialized():
-        return Saver(Holding(module, tied_names(module) if same is None else same), Pending())
+        return Saver(
+            LocalState(module, find_tied_names(module) if same is None else same), PendingSave()
+        )
     same = {"7.weight": "0.weight"} if same is None else same
     group = distributed.group.WORLD
     assert group is not None
     first = distributed.get_rank() == 0
-    return Saver(Holding(module, same, Grouped(group), first=first), Pending())
+    return Saver(
+        LocalState(module, same, DistributedSaveGroup(group), saves_rng_state=first), PendingSave()
+    )
 
 
 def alone(module: nn.Module) -> Saver:
     """Of this process, whatever others there are."""
-    return Saver(Holding(module, tied_names(module), Alone()), Pending())
+    return Saver(LocalState(module, find_tied_names(module), LocalSaveGroup()), PendingSave())
 
 
 def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:

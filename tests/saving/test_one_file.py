@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock import ArgumentError, MissingExtra, Pipe
 from penstock.saving import files
-from penstock.saving.one_file import DTYPES, OneFileWriter, runs
+from penstock.saving.one_file import DTYPE_NAMES, SafetensorsWriter, contiguous_runs
 from tests.saving.parts import build, differences
 
 
@@ -29,9 +29,9 @@ class Many(nn.Module):
 
     def __init__(self, fill: int) -> None:
         super().__init__()
-        for dtype in DTYPES:
+        for dtype in DTYPE_NAMES:
             value = torch.full((3, 1), fill, dtype=torch.uint8).to(dtype)
-            self.register_buffer(f"of_{DTYPES[dtype]}", value)
+            self.register_buffer(f"of_{DTYPE_NAMES[dtype]}", value)
         self.register_buffer("empty", torch.ones(0, 4))
         self.register_buffer("number", torch.tensor(fill + 0.5))
 
@@ -110,7 +110,7 @@ def test_files_with_an_index_and_nothing_read_that_is_not_needed(
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": where}))
     read: list[str] = []
-    opened = files.open_file
+    opened = files.open_safetensors
 
     class Watched:
         def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ def test_files_with_an_index_and_nothing_read_that_is_not_needed(
             read.append(name)
             return self._file.get_tensor(name)
 
-    monkeypatch.setattr(files, "open_file", Watched)
+    monkeypatch.setattr(files, "open_safetensors", Watched)
     model = build(1)
     piped(model).load(index)
     assert differences(model.state_dict(), build().state_dict()) == []
@@ -158,7 +158,7 @@ def test_an_export_that_fails_leaves_the_one_before(
 ) -> None:
     path = piped(build()).export(tmp_path / "model.safetensors")
     before = path.read_bytes()
-    monkeypatch.setattr(OneFileWriter, "finish", lambda *_: 1 / 0)
+    monkeypatch.setattr(SafetensorsWriter, "finish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         piped(build(1)).export(path)
     assert path.read_bytes() == before
@@ -186,6 +186,8 @@ def test_runs_are_what_indexing_gives(case: tuple[list[int], list[int], list[int
     whole = torch.arange(math.prod(size)).reshape(size)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
     found = [
-        n for start, length in runs(size, offsets, sizes) for n in range(start, start + length)
+        n
+        for start, length in contiguous_runs(size, offsets, sizes)
+        for n in range(start, start + length)
     ]
     assert found == part.flatten().tolist()

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from penstock import ArgumentError, KindError, Pipe, saved
+from penstock import ArgumentError, PenstockTypeError, Pipe, saved
 from tests.saving.parts import (
     build,
     differences,
@@ -404,7 +404,7 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"'0.weight' is in several optimizers"):
         pipe.save(tmp_path, optimizer=[one, one])
     scheduler: Any = OneCycleLR(one, max_lr=0.1, total_steps=10)
-    with pytest.raises(KindError, match=r"not OneCycleLR: what else there is to save"):
+    with pytest.raises(PenstockTypeError, match=r"not OneCycleLR: what else there is to save"):
         pipe.save(tmp_path, optimizer=scheduler)
     assert saved(tmp_path) is None
     pipe.save(tmp_path)
@@ -418,9 +418,9 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_extra_is_of_plain_values(tmp_path: Path) -> None:
     pipe = piped(build())
-    with pytest.raises(KindError, match="extra takes numbers, strings, tensors"):
+    with pytest.raises(PenstockTypeError, match="extra takes numbers, strings, tensors"):
         pipe.save(tmp_path, extra={"f": lambda: 1})
-    with pytest.raises(KindError, match="extra takes numbers, strings, tensors"):
+    with pytest.raises(PenstockTypeError, match="extra takes numbers, strings, tensors"):
         pipe.save(tmp_path, extra=Path("x"))
     extra = {"step": 3, "best": (0.5, [torch.ones(2)]), "name": None}
     pipe.save(tmp_path, extra=extra)

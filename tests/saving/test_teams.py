@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from penstock import RunError, saved
-from penstock.saving.holding import Holding
-from penstock.saving.pending import Pending
+from penstock.saving.holding import LocalState
+from penstock.saving.pending import PendingSave
 from penstock.saving.saver import Saver
-from penstock.saving.savers import Grouped, each
+from penstock.saving.savers import DistributedSaveGroup, run_on_each_rank
 from tests.processes.ranks import ranks
 from tests.saving.parts import (
     alone,
@@ -71,11 +71,15 @@ def replicas_saved(folder: Path) -> list[str]:
     stepped(module, optimizer)
     group = distributed.group.WORLD
     assert group is not None
-    holding = Holding(
-        module, {"7.weight": "0.weight"}, Grouped(group), replica=rank // 2, first=rank % 2 == 0
+    holding = LocalState(
+        module,
+        {"7.weight": "0.weight"},
+        DistributedSaveGroup(group),
+        replica=rank // 2,
+        saves_rng_state=rank % 2 == 0,
     )
     torch.manual_seed(100 + rank)
-    Saver(holding, Pending()).save(folder, optimizer, None, False)
+    Saver(holding, PendingSave()).save(folder, optimizer, None, False)
     with open(folder / "latest" / ".metadata", "rb") as file:
         stored = pickle.load(file).storage_data
     return [i.fqn for i, at in stored.items() if at.relative_path == f"__{rank}_0.distcp"]
@@ -232,7 +236,7 @@ class Lost:
 
     rank = 1
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         raise RuntimeError("Connection closed by peer")
 
 
@@ -241,9 +245,9 @@ def test_a_rank_tells_its_own_failure_though_the_others_were_quicker() -> None:
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        each(Lost(), "saving", full)
+        run_on_each_rank(Lost(), "saving", full)
     with pytest.raises(RuntimeError, match="Connection closed"):
-        each(Lost(), "saving", list)
+        run_on_each_rank(Lost(), "saving", list)
 
 
 def test_a_rank_reads_its_own_tensors_and_no_others(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from penstock import ArgumentError, dumps, schedules, verify
 from penstock.ir import Schedule, StageGraph
-from penstock.schedules.choice import check_trains, choose, placement_of, read, stages_per_rank
+from penstock.schedules.choice import (
+    build_schedule_factory,
+    check_has_backward,
+    choose_placement,
+    default_stages_per_rank,
+    resolve_schedule,
+)
 
 
 def picture(schedule: Schedule) -> str:
@@ -35,7 +41,7 @@ def test_stages_of_one_rank_take_turns_by_the_clock() -> None:
 
 
 def test_a_name_is_made_for_any_number_of_micro_batches() -> None:
-    choice = choose("1f1b", (0, 1), 4)
+    choice = build_schedule_factory("1f1b", (0, 1), 4)
     assert choice.name == "1f1b"
     assert choice(4) == schedules.one_f_one_b(2, 4)
     assert choice(3) == schedules.one_f_one_b(2, 3)
@@ -43,7 +49,7 @@ def test_a_name_is_made_for_any_number_of_micro_batches() -> None:
 
 def test_a_schedule_of_ones_own_loses_its_last_micro_batches() -> None:
     mine = schedules.eager_one_f_one_b(3, 5)
-    choice = choose(mine, mine.placement, 5)
+    choice = build_schedule_factory(mine, mine.placement, 5)
     fewer = choice(2)
     assert fewer.chunks == 2
     assert verify(fewer) == ()
@@ -54,8 +60,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     mine = schedules.interleaved(2, 4)
     file = tmp_path / "mine.txt"
     file.write_text(dumps(mine))
-    assert read(file) == mine
-    assert read(str(file)) == mine
+    assert resolve_schedule(file) == mine
+    assert resolve_schedule(str(file)) == mine
 
 
 @pytest.mark.parametrize(
@@ -64,28 +70,28 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read(asked: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        read(asked)
+        resolve_schedule(asked)
 
 
 def test_placements() -> None:
-    assert placement_of(None, 2, 4) == (0, 1, 0, 1)
-    assert placement_of("interleaved", 2, 6) == (0, 1, 0, 1, 0, 1)
-    assert placement_of("zb-v", 2, 4) == (0, 1, 1, 0)
-    assert placement_of("fit", 2, 2) == (0, 1)
-    assert placement_of("fit", 2, 4) == (0, 1, 1, 0)
-    assert placement_of("fit", 2, 6) == (0, 1, 0, 1, 0, 1)
+    assert choose_placement(None, 2, 4) == (0, 1, 0, 1)
+    assert choose_placement("interleaved", 2, 6) == (0, 1, 0, 1, 0, 1)
+    assert choose_placement("zb-v", 2, 4) == (0, 1, 1, 0)
+    assert choose_placement("fit", 2, 2) == (0, 1)
+    assert choose_placement("fit", 2, 4) == (0, 1, 1, 0)
+    assert choose_placement("fit", 2, 6) == (0, 1, 0, 1, 0, 1)
     mine = schedules.clocked((1, 0, 1), 2)
-    assert placement_of(mine, 2, 3) == (1, 0, 1)
+    assert choose_placement(mine, 2, 3) == (1, 0, 1)
 
 
 def test_stages_a_rank() -> None:
     wanted = (None, "fit", "1f1b", "zb-v", schedules.clocked((1, 0, 1), 2))
-    assert [stages_per_rank(asked) for asked in wanted] == [1, 1, 1, 2, 2]
+    assert [default_stages_per_rank(asked) for asked in wanted] == [1, 1, 1, 2, 2]
 
 
 def test_fit_is_made_for_the_graph_at_hand() -> None:
     skip = StageGraph.chain(4, [(0, 3)])
-    choice = choose("fit", (0, 1, 1, 0), 5, skip)
+    choice = build_schedule_factory("fit", (0, 1, 1, 0), 5, skip)
     assert choice(5) == schedules.fit((0, 1, 1, 0), 5, graph=skip)
     assert verify(choice(2), skip) == ()
 
@@ -93,9 +99,9 @@ def test_fit_is_made_for_the_graph_at_hand() -> None:
 def test_a_schedule_without_backwards_does_not_train() -> None:
     for name, family in schedules.FAMILIES.items():
         if family.trains:
-            check_trains(schedules.make(name, 2, 3), name)
+            check_has_backward(schedules.make(name, 2, 3), name)
     with pytest.raises(ArgumentError, match="forward-only has no backwards"):
-        check_trains(schedules.forward_only(2, 2), "forward-only")
+        check_has_backward(schedules.forward_only(2, 2), "forward-only")
 
 
 @pytest.mark.parametrize(
@@ -110,11 +116,11 @@ def test_placements_that_cannot_be(
     asked: str | Schedule | None, ranks: int, stages: int, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
-        placement_of(asked, ranks, stages)
+        choose_placement(asked, ranks, stages)
 
 
 def test_a_schedule_has_its_own_placement_and_chunks() -> None:
     with pytest.raises(ArgumentError, match="the layers stand on ranks 0 1 1, stage by stage"):
-        choose(schedules.gpipe(3, 2), (0, 1, 1), 2)
+        build_schedule_factory(schedules.gpipe(3, 2), (0, 1, 1), 2)
     with pytest.raises(ArgumentError, match="for 2 micro-batches, not 3: set chunks=2"):
-        choose(schedules.gpipe(2, 2), (0, 1), 3)
+        build_schedule_factory(schedules.gpipe(2, 2), (0, 1), 3)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock import ArgumentError, Cost, StageGraph, lower, schedules, simulate, verify
 from penstock.schedules import fit, loop, lower_bound, vee
-from penstock.schedules.polish import polish
+from penstock.schedules.polish import improve_by_swaps
 
 GROUPS = {
     1: ("naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"),
@@ -88,7 +88,7 @@ def test_polishing_shortens_and_keeps_the_cap() -> None:
     named = schedules.v_half(6, 12)
     cost = spread(named.placement, seed=12)
     graph = StageGraph.chain(named.stages)
-    polished = polish(named, graph, cost, [4] * 6, swaps=200)
+    polished = improve_by_swaps(named, graph, cost, [4] * 6, swaps=200)
     before, after = (simulate(lower(s), cost).makespan for s in (named, polished))
     assert after < before - 1e-9
     assert verify(polished, memory=4) == ()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.stage.deferred import Deferral
-from penstock.stage.later import Pair, weight_gradients
+from penstock.stage.deferred import WeightGradDeferral
+from penstock.stage.later import PendingWeightGrad, accumulate_weight_grads
 from tests.support import bitwise, closely
 
 Compute = Callable[..., Any]
@@ -38,16 +38,18 @@ def backward(output: Any) -> None:
         total.backward()
 
 
-def forward(model: nn.Module, *inputs: Any, compute: Compute = called) -> tuple[Any, list[Pair]]:
+def forward(
+    model: nn.Module, *inputs: Any, compute: Compute = called
+) -> tuple[Any, list[PendingWeightGrad]]:
     """The forward of a cell that has a W: its output, and what was put off."""
-    with Deferral(list(model.modules())).used() as later:
+    with WeightGradDeferral(list(model.modules())).activate() as later:
         output = compute(model, *inputs)
     return output, later
 
 
-def names_of(model: nn.Module, later: Sequence[Pair]) -> list[str]:
+def names_of(model: nn.Module, later: Sequence[PendingWeightGrad]) -> list[str]:
     """The parameters that W is left."""
-    waiting = {id(pair.leaf) for pair in later}
+    waiting = {id(pair.parameter) for pair in later}
     return [name for name, p in model.named_parameters() if id(p) in waiting]
 
 
@@ -86,7 +88,7 @@ def put_off(
     for mine, other in zip(learning(output), learning(expected), strict=True):
         assert bitwise(mine.detach(), other.detach()), "an output"
     backward(output)
-    weight_gradients(later)
+    accumulate_weight_grads(later)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert type(p) is type(q), name
         assert same_gradient(p.grad, q.grad), name

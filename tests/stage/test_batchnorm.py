@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
-from penstock.stage.batchnorm import DeferredBatchNorm
-from penstock.stage.checkpointing import recomputing
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
+from penstock.stage.checkpointing import mark_recomputing
 from tests.support import closely, each_checkpoint, each_runtime
 
 FEATURES = 3
 
 
 def deferred(norm: nn.Module, chunks: int) -> nn.Module:
-    return DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(norm), chunks)
+    return DeferredStatsBatchNorm.convert_deferred_batch_norm(copy.deepcopy(norm), chunks)
 
 
 def same_statistics(a: nn.Module, b: nn.Module) -> bool:
@@ -72,7 +72,7 @@ def test_a_recomputation_is_not_counted() -> None:
     ours = deferred(nn.BatchNorm1d(FEATURES), 2)
     x = torch.randn(4, FEATURES)
     ours(x)
-    with recomputing():
+    with mark_recomputing():
         ours(x)
     assert ours.num_batches_tracked == 0
 
@@ -101,9 +101,9 @@ def test_conversion_keeps_parameters_names_and_mode() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
     model[1].eval()
     norm = model[1][0]  # type: ignore[index]
-    converted = DeferredBatchNorm.convert_deferred_batch_norm(model, 4)
+    converted = DeferredStatsBatchNorm.convert_deferred_batch_norm(model, 4)
     ours = converted.get_submodule("1.0")
-    assert isinstance(ours, DeferredBatchNorm)
+    assert isinstance(ours, DeferredStatsBatchNorm)
     assert (ours.chunks, ours.training, ours.eps, ours.momentum) == (4, False, 1e-5, 0.1)
     assert ours.weight is norm.weight
     assert ours.running_mean is norm.running_mean
@@ -116,9 +116,9 @@ def test_conversion_keeps_parameters_names_and_mode() -> None:
 def test_norms_without_statistics_and_other_norms_stay() -> None:
     plain = nn.BatchNorm1d(3, track_running_stats=False)
     model = nn.Sequential(plain, nn.LayerNorm(3), nn.InstanceNorm1d(3))
-    assert list(DeferredBatchNorm.convert_deferred_batch_norm(model).children()) == list(model)
-    ours = DeferredBatchNorm(3, chunks=2)
-    assert DeferredBatchNorm.convert_deferred_batch_norm(ours, 5) is ours
+    assert list(DeferredStatsBatchNorm.convert_deferred_batch_norm(model).children()) == list(model)
+    ours = DeferredStatsBatchNorm(3, chunks=2)
+    assert DeferredStatsBatchNorm.convert_deferred_batch_norm(ours, 5) is ours
     assert ours.chunks == 5
 
 

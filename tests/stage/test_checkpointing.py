@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, is_checkpointing, is_recomputing
-from penstock.stage.checkpointing import checkpointing, recomputing
+from penstock.stage.checkpointing import mark_checkpointing, mark_recomputing
 from tests.support import each_door, each_runtime
 
 
@@ -76,7 +76,7 @@ def test_outside_a_pipe_nobody_is_told() -> None:
 
 
 def test_what_is_told_ends_with_the_forward_also_if_that_fails() -> None:
-    for mode, told in ((checkpointing, is_checkpointing), (recomputing, is_recomputing)):
+    for mode, told in ((mark_checkpointing, is_checkpointing), (mark_recomputing, is_recomputing)):
         with suppress(ZeroDivisionError), mode():
             assert told()
             raise ZeroDivisionError

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import Pipe
 from penstock.partition.wrapping import StageFn
-from penstock.stage.compiled import compiled_parts, turns_for
+from penstock.stage.compiled import find_compiled_modules, make_forward_lock
 from tests.support import RUNTIMES, batch, closely, each_runtime
 
 pytestmark = [  # the compiler's own
@@ -111,7 +111,7 @@ def test_what_is_inside_a_compiled_module_is_compiled(way: Callable[..., nn.Modu
     plain, block = Block(), Block()
     compiled = way(block, Backend())
     inside = {*compiled.modules()}
-    assert compiled_parts([*plain.modules(), *compiled.modules()]) == inside
+    assert find_compiled_modules([*plain.modules(), *compiled.modules()]) == inside
     assert {block.a, block.b} <= inside
 
 
@@ -296,8 +296,8 @@ def test_threads_take_turns_at_compiled_forwards() -> None:
 
 def test_only_threads_with_compiled_modules_take_turns() -> None:
     plain, compiled = Block(), in_place(Block(), Backend())
-    assert isinstance(turns_for(plain.modules()), nullcontext)
-    assert not isinstance(turns_for([*plain.modules(), compiled]), nullcontext)
+    assert isinstance(make_forward_lock(plain.modules()), nullcontext)
+    assert not isinstance(make_forward_lock([*plain.modules(), compiled]), nullcontext)
 
 
 def test_the_compiler_does_not_try_what_gives_cells_their_random_numbers() -> None:

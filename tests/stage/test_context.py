@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
-from penstock.stage.context import Context
+from penstock.stage.context import CallerContext
 from tests.support import Watch, each_runtime
 
 CPU = frozenset({"cpu"})
@@ -96,12 +96,21 @@ def test_the_default_dtype_is_everybodys() -> None:
 
 
 def test_here_is_the_state_of_this_thread() -> None:
-    here = Context.here(CPU)
-    assert (here.grad, here.inference, here.autocasts, here.plain) == (True, False, (), True)
+    here = CallerContext.current(CPU)
+    assert (
+        here.grad_enabled,
+        here.inference_mode,
+        here.autocast_dtypes,
+        here.is_grad_mode_only,
+    ) == (True, False, (), True)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        here = Context.here(CPU)
-    assert (here.grad, here.autocasts, here.plain) == (False, (("cpu", torch.bfloat16),), False)
-    assert not here.autocast_cache
+        here = CallerContext.current(CPU)
+    assert (here.grad_enabled, here.autocast_dtypes, here.is_grad_mode_only) == (
+        False,
+        (("cpu", torch.bfloat16),),
+        False,
+    )
+    assert not here.autocast_cache_enabled
 
 
 def test_forwards_brings_it_back() -> None:
@@ -113,9 +122,9 @@ def test_forwards_brings_it_back() -> None:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), hooks:
-        context = Context.here(CPU)
+        context = CallerContext.current(CPU)
     assert not torch.is_autocast_enabled("cpu")
-    with context.forwards():
+    with context.apply_for_forward():
         assert torch.is_autocast_enabled("cpu")
         assert torch.zeros(1).device == torch.device("meta")
         torch.ones(1, requires_grad=True, device="cpu").exp()

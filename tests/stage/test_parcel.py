@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
-from penstock.stage.parcel import Parcel, put_together, taken_apart
+from penstock.stage.parcel import Payload, flatten_values, unflatten_values
 from tests.support import Do, closely, each_checkpoint
 
 Point = namedtuple("Point", ["x", "y"])
@@ -33,30 +33,30 @@ A, B = torch.zeros(1), torch.ones(1)
 def test_values_are_taken_apart_and_put_together(
     values: tuple[Any, ...], tensors: list[Tensor]
 ) -> None:
-    found, layout = taken_apart(values)
+    found, layout = flatten_values(values)
     assert list(map(id, found)) == list(map(id, tensors))
-    again = put_together(found, layout)
+    again = unflatten_values(found, layout)
     assert str(again) == str(values)
     assert type(again) is tuple
 
 
 def test_one_tensor_needs_no_layout() -> None:
-    assert taken_apart((A,)) == ([A], None)
-    assert put_together([B], None) == (B,)
+    assert flatten_values((A,)) == ([A], None)
+    assert unflatten_values([B], None) == (B,)
 
 
 def test_other_tensors_can_be_put_in() -> None:
-    _, layout = taken_apart(({"a": A, "same": A, "b": [B, 5]},))
-    (found,) = put_together([B, A], layout)
+    _, layout = flatten_values(({"a": A, "same": A, "b": [B, 5]},))
+    (found,) = unflatten_values([B, A], layout)
     assert found["a"] is found["same"] is B
     assert found["b"][0] is A
     assert found["b"][1] == 5
 
 
 def test_a_parcel_is_moved_tensor_by_tensor() -> None:
-    parcel = Parcel((A, None, B), None, (True, False, False)).moved(lambda t: t + 5)
+    parcel = Payload((A, None, B), None, (True, False, False)).map_tensors(lambda t: t + 5)
     assert [None if t is None else t.item() for t in parcel.tensors] == [5, None, 6]
-    assert parcel.needs == (True, False, False)
+    assert parcel.needs_grad == (True, False, False)
 
 
 # ---- between stages -----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from penstock import Pipe
-from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
+from penstock.stage.randomness import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 from tests.support import (
     CHECKPOINTS,
     RUNTIMES,
@@ -113,7 +113,7 @@ def test_every_cell_draws_its_own_numbers() -> None:
     pipe = Pipe(nn.Sequential(Do(torch.rand_like), Do(torch.rand_like)), 3, stages=2)
     rows = pipe(torch.ones(3, 50))
     assert len({tuple(row.tolist()) for row in rows}) == 3
-    cells = {seed_of_cell(seed, stage, i) for seed, stage, i in product(range(4), repeat=3)}
+    cells = {derive_cell_seed(seed, stage, i) for seed, stage, i in product(range(4), repeat=3)}
     assert len(cells) == 64
     assert all(0 <= cell < 2**63 for cell in cells)
 
@@ -238,10 +238,10 @@ def test_own_random_repeats_itself_and_leaves_the_shared_generator_alone() -> No
     before = torch.get_rng_state()
 
     def draw(seed: int) -> list[float]:
-        with OwnRandom(seed) as own:
-            assert not own.drew
+        with CellRngMode(seed) as own:
+            assert not own.has_drawn
             drawn = [*torch.rand(2).tolist(), *torch.randperm(5).tolist(), torch.randn(1).item()]
-            assert own.drew
+            assert own.has_drawn
         return drawn
 
     assert draw(1) == draw(1) != draw(2)
@@ -249,23 +249,23 @@ def test_own_random_repeats_itself_and_leaves_the_shared_generator_alone() -> No
 
 
 def test_own_random_hears_no_draw_where_there_is_none() -> None:
-    with OwnRandom(1) as own:
+    with CellRngMode(1) as own:
         functional.dropout(torch.ones(3), 0.5, training=False)
         torch.rand(3, generator=torch.Generator())
         (torch.ones(3) * 2).sum()
-    assert not own.drew
+    assert not own.has_drawn
 
 
 def test_the_seed_of_a_call_is_the_callers() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    seed = next_seed()
-    assert next_seed() == seed
+    seed = peek_seed()
+    assert peek_seed() == seed
     assert torch.equal(torch.get_rng_state(), before)
-    move_on()
-    assert next_seed() != seed
+    advance_caller_rng()
+    assert peek_seed() != seed
     torch.manual_seed(5)
-    assert next_seed() == seed
+    assert peek_seed() == seed
 
 
 def test_pythons_own_numbers_are_left_alone() -> None:

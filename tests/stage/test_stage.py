@@ -31,7 +31,7 @@ def test_habits_belong_to_how_the_layers_are_set() -> None:
     one = stage(nn.Linear(1, 1), dropout)
 
     def habits() -> Any:
-        return one.habits(one.modules())
+        return one.behavior_for(one.modules())
 
     first = habits()
     first.draws = True
@@ -42,7 +42,7 @@ def test_habits_belong_to_how_the_layers_are_set() -> None:
     assert habits() is first
     dropout.eval()
     assert habits().draws is None
-    one.forget()
+    one.reset_behaviors()
     dropout.train()
     assert habits().draws is None
 
@@ -51,4 +51,4 @@ def test_a_layer_with_parameters_called_p_has_habits() -> None:
     layer = nn.Linear(1, 1)
     layer.p = nn.Parameter(torch.ones(1))
     one = stage(layer)
-    assert one.habits(one.modules()) is one.habits(one.modules())
+    assert one.behavior_for(one.modules()) is one.behavior_for(one.modules())

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock.stage import stamps
-from penstock.stage.places import Cpu, Stamp
-from penstock.stage.stamps import Clocks, Stamps, Times
+from penstock.stage.places import Cpu, GraphTimestamp
+from penstock.stage.stamps import GraphTimestamps, ReplayTimestamps, TimestampBuffer
 
 HERE = torch.device("cpu")
 
@@ -20,7 +20,7 @@ HERE = torch.device("cpu")
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where a kernel was asked to write the time to."""
     found: list[int] = []
-    monkeypatch.setattr(stamps, "_launch", lambda stream, address: found.append(address))
+    monkeypatch.setattr(stamps, "_launch_timestamp_kernel", lambda stream, address: found.append(address))
     return found
 
 
@@ -33,20 +33,20 @@ def replay(asked: list[int], clock: Any) -> None:
 def test_each_replay_has_its_own(
     room: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stamps, "_ROOM", room)
-    made, clock, stream = Stamps(HERE), count(2**60, 7), torch.Stream(HERE)
-    taken = [made.take(stream) for _ in range(7)]  # type: ignore[arg-type]
-    assert taken == [Stamp(HERE, number) for number in range(7)]
+    monkeypatch.setattr(stamps, "_SLOTS_PER_BLOCK", room)
+    made, clock, stream = TimestampBuffer(HERE), count(2**60, 7), torch.Stream(HERE)
+    taken = [made.record(stream) for _ in range(7)]  # type: ignore[arg-type]
+    assert taken == [GraphTimestamp(HERE, number) for number in range(7)]
     written = []
     for _ in range(2):
         replay(asked, clock)
-        written.append(Times({HERE: made.copied()}))
+        written.append(ReplayTimestamps({HERE: made.snapshot()}))
     for times in written:
         assert times.read()[HERE][:7] == [7 * number for number in range(7)]
 
 
 def test_what_is_no_gpu_has_its_own_clock() -> None:
     places = [Cpu(), Cpu()]
-    clocks = Clocks(places)
-    assert clocks.places == places
-    assert clocks.copied().read() == {}
+    clocks = GraphTimestamps(places)
+    assert clocks.devices == places
+    assert clocks.snapshot().read() == {}

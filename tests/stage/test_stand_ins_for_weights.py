@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
 from penstock.stage import later as later_of
-from penstock.stage.deferred import Deferral
-from penstock.stage.graph import accumulate
-from penstock.stage.later import weight_gradients
+from penstock.stage.deferred import WeightGradDeferral
+from penstock.stage.graph import accumulate_grads
+from penstock.stage.later import accumulate_weight_grads
 from tests.stage.halves import backward, forward, names_of, put_off
 from tests.support import without_gc
 
@@ -207,7 +207,7 @@ def test_a_parameter_that_is_replaced_in_the_forward_stays() -> None:
     before, x = model.weight, given()
     output, later = forward(model, x, compute=another_parameter)
     backward(output)
-    weight_gradients(later)
+    accumulate_weight_grads(later)
     backward(another_parameter(twin, x.detach()))
     assert model.weight is not before
     assert type(model.weight) is nn.Parameter
@@ -308,7 +308,7 @@ def test_a_module_that_is_initialized_in_its_forward() -> None:
     x = given()
     output, later = forward(model, x)
     backward(output)
-    weight_gradients(later)
+    accumulate_weight_grads(later)
     twin = copy.deepcopy(model)
     twin.zero_grad()
     backward(twin(x.detach()))
@@ -324,7 +324,7 @@ def test_scripted_modules_learn_in_i() -> None:
     output, later = forward(model, x)
     assert names_of(model, later) == ["1.weight"]
     backward(output)
-    weight_gradients(later)
+    accumulate_weight_grads(later)
     backward(linear()(made(x.detach())))
     assert torch.allclose(inside.weight.grad, made.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
 
@@ -348,7 +348,7 @@ def test_compiled_layers_are_exact(how: str) -> None:
         model.zero_grad()
         output, later = forward(model, x)
         backward(output)
-        weight_gradients(later)
+        accumulate_weight_grads(later)
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
         backward(model(x.detach()))
@@ -409,7 +409,7 @@ def test_an_input_that_is_changed_after_its_use_is_an_error_as_ever() -> None:
     output, later = forward(linear(), given(), compute=compute)
     backward(output)
     with pytest.raises(RunError, match=r"shape \(3, 4\).*changed in place by a later operation"):
-        weight_gradients(later)
+        accumulate_weight_grads(later)
 
 
 def test_a_gradient_that_is_changed_in_place_is_noticed() -> None:
@@ -429,7 +429,7 @@ def test_a_gradient_that_is_changed_in_place_is_noticed() -> None:
     output, later = forward(linear(), given(), compute=compute)
     output.backward(torch.ones_like(output))
     with pytest.raises(RunError, match="changed in place by a later operation"):
-        weight_gradients(later)
+        accumulate_weight_grads(later)
 
 
 def penalty(m: Any, x: Tensor) -> Any:
@@ -486,7 +486,7 @@ def test_a_view_of_a_weight_that_a_layer_keeps_steps_aside_later() -> None:
     for _ in range(3):
         output, later = forward(model, x)
         backward(output)
-        weight_gradients(later)
+        accumulate_weight_grads(later)
     expected = linear()
     for _ in range(3):
         backward(expected(x.detach()))
@@ -509,7 +509,7 @@ def test_a_module_that_two_threads_use_at_once() -> None:
     assert (len(later), len(other[1])) == (1, 0)
     for made, pairs in ((output, later), other):
         backward(made)
-        weight_gradients(pairs)
+        accumulate_weight_grads(pairs)
     expected = linear()
     for _ in range(2):
         backward(expected(x.detach()))
@@ -523,11 +523,11 @@ def test_nothing_keeps_a_weight_alive() -> None:
     with without_gc():
         model, x = linear(), given()
         gone = weakref.ref(model.weight)
-        deferral = Deferral([model])
-        with deferral.used() as later:
+        deferral = WeightGradDeferral([model])
+        with deferral.activate() as later:
             output = model(x)
         backward(output)
-        weight_gradients(later)
+        accumulate_weight_grads(later)
         del model, deferral, output
         assert gone() is None
     assert gc.isenabled()
@@ -546,7 +546,7 @@ def test_an_input_and_a_gradient_do_not_keep_what_they_are_a_part_of() -> None:
     output, later = forward(Narrow(), given())
     backward(output)
     (pair,) = later
-    for kept in (pair._input, pair._gradient):
+    for kept in (pair._op_input, pair._output_grad):
         assert kept is not None
         assert kept.untyped_storage().nbytes() == kept.nbytes
     assert put_off(Narrow(), given()) == ["inner.weight"]
@@ -559,7 +559,7 @@ def test_a_stopped_operation_keeps_its_inputs_alone() -> None:
     backward(output * 2)
     del output
     assert gone() is None
-    weight_gradients(later)
+    accumulate_weight_grads(later)
     assert model.weight.grad is not None
 
 
@@ -569,16 +569,16 @@ def test_large_gradients_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPa
 
     def counted(roots: Any, gradients: Any, retain: bool) -> None:
         calls.append(len(roots))
-        accumulate(roots, gradients, retain)
+        accumulate_grads(roots, gradients, retain)
 
-    monkeypatch.setattr(later_of, "accumulate", counted)
-    monkeypatch.setattr(later_of, "_AT_ONCE", 20)
+    monkeypatch.setattr(later_of, "accumulate_grads", counted)
+    monkeypatch.setattr(later_of, "_MAX_BATCHED_ELEMENTS", 20)
     model = nn.Sequential(*(linear() for _ in range(5)))
     assert len(put_off(model, given())) == 5
     assert calls == [2, 2, 1]
     calls.clear()
     parts = lambda m, x: [functional.linear(x, part) for part in m.weight.chunk(4)]  # noqa: E731
-    monkeypatch.setattr(later_of, "_AT_ONCE", 1)
+    monkeypatch.setattr(later_of, "_MAX_BATCHED_ELEMENTS", 1)
     put_off(linear(), given(), compute=parts)
     assert calls == [4]
 
@@ -587,7 +587,7 @@ def test_a_part_of_a_weight_that_is_used_again_after_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its backward is not to free what the next one needs."""
-    monkeypatch.setattr(later_of, "_AT_ONCE", 1)
+    monkeypatch.setattr(later_of, "_MAX_BATCHED_ELEMENTS", 1)
 
     def compute(m: Any, x: Tensor) -> Any:
         part = m[0].weight[torch.tensor([1, 0, 1, 2])]

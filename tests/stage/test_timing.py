@@ -14,9 +14,9 @@ from torch.nn.functional import mse_loss
 
 from penstock import Compute, Pipe, Recv
 from penstock.ir import consumes
-from penstock.run.worker import Mark, Marks
-from penstock.stage.places import Cpu, Moment, Stamp
-from penstock.stage.timing import Timers
+from penstock.run.worker import TimedAction, TimedActionLog
+from penstock.stage.places import Cpu, GraphTimestamp, Timestamp
+from penstock.stage.timing import EventPool
 
 
 class Event:
@@ -53,16 +53,16 @@ class Streamed(Cpu):
     """Tells the time by events, as a GPU does."""
 
     def __init__(self) -> None:
-        self.timers = Timers(Event)
+        self.timers = EventPool(Event)
 
-    def now(self, after: Any = None) -> Any:
-        return self.timers.now(None, after)
+    def record_timestamp(self, previous: Any = None) -> Any:
+        return self.timers.record(None, previous)
 
-    def sent(self, start: Any) -> Any:
+    def record_send_end(self, start: Any) -> Any:
         return start
 
-    def forget(self, moments: Iterable[Moment]) -> None:
-        self.timers.give_back(moments)
+    def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
+        self.timers.recycle(timestamps)
 
 
 def made(**options: Any) -> Pipe:
@@ -82,40 +82,40 @@ def step(pipe: Pipe) -> Any:
 
 
 def test_an_event_that_was_given_back_is_used_again() -> None:
-    timers = Timers(Event)
-    first = timers.now(None, None)
-    timers.give_back([first, first, 3.0])
-    assert timers.now(None, None) is first
-    assert timers.now(None, None) is not first
+    timers = EventPool(Event)
+    first = timers.record(None, None)
+    timers.recycle([first, first, 3.0])
+    assert timers.record(None, None) is first
+    assert timers.record(None, None) is not first
 
 
 def test_one_that_has_not_come_is_the_next_moment_too() -> None:
-    timers = Timers(Event)
-    end = timers.now(None, None)
-    assert timers.now(None, end) is end
+    timers = EventPool(Event)
+    end = timers.record(None, None)
+    assert timers.record(None, end) is end
     Event.behind = False  # the stream may have waited for the host
-    assert timers.now(None, end) is not end
+    assert timers.record(None, end) is not end
 
 
 def test_moments_of_another_kind_are_not_taken() -> None:
     """The clock's, and those of a captured step."""
-    timers = Timers(Event)
-    timers.give_back([0.0, Stamp(torch.device("cpu"), 0)])
-    timers.now(None, None)
+    timers = EventPool(Event)
+    timers.recycle([0.0, GraphTimestamp(torch.device("cpu"), 0)])
+    timers.record(None, None)
     assert Event.made == 1
 
 
 def test_marks_are_forgotten_when_nobody_has_them() -> None:
     place = Streamed()
-    marks = Marks(place)
-    event: Any = place.now()
-    marks.append(Mark(None, event, event))  # type: ignore[arg-type]
+    marks = TimedActionLog(place)
+    event: Any = place.record_timestamp()
+    marks.append(TimedAction(None, event, event))  # type: ignore[arg-type]
     kept = [marks]
     del marks
-    assert place.now() is not event
+    assert place.record_timestamp() is not event
     kept.clear()
     gc.collect()
-    assert place.now() is event
+    assert place.record_timestamp() is event
 
 
 # ---- in steps -----------------------------------------------------------------------------
@@ -183,13 +183,13 @@ def test_what_is_measured_is_in_order_and_whole() -> None:
 
 def test_on_the_host_two_clock_readings_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
-    now = Cpu.now
+    now = Cpu.record_timestamp
 
     def counted(self: Cpu, after: Any = None) -> float:
         calls.append(0.0)
         return now(self, after)
 
-    monkeypatch.setattr(Cpu, "now", counted)
+    monkeypatch.setattr(Cpu, "record_timestamp", counted)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipe = Pipe(layers, 2, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss, runtime="inline")
     x: Tensor = torch.randn(4, 4)

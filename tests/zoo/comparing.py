@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
-from penstock.batch import Rows, gather, scatter
-from penstock.checking.reference import difference
+from penstock.batch import MicrobatchRows, gather, scatter
+from penstock.checking.reference import compute_difference
 from tests.zoo.architecture import Architecture, Batch, called, tensors_in
 
 LIMIT = 1e-10
@@ -106,9 +106,9 @@ class Unsplit:
             found |= learned(self.model)
         return found
 
-    def _shares(self, pieces: list[Batch], rows: Rows) -> list[float]:
+    def _shares(self, pieces: list[Batch], rows: MicrobatchRows) -> list[float]:
         if self.architecture.counts is None:
-            return rows.shares()
+            return rows.fractions()
         counts = [self.architecture.counts(piece) for piece in pieces]
         return [count / sum(counts) for count in counts]
 
@@ -131,7 +131,7 @@ def shown(output: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.lstrip("."), tensor.detach()
 
 
-def cut(batch: Batch, chunks: int) -> tuple[list[Batch], Rows]:
+def cut(batch: Batch, chunks: int) -> tuple[list[Batch], MicrobatchRows]:
     """Micro-batches."""
     if isinstance(batch, tuple):
         pieces, rows = scatter(batch, chunks)
@@ -263,7 +263,7 @@ def apart(what: str, found: Numbers, expected: Numbers, limit: float) -> float:
     """The largest difference between numbers of the same names."""
     wrong, worst = [], 0.0
     for name, wanted in expected.items():
-        one = difference("", name, found.get(name), wanted)
+        one = compute_difference("", name, found.get(name), wanted)
         rounded = wanted is not None and wanted.dtype == torch.float32
         worst = max(worst, 0.0 if rounded else one.size)
         if not one.size <= (max(limit, LIMIT_OF_FLOAT32) if rounded else limit):

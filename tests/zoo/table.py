@@ -80,17 +80,17 @@ def _compared(name: str) -> Line:
                 worst = max(worst, exhibited.compared(trial, pipe, at, training))
     exhibited.as_before()
     assert pipe is not None
-    return Line(len(pipe._split.partition.outline.pieces), between(pipe), worst)
+    return Line(len(pipe._placed_partition.partition.outline.units), between(pipe), worst)
 
 
 def between(pipe: Pipe) -> str:
     """What stages send and share."""
-    outline = pipe._split.partition.outline
-    skips = sum(flow.dst > flow.src + 1 for flow in outline.flows)
+    outline = pipe._placed_partition.partition.outline
+    skips = sum(flow.dst > flow.src + 1 for flow in outline.transfers)
     found = [
-        (len(outline.flows) - skips, "value"),
+        (len(outline.transfers) - skips, "value"),
         (skips, "skip"),
-        (len(outline.shared), "shared parameter"),
+        (len(outline.shared_parameters), "shared parameter"),
     ]
     return ", ".join(f"{n} {what}{'s' if n > 1 else ''}" for n, what in found if n)
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.balance.best import best_cut
-from penstock.balance.task import Cut, Device, Load, Task, Unit, Value, check_count, check_cut
+from penstock.balance.best import find_best_cut
+from penstock.balance.task import (
+    CutProblem,
+    DeviceCapacity,
+    EvaluatedCut,
+    StageLoad,
+    UnitLoad,
+    UnitOutput,
+    check_cut,
+    check_stage_count,
+)
 
 __all__ = [
-    "Cut",
-    "Device",
-    "Load",
-    "Task",
-    "Unit",
-    "Value",
-    "best_cut",
+    "CutProblem",
+    "DeviceCapacity",
+    "EvaluatedCut",
+    "StageLoad",
+    "UnitLoad",
+    "UnitOutput",
+    "balance_costs",
     "check_cut",
-    "cut",
+    "find_best_cut",
 ]
 
 
-def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+def balance_costs(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """How many neighbouring units each of so many equal devices takes, if only costs count.
 
     >>> cut([1] * 10, 4)
@@ -28,6 +37,6 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     >>> cut([1, 1, 1, 6, 1, 1], 3)
     (3, 1, 2)
     """
-    units = tuple(map(Unit, costs))
-    check_count(units, stages)
-    return best_cut(Task(units, (Device(),) * stages)).counts
+    units = tuple(map(UnitLoad, costs))
+    check_stage_count(units, stages)
+    return find_best_cut(CutProblem(units, (DeviceCapacity(),) * stages)).counts

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from penstock.balance.search import Found, search
-from penstock.balance.task import Cut, Task
-from penstock.balance.whole import Whole
+from penstock.balance.search import CutCandidate, search_under_stage_memory
+from penstock.balance.task import CutProblem, EvaluatedCut
+from penstock.balance.whole import IntegerCutProblem
 from penstock.errors import ArgumentError
 
-_CASES = 256  # after so many, the stages of a rank get equal shares of its memory
+_MAX_CASES = 256  # after so many, the stages of a rank get equal shares of its memory
 
 
-def best_cut(task: Task) -> Cut:
+def find_best_cut(problem: CutProblem) -> EvaluatedCut:
     """The cut whose slowest stage, its messages included, is as fast as it can be.
 
     Every rank has memory enough for its stages. Among equals the stages' seconds are as even as
@@ -34,93 +34,108 @@ def best_cut(task: Task) -> Cut:
     >>> best_cut(Task(units, (Device(speed=2.0, memory=30), Device()))).counts
     (3, 3)
     """
-    whole = Whole.of(task)
-    found = _search(whole)
+    whole = IntegerCutProblem.from_problem(problem)
+    found = _search_under_rank_memory(whole)
     if found is None:
-        raise ArgumentError(_why_none_fits(task, whole))
-    return task.weigh(found.counts)
+        raise ArgumentError(_explain_infeasible(problem, whole))
+    return problem.evaluate(found.counts)
 
 
-def _search(whole: Whole) -> Found | None:
-    rooms = tuple(whole.room[rank] for rank in whole.ranks)
+def _search_under_rank_memory(problem: IntegerCutProblem) -> CutCandidate | None:
+    rooms = tuple(problem.rank_memory[rank] for rank in problem.placement)
     seen = {rooms}
-    cases: list[tuple[Found, tuple[int, ...]]] = []
-    _add(cases, whole, rooms)
+    cases: list[tuple[CutCandidate, tuple[int, ...]]] = []
+    _push_candidate(cases, problem, rooms)
     while cases:
         found, rooms = heappop(cases)
-        tight = list(_proportions(whole, found.counts))
+        tight = list(_find_tighter_limits(problem, found.counts))
         if not tight:
             return found
-        if len(seen) > _CASES:
-            return search(whole, _shares(whole, whole.room))
+        if len(seen) > _MAX_CASES:
+            return search_under_stage_memory(
+                problem, _equal_memory_shares(problem, problem.rank_memory)
+            )
         for stage, most in tight:
             case = (*rooms[:stage], most, *rooms[stage + 1 :])
             if case not in seen:
                 seen.add(case)
-                _add(cases, whole, case)
+                _push_candidate(cases, problem, case)
     return None
 
 
-def _add(cases: list[tuple[Found, tuple[int, ...]]], whole: Whole, room: tuple[int, ...]) -> None:
-    found = search(whole, room)
+def _push_candidate(
+    cases: list[tuple[CutCandidate, tuple[int, ...]]],
+    problem: IntegerCutProblem,
+    stage_memory: tuple[int, ...],
+) -> None:
+    found = search_under_stage_memory(problem, stage_memory)
     if found is not None:
-        heappush(cases, (found, room))
+        heappush(cases, (found, stage_memory))
 
 
-def _proportions(whole: Whole, counts: Sequence[int]) -> list[tuple[int, int]]:
+def _find_tighter_limits(
+    problem: IntegerCutProblem, counts: Sequence[int]
+) -> list[tuple[int, int]]:
     """For the first rank that is given too much: its stages, and what one of them may keep."""
-    kept = _kept(whole, counts)
-    for rank, room in enumerate(whole.room):
-        own = [stage for stage, at in enumerate(whole.ranks) if at == rank]
+    kept = _memory_by_stage(problem, counts)
+    for rank, room in enumerate(problem.rank_memory):
+        own = [stage for stage, at in enumerate(problem.placement) if at == rank]
         wanted = sum(kept[stage] for stage in own)
         if wanted > room:
             return [(stage, kept[stage] * room // wanted) for stage in own if kept[stage]]
     return []
 
 
-def _kept(whole: Whole, counts: Sequence[int]) -> list[int]:
+def _memory_by_stage(problem: IntegerCutProblem, counts: Sequence[int]) -> list[int]:
     found, start = [], 0
-    for sums, count in zip(whole.kept, counts, strict=True):
+    for sums, count in zip(problem.prefix_memory, counts, strict=True):
         found.append(sums[start + count] - sums[start])
         start += count
     return found
 
 
-def _shares(whole: Whole, room: Sequence[int]) -> list[int]:
-    return [room[rank] // whole.ranks.count(rank) for rank in whole.ranks]
+def _equal_memory_shares(problem: IntegerCutProblem, rank_memory: Sequence[int]) -> list[int]:
+    return [rank_memory[rank] // problem.placement.count(rank) for rank in problem.placement]
 
 
-def _why_none_fits(task: Task, whole: Whole) -> str:
+def _explain_infeasible(problem: CutProblem, integer_problem: IntegerCutProblem) -> str:
     """What every rank would need more, if all got as much more, and who needs it."""
-    low, high = 0, sum(sums[-1] for sums in whole.kept) * whole.stages
+    low, high = 0, sum(sums[-1] for sums in integer_problem.prefix_memory) * integer_problem.stages
     while low < high:
         more = (low + high) // 2
-        if whole.fits(_shares(whole, [room + more for room in whole.room])):
+        if integer_problem.is_feasible(
+            _equal_memory_shares(
+                integer_problem, [room + more for room in integer_problem.rank_memory]
+            )
+        ):
             high = more
         else:
             low = more + 1
-    found = search(whole, _shares(whole, [room + low for room in whole.room]))
+    found = search_under_stage_memory(
+        integer_problem,
+        _equal_memory_shares(integer_problem, [room + low for room in integer_problem.rank_memory]),
+    )
     assert found is not None
-    cut = task.weigh(found.counts)
+    cut = problem.evaluate(found.counts)
     lacks = []
-    for rank, device in enumerate(task.devices):
-        own = [stage for stage, at in enumerate(task.placement) if at == rank]
+    for rank, device in enumerate(problem.devices):
+        own = [stage for stage, at in enumerate(problem.placement) if at == rank]
         wanted = sum(cut.loads[stage].memory for stage in own)
         if wanted > device.memory:
             stages = f"stage{'s' * (len(own) > 1)} {' and '.join(map(str, own))}"
             lacks.append(
-                f"{stages} would need {_bytes(wanted)} on rank {rank}, which has "
-                f"{_bytes(device.memory)}: {_bytes(wanted - device.memory)} too much"
+                f"{stages} would need {_format_bytes(wanted)} on rank {rank}, which has "
+                f"{_format_bytes(device.memory)}: {_format_bytes(wanted - device.memory)} too much"
             )
     return (
-        f"no cut of {len(task.units)} units into {task.stages} stages fits the memory. The nearest "
+        f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The nearest "
         f"is {list(cut.counts)}, and there {'; '.join(lacks)}. Take more stages or devices with "
         "more memory, cut the batch into more chunks, recompute (checkpoint='always'), or take a "
         "schedule with fewer micro-batches in flight"
     )
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if number >= 1024**power:
             return f"{number / 1024**power:.2f} {name}"

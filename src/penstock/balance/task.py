@@ -11,17 +11,17 @@ from penstock.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitLoad:
     """One of the pieces that a stage takes some neighbours of."""
 
     seconds: float  # of F, I and W of one micro-batch, on a device of speed 1
-    holds: float = 0.0  # bytes, always: parameters, their gradients, an optimizer's state
-    keeps: float = 0.0  # bytes, for each micro-batch whose backward is still to come
-    joined: bool = False  # to the unit before: both go to one stage
+    static_bytes: float = 0.0  # bytes, always: parameters, their gradients, an optimizer's state
+    activation_bytes: float = 0.0  # bytes, for each micro-batch whose backward is still to come
+    joined_to_previous: bool = False  # to the unit before: both go to one stage
 
 
 @dataclass(frozen=True)
-class Value:
+class UnitOutput:
     """What one unit makes and later ones use. A skip connection is one more of these.
 
     It goes straight to each stage that uses it, once, and not at all to the one that makes it.
@@ -33,7 +33,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceCapacity:
     """What a rank computes with: how fast, against the seconds of the units, and its bytes."""
 
     speed: float = 1.0
@@ -41,7 +41,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Load:
+class StageLoad:
     """What one stage takes upon it.
 
     `seconds` are those of its units and of its messages: what arrives from stages before, and
@@ -51,31 +51,31 @@ class Load:
 
     units: range
     seconds: float
-    received: float  # bytes
-    sent: float
+    received_bytes: float  # bytes
+    sent_bytes: float
     memory: float  # bytes: what it holds, and what its micro-batches in flight keep
 
 
 @dataclass(frozen=True)
-class Cut:
+class EvaluatedCut:
     """How many neighbouring units each stage takes, and what that comes to."""
 
     counts: tuple[int, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[StageLoad, ...]
 
     @property
-    def slowest(self) -> int:
+    def slowest_stage(self) -> int:
         """The stage that all others wait for; the first of several."""
         return max(range(len(self.loads)), key=lambda stage: self.loads[stage].seconds)
 
     @property
-    def bottleneck(self) -> float:
+    def bottleneck_seconds(self) -> float:
         """Its seconds."""
-        return self.loads[self.slowest].seconds
+        return self.loads[self.slowest_stage].seconds
 
 
 @dataclass(frozen=True)
-class Task:
+class CutProblem:
     """Units in order, the values between them, and a device for each rank.
 
     `placement` is the rank of each stage (left out: one stage a rank); the stages of a rank share
@@ -83,12 +83,12 @@ class Task:
     keeps if there are enough of them). A byte of a message takes `second_a_byte`.
     """
 
-    units: tuple[Unit, ...]
-    devices: tuple[Device, ...]
-    values: tuple[Value, ...] = ()
+    units: tuple[UnitLoad, ...]
+    devices: tuple[DeviceCapacity, ...]
+    values: tuple[UnitOutput, ...] = ()
     placement: tuple[int, ...] = ()
     in_flight: tuple[int, ...] = ()
-    second_a_byte: float = 0.0
+    seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("units", "devices", "values", "placement", "in_flight"):
@@ -98,49 +98,55 @@ class Task:
         stages = len(self.placement)
         if not self.in_flight:
             object.__setattr__(self, "in_flight", tuple(range(stages, 0, -1)))
-        problems = [*self._wrong_numbers(), *self._wrong_places()]
+        problems = [*self._find_invalid_numbers(), *self._find_invalid_indices()]
         if problems:
             raise ArgumentError("; ".join(problems))
-        check_count(self.units, stages)
+        check_stage_count(self.units, stages)
 
     @property
     def stages(self) -> int:
         """How many."""
         return len(self.placement)
 
-    def of_stage(self, stage: int) -> Device:
+    def device_of(self, stage: int) -> DeviceCapacity:
         """The device that computes it."""
         return self.devices[self.placement[stage]]
 
-    def weigh(self, counts: Sequence[int]) -> Cut:
+    def evaluate(self, counts: Sequence[int]) -> EvaluatedCut:
         """What a cut comes to, whether or not it fits or is any good."""
         check_cut(counts, len(self.units))
         if len(counts) != self.stages:
             raise ArgumentError(f"{list(counts)} makes {len(counts)} stages, not {self.stages}")
         ends = list(accumulate(counts, initial=0))
-        loads = (self._load(at, range(a, ends[at + 1])) for at, a in enumerate(ends[:-1]))
-        return Cut(tuple(counts), tuple(loads))
+        loads = (self._stage_load(at, range(a, ends[at + 1])) for at, a in enumerate(ends[:-1]))
+        return EvaluatedCut(tuple(counts), tuple(loads))
 
-    def _load(self, stage: int, units: range) -> Load:
+    def _stage_load(self, stage: int, units: range) -> StageLoad:
         own = [self.units[unit] for unit in units]
-        received = [v for v in self.values if v.src < units.start and _meets(v.dsts, units)]
+        received = [
+            v for v in self.values if v.src < units.start and _has_consumer_in(v.dsts, units)
+        ]
         sent = [v for v in self.values if v.src in units and max(v.dsts, default=0) >= units.stop]
         arrives, leaves = sum(v.size for v in received), sum(v.size for v in sent)
-        return Load(
+        return StageLoad(
             units,
-            sum(unit.seconds for unit in own) / self.of_stage(stage).speed
-            + self.second_a_byte * (arrives + leaves),
+            sum(unit.seconds for unit in own) / self.device_of(stage).speed
+            + self.seconds_per_byte * (arrives + leaves),
             arrives,
             leaves,
-            sum(unit.holds for unit in own) + self.in_flight[stage] * sum(u.keeps for u in own),
+            sum(unit.static_bytes for unit in own)
+            + self.in_flight[stage] * sum(u.activation_bytes for u in own),
         )
 
-    def _wrong_numbers(self) -> Iterator[str]:
+    def _find_invalid_numbers(self) -> Iterator[str]:
         found = [(f"unit {at} costs", unit.seconds) for at, unit in enumerate(self.units)]
         for at, unit in enumerate(self.units):
-            found += [(f"unit {at} holds", unit.holds), (f"unit {at} keeps", unit.keeps)]
+            found += [
+                (f"unit {at} holds", unit.static_bytes),
+                (f"unit {at} keeps", unit.activation_bytes),
+            ]
         found += [(f"the value of unit {v.src} has a size of", v.size) for v in self.values]
-        found.append(("a byte takes", self.second_a_byte))
+        found.append(("a byte takes", self.seconds_per_byte))
         wrong = [f"{what} {number}" for what, number in found if not 0 <= number < inf]
         if wrong:
             yield f"{', '.join(wrong)}: a cost is a number from 0 up"
@@ -151,7 +157,7 @@ class Task:
                     "more than 0, and memory a number from 0 up"
                 )
 
-    def _wrong_places(self) -> Iterator[str]:
+    def _find_invalid_indices(self) -> Iterator[str]:
         for value in self.values:
             if not all(0 <= value.src < dst < len(self.units) for dst in value.dsts):
                 yield (
@@ -187,9 +193,9 @@ def check_cut(counts: Sequence[int], units: int) -> None:
         raise ArgumentError(f"{list(counts)} is no cut of {units} units: {'; '.join(problems)}")
 
 
-def check_count(units: Sequence[Unit], stages: int) -> None:
+def check_stage_count(units: Sequence[UnitLoad], stages: int) -> None:
     """Refuse more stages than can be cut, or none."""
-    apart = sum(not unit.joined for unit in units[1:]) + bool(units)
+    apart = sum(not unit.joined_to_previous for unit in units[1:]) + bool(units)
     if not 1 <= stages <= apart:
         joined = f" ({len(units) - apart} of them joined to the one before)"
         raise ArgumentError(
@@ -198,5 +204,5 @@ def check_count(units: Sequence[Unit], stages: int) -> None:
         )
 
 
-def _meets(dsts: Sequence[int], units: range) -> bool:
+def _has_consumer_in(dsts: Sequence[int], units: range) -> bool:
     return any(dst in units for dst in dsts)

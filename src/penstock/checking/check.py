@@ -12,25 +12,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.checking.hints import hints_for
-from penstock.checking.memory import Scales
-from penstock.checking.reference import nature_of
+from penstock.checking.hints import find_hints
+from penstock.checking.memory import FootprintProfiler
+from penstock.checking.reference import detect_batch_dependence
 from penstock.checking.report import Case, Refused, Report, Run
-from penstock.checking.subject import Subject, Values, called, of_its_own, ranks_for
-from penstock.checking.trial import Asking, Expected, attempt, expect
+from penstock.checking.subject import (
+    CheckedModel,
+    StepArguments,
+    call_like_pipe,
+    count_ranks,
+    default_loss,
+)
+from penstock.checking.trial import ReferenceOutcomes, TrialConfig, compute_reference, run_trial
 from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.ir import Program, Schedule
 from penstock.lower import CHECKPOINT_MODES
 from penstock.options import RUNTIMES
-from penstock.partition.forward.units import Asked as AskedUnits
-from penstock.partition.sequential import is_layered
-from penstock.schedules.choice import Asked, read
+from penstock.partition.forward.units import UnitSelector as AskedUnits
+from penstock.partition.sequential import is_plain_sequential
+from penstock.schedules.choice import ScheduleLike, resolve_schedule
 from penstock.schedules.registry import FAMILIES, family_of
 from penstock.stage.added import added_losses
-from penstock.stage.loss import own_loss, read_loss
+from penstock.stage.loss import extract_model_loss, parse_loss
 from penstock.stage.reduction import LossFn
 
-Progress = Callable[[int, int, str], None]  # runs done, runs in all, what comes next
+ProgressCallback = Callable[[int, int, str], None]  # runs done, runs in all, what comes next
 
 
 def check(
@@ -41,13 +47,13 @@ def check(
     reduction: str | None = None,
     stages: int | Sequence[int] = 4,
     chunks: int = 4,
-    schedules: str | Sequence[Asked] = "all",
+    schedules: str | Sequence[ScheduleLike] = "all",
     checkpoints: Sequence[str] = ("never", "always"),
     runtimes: Sequence[str] = ("inline", "threads"),
     units: AskedUnits = None,
     tolerance: float = 1e-10,
     quiet: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     **side: Any,
 ) -> Report:
     """Run the model unsplit and as a pipe, under every schedule, and compare all numbers.
@@ -62,69 +68,75 @@ def check(
     >>> report.ok
     True
     """
-    named = _named(schedules)
-    _check_ways("checkpoints", checkpoints, CHECKPOINT_MODES)
-    _check_ways("runtimes", runtimes, RUNTIMES)
+    named = _name_schedules(schedules)
+    _check_choices("checkpoints", checkpoints, CHECKPOINT_MODES)
+    _check_choices("runtimes", runtimes, RUNTIMES)
     if target is not None and loss_fn is None:
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
-    with _leaving_no_trace():
-        given = _given(model, batch, side, target)
-        subject = Subject.of(model, given, loss_fn, reduction, stages, chunks, units)
-        expected, subject = _reference(subject)
-        rows = tuple(_runs(subject, expected, named, checkpoints, runtimes, progress))
-        report = Report(_described(subject), str(expected.nature), tolerance, rows)
+    with _preserve_global_state():
+        given = _collect_arguments(model, batch, side, target)
+        subject = CheckedModel.from_user_model(
+            model, given, loss_fn, reduction, stages, chunks, units
+        )
+        expected, subject = _prepare_reference(subject)
+        rows = tuple(_run_trials(subject, expected, named, checkpoints, runtimes, progress))
+        report = Report(_describe_model(subject), str(expected.dependence), tolerance, rows)
         if report.problems:
-            hints = tuple(hints_for(subject, expected.nature, report))
+            hints = tuple(find_hints(subject, expected.dependence, report))
             report = replace(report, hints=hints)
     if not quiet:
         print(report)  # noqa: T201
     return report
 
 
-def _given(model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any], target: Any) -> Values:
+def _collect_arguments(
+    model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any], target: Any
+) -> StepArguments:
     """A dict of inputs by name is what a call with these would be."""
-    named = batch[0] if len(batch) == 1 and not is_layered(model) else None
+    named = batch[0] if len(batch) == 1 and not is_plain_sequential(model) else None
     if isinstance(named, Mapping):
-        return Values((), {**named, **side}, target)
-    return Values(batch, side, target)
+        return StepArguments((), {**named, **side}, target)
+    return StepArguments(batch, side, target)
 
 
-def _named(schedules: str | Sequence[Asked]) -> list[tuple[str, str | Schedule]]:
+def _name_schedules(schedules: str | Sequence[ScheduleLike]) -> list[tuple[str, str | Schedule]]:
     """Each with what it is called in the report."""
     if isinstance(schedules, str):
-        schedules = _trained() if schedules == "all" else [schedules]
+        schedules = _list_training_schedules() if schedules == "all" else [schedules]
     if not schedules:
-        raise ArgumentError(f"schedules is empty: give 'all', or some of {', '.join(_trained())}")
-    return [_called(asked) for asked in schedules]
+        raise ArgumentError(
+            f"schedules is empty: give 'all', or some of {', '.join(_list_training_schedules())}"
+        )
+    return [_name_schedule(asked) for asked in schedules]
 
 
-def _called(asked: Asked) -> tuple[str, str | Schedule]:
-    schedule = read(asked) or "gpipe"
+def _name_schedule(requested: ScheduleLike) -> tuple[str, str | Schedule]:
+    schedule = resolve_schedule(requested) or "gpipe"
     if isinstance(schedule, Schedule):
-        return "your own" if isinstance(asked, Schedule | Program) else str(asked), schedule
+        return "your own" if isinstance(requested, Schedule | Program) else str(requested), schedule
     if schedule != "fit" and not family_of(schedule).trains:
         raise ArgumentError(f"{schedule} has no backwards, so it has no gradients to check")
     return schedule, schedule
 
 
-def _trained() -> list[str]:
+def _list_training_schedules() -> list[str]:
     return [*(name for name, family in FAMILIES.items() if family.trains), "fit"]
 
 
-def _check_ways(what: str, ways: Sequence[str], known: Sequence[str]) -> None:
-    if isinstance(ways, str) or not ways or not set(ways) <= set(known):
-        listed = ", ".join(repr(one) for one in known)
-        raise ArgumentError(f"{what} is a list of some of {listed}, not {ways!r}")
+def _check_choices(option: str, choices: Sequence[str], allowed: Sequence[str]) -> None:
+    if isinstance(choices, str) or not choices or not set(choices) <= set(allowed):
+        listed = ", ".join(repr(one) for one in allowed)
+        raise ArgumentError(f"{option} is a list of some of {listed}, not {choices!r}")
 
 
-def _reference(subject: Subject) -> tuple[Expected, Subject]:
+def _prepare_reference(checked: CheckedModel) -> tuple[ReferenceOutcomes, CheckedModel]:
     """What the unsplit model gives, with a loss of our own where none can be told."""
     nature = ""
     try:
-        if subject.loss_fn is None and not _ends_in_a_loss(subject):
-            subject = replace(subject, loss_fn=of_its_own)
-        nature = str(nature_of(subject))
-        return expect(subject), subject
+        if checked.loss_fn is None and not _returns_loss(checked):
+            checked = replace(checked, loss_fn=default_loss)
+        nature = str(detect_batch_dependence(checked))
+        return compute_reference(checked), checked
     except PenstockError:
         raise
     except Exception as error:
@@ -133,28 +145,28 @@ def _reference(subject: Subject) -> tuple[Expected, Subject]:
         raise
 
 
-def _ends_in_a_loss(subject: Subject) -> bool:
+def _returns_loss(checked: CheckedModel) -> bool:
     with torch.no_grad(), added_losses():
-        output = called(subject.fresh(), subject.values.uncut())
+        output = call_like_pipe(checked.copy_model(), checked.arguments.take_whole_batch())
     try:
-        read_loss(own_loss(output), "the model gave")
+        parse_loss(extract_model_loss(output), "the model gave")
     except RunError:
         return False
     return True
 
 
-def _runs(
-    subject: Subject,
-    expected: Expected,
-    named: Sequence[tuple[str, str | Schedule]],
+def _run_trials(
+    checked: CheckedModel,
+    expected: ReferenceOutcomes,
+    named_schedules: Sequence[tuple[str, str | Schedule]],
     checkpoints: Sequence[str],
     runtimes: Sequence[str],
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> Iterator[Run]:
-    scales = Scales(subject)
+    scales = FootprintProfiler(checked)
     ways = [
         (one, checkpoint, runtime)
-        for one in named
+        for one in named_schedules
         for checkpoint in checkpoints
         for runtime in runtimes
     ]
@@ -162,21 +174,21 @@ def _runs(
         if progress is not None:
             progress(at, len(ways), f"{name}, {checkpoint}, {runtime}")
         try:
-            ranks = ranks_for(schedule, len(subject.partition.stages))
+            ranks = count_ranks(schedule, len(checked.partition.stages))
         except ArgumentError as error:
             yield Run(Case(name, 0, checkpoint, runtime), Refused(str(error)))
             continue
-        asking = Asking(schedule, name, ranks, checkpoint, runtime)
-        yield attempt(subject, expected, scales, asking)
+        asking = TrialConfig(schedule, name, ranks, checkpoint, runtime)
+        yield run_trial(checked, expected, scales, asking)
     if progress is not None:
         progress(len(ways), len(ways), "done")
 
 
-def _described(subject: Subject) -> str:
-    numbers = sum(parameter.numel() for parameter in subject.model.parameters())
-    cuts = " + ".join(map(str, subject.partition.counts))
-    parts = "layers" if subject.prospect is None else "units"
-    rows = subject.values.cut(subject.chunks)[1].counts
+def _describe_model(checked: CheckedModel) -> str:
+    numbers = sum(parameter.numel() for parameter in checked.model.parameters())
+    cuts = " + ".join(map(str, checked.partition.counts))
+    parts = "layers" if checked.traced_model is None else "units"
+    rows = checked.arguments.split_microbatches(checked.chunks)[1].counts
     return (
         f"{numbers:,} parameters; stages of {cuts} {parts}; "
         f"{sum(rows)} rows in micro-batches of {', '.join(map(str, rows))}"
@@ -184,7 +196,7 @@ def _described(subject: Subject) -> str:
 
 
 @contextmanager
-def _leaving_no_trace() -> Iterator[None]:
+def _preserve_global_state() -> Iterator[None]:
     """Random states stay as they are; gradients are on, and each rank computes in one thread."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy and numpy.random.get_state()

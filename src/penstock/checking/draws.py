@@ -10,104 +10,113 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.checking.subject import Subject
-from penstock.partition.forward.tables import only_looks
-from penstock.partition.forward.trace import Kind
-from penstock.partition.forward.whole import Whole
+from penstock.checking.subject import CheckedModel
+from penstock.partition.forward.tables import is_metadata_only
+from penstock.partition.forward.trace import NodeKind
+from penstock.partition.forward.whole import TracedPartition
 from penstock.partition.partition import Partition
-from penstock.stage.randomness import OwnRandom, move_on, next_seed, seed_of_cell
+from penstock.stage.randomness import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 
-Steps = Mapping[Any, Sequence[int | None]]  # by function; None: every stage that needs it
+FunctionStages = Mapping[Any, Sequence[int | None]]  # by function; None: every stage that needs it
 
 
-class Draws:
+class CellRngEmulator:
     """Of one batch, micro-batch by micro-batch."""
 
-    def __init__(self, subject: Subject, model: nn.Module) -> None:
-        partition = subject.partition
-        self._stages = len(partition.stages)
+    def __init__(self, checked: CheckedModel, model: nn.Module) -> None:
+        partition = checked.partition
+        self._num_stages = len(partition.stages)
         self._units = {
-            name: (model.get_submodule(name), homes) for name, homes in _homes(partition).items()
+            name: (model.get_submodule(name), homes)
+            for name, homes in _find_unit_stages(partition).items()
         }
-        self._between = _steps_between(partition)
-        self._seed, self._drew = next_seed(), False
+        self._function_stages = _find_function_stages(partition)
+        self._seed, self._used_rng = peek_seed(), False
 
     @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
+    def emulate(self, microbatch: int) -> Iterator[None]:
         """Within, the model computes this micro-batch."""
         cells = [
-            OwnRandom(seed_of_cell(self._seed, stage, microbatch)) for stage in range(self._stages)
+            CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
+            for stage in range(self._num_stages)
         ]
         with ExitStack() as hooks, ExitStack() as here:
 
-            def enter(stage: int) -> None:
+            def enter_stage(stage: int) -> None:
                 here.close()
                 here.enter_context(cells[stage])
 
-            between = Between(self._between, enter)
+            between = InterUnitRngMode(self._function_stages, enter_stage)
             turns: Counter[str] = Counter()
 
-            def begin(name: str, homes: Sequence[int]) -> None:
-                between.depth += 1
-                enter(homes[min(turns[name], len(homes) - 1)])
+            def enter_unit(name: str, homes: Sequence[int]) -> None:
+                between.unit_depth += 1
+                enter_stage(homes[min(turns[name], len(homes) - 1)])
                 turns[name] += 1
 
-            def end() -> None:
-                between.depth -= 1
+            def exit_unit() -> None:
+                between.unit_depth -= 1
 
             for name, (unit, homes) in self._units.items():
                 before = unit.register_forward_pre_hook(
-                    lambda *_, name=name, homes=homes: begin(name, homes), prepend=True
+                    lambda *_, name=name, homes=homes: enter_unit(name, homes), prepend=True
                 )
-                after = unit.register_forward_hook(lambda *_: end(), always_call=True)
+                after = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
                 hooks.callback(before.remove)
                 hooks.callback(after.remove)
-            if self._between:
+            if self._function_stages:
                 hooks.enter_context(between)
             yield
-        self._drew |= any(cell.drew for cell in cells)
+        self._used_rng |= any(cell.has_drawn for cell in cells)
 
-    def end(self) -> None:
+    def advance_generator(self) -> None:
         """Move the generator on, as a pipe does."""
-        if self._drew:
-            move_on()
+        if self._used_rng:
+            advance_caller_rng()
 
 
-def _homes(partition: Partition) -> dict[str, list[int]]:
+def _find_unit_stages(partition: Partition) -> dict[str, list[int]]:
     """The stages of a unit's calls, one after another."""
     found: dict[str, list[int]] = {}
-    if isinstance(partition.how, Whole):
-        for call, stage in partition.how.cut.calls.items():
+    if isinstance(partition.how, TracedPartition):
+        for call, stage in partition.how.ownership.call_stages.items():
             found.setdefault(call.unit, []).append(stage)
         return found
     return {name: [stage.index] for stage in partition.stages for name in stage.names}
 
 
-def _steps_between(partition: Partition) -> Steps:
+def _find_function_stages(partition: Partition) -> FunctionStages:
     """The stages that run what is called between units, function by function."""
     found: dict[Any, list[int | None]] = {}
-    if isinstance(partition.how, Whole):
-        division = partition.how.survey.division
-        for at, step in enumerate(division.trace.steps):
-            if step.kind is not Kind.UNIT:
-                found.setdefault(step.func, []).append(division.stages.get(at))
+    if isinstance(partition.how, TracedPartition):
+        division = partition.how.summary.assignment
+        for at, step in enumerate(division.trace.nodes):
+            if step.kind is not NodeKind.UNIT:
+                found.setdefault(step.func, []).append(division.node_stages.get(at))
     return found
 
 
-class Between(TorchFunctionMode):
+class InterUnitRngMode(TorchFunctionMode):
     """Outside of units, a step draws from the generator of the stage that would run it."""
 
-    def __init__(self, steps: Steps, enter: Callable[[int], None]) -> None:
+    def __init__(self, function_stages: FunctionStages, enter_stage: Callable[[int], None]) -> None:
         super().__init__()
-        self._steps, self._enter = {func: iter(those) for func, those in steps.items()}, enter
-        self.depth = 0  # of units that compute
+        self._stage_iterators, self._enter_stage = (
+            {func: iter(those) for func, those in function_stages.items()},
+            enter_stage,
+        )
+        self.unit_depth = 0  # of units that compute
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """As ever."""
-        if not self.depth and func in self._steps and not only_looks(func, args):
-            stage = next(self._steps[func], None)
+        if (
+            not self.unit_depth
+            and func in self._stage_iterators
+            and not is_metadata_only(func, args)
+        ):
+            stage = next(self._stage_iterators[func], None)
             if stage is not None:
-                self._enter(stage)
+                self._enter_stage(stage)
         return func(*args, **(kwargs or {}))

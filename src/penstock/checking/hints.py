@@ -13,42 +13,50 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.batch import NoChunk
-from penstock.checking.reference import Nature, Outcome, difference, outcome, unsplit
+from penstock.checking.reference import (
+    BatchDependence,
+    StepOutcome,
+    collect_training_outcome,
+    compute_difference,
+    run_unsplit,
+)
 from penstock.checking.report import Compared, Failed, Report, Run
-from penstock.checking.subject import Subject, Values
+from penstock.checking.subject import CheckedModel, StepArguments
 from penstock.checking.trial import SEED
-from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
 
 
-class _Call(NamedTuple):
+class _RecordedCall(NamedTuple):
     """What a module was given and what it gave: the tensors."""
 
     name: str
-    kind: str
-    given: list[Tensor]
-    made: list[Tensor]
+    class_name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
 
 
-class _Trace(NamedTuple):
+class _RecordedRun(NamedTuple):
     """A run of the unsplit model, watched."""
 
-    calls: list[_Call]
-    outcome: Outcome
-    changed: list[str]  # Python attributes of layers
+    calls: list[_RecordedCall]
+    outcome: StepOutcome
+    changed_attributes: list[str]  # Python attributes of layers
 
 
-def hints_for(subject: Subject, nature: Nature, report: Report) -> Iterator[str]:
+def find_hints(checked: CheckedModel, dependence: BatchDependence, report: Report) -> Iterator[str]:
     """The first cause that is found, and otherwise in which runs it shows."""
     try:
-        found = list(_causes(subject, nature, report.tolerance))
+        found = list(_find_causes(checked, dependence, report.tolerance))
     except Exception as error:  # a hint is no place to fail
         found = [f"the cause could not be looked for: {type(error).__name__}: {error}"]
-    yield from found or _pattern(report)
+    yield from found or _find_common_setting(report)
 
 
-def _causes(subject: Subject, nature: Nature, tolerance: float) -> Iterator[str]:
-    one, other = (_watched(subject, subject.values, 1, training=True) for _ in range(2))
-    at = _first_difference(one.calls, other.calls, 0.0)
+def _find_causes(
+    checked: CheckedModel, dependence: BatchDependence, tolerance: float
+) -> Iterator[str]:
+    one, other = (_record_run(checked, checked.arguments, 1, training=True) for _ in range(2))
+    at = _find_first_difference(one.calls, other.calls, 0.0)
     if at is not None or one.outcome.differs_from(other.outcome, "loss", "outputs", "gradients"):
         where = f"layer {at}" if at else "the loss"
         yield (
@@ -57,32 +65,46 @@ def _causes(subject: Subject, nature: Nature, tolerance: float) -> Iterator[str]
             "torch"
         )
         return
-    whole = one if nature.whole else _watched(subject, subject.values, 1, training=False)
+    whole = (
+        one
+        if dependence.is_independent
+        else _record_run(checked, checked.arguments, 1, training=False)
+    )
     try:
-        cut = _watched(subject, subject.values, subject.chunks, nature.whole)
+        cut = _record_run(checked, checked.arguments, checked.chunks, dependence.is_independent)
     except Exception as error:
-        uncut = _better_uncut(subject, nature, whole.outcome, tolerance)
+        uncut = _find_wrongly_split_input(checked, dependence, whole.outcome, tolerance)
         yield uncut or f"the unsplit model fails on a micro-batch, too: {error}"
         return
-    changed = sorted({*whole.changed, *cut.changed})
+    changed = sorted({*whole.changed_attributes, *cut.changed_attributes})
     for attribute in changed:
         yield (
             f"{attribute} changes when its layer is called, and a pipe calls it once for each "
             "micro-batch, and again to recompute: keep state in buffers, or outside"
         )
     if not changed:
-        yield from _of_the_cut(subject, nature, tolerance, whole, cut)
+        yield from _explain_split_difference(checked, dependence, tolerance, whole, cut)
 
 
-def _of_the_cut(
-    subject: Subject, nature: Nature, tolerance: float, whole: _Trace, cut: _Trace
+def _explain_split_difference(
+    checked: CheckedModel,
+    dependence: BatchDependence,
+    tolerance: float,
+    whole_run: _RecordedRun,
+    split_run: _RecordedRun,
 ) -> Iterator[str]:
     """The unsplit model on the whole batch, and the same on its pieces."""
-    wrong = [d for d in cut.outcome.against(whole.outcome) if d.size > tolerance]
+    wrong = [d for d in split_run.outcome.compare_to(whole_run.outcome) if d.size > tolerance]
     buffers = [d for d in wrong if d.kind == "buffers"]
     numbers = [d for d in wrong if d.kind != "buffers"]
-    at = _first_difference(whole.calls, _joined(cut.calls), tolerance)
-    uncut = _better_uncut(subject, nature, whole.outcome, tolerance) if numbers else None
+    at = _find_first_difference(
+        whole_run.calls, _merge_microbatch_calls(split_run.calls), tolerance
+    )
+    uncut = (
+        _find_wrongly_split_input(checked, dependence, whole_run.outcome, tolerance)
+        if numbers
+        else None
+    )
     if uncut is not None:
         yield uncut
     elif at is not None:
@@ -109,11 +131,11 @@ def _of_the_cut(
         )
 
 
-def _pattern(report: Report) -> Iterator[str]:
+def _find_common_setting(report: Report) -> Iterator[str]:
     """Not the model's doing. In which runs does it show?"""
     wrong = list(dict.fromkeys(run for runs in report.problems.values() for run in runs))
     right = [r for r in report.rows if isinstance(r.result, Compared) and r not in wrong]
-    for what, of in _ASPECTS.items():
+    for what, of in _RUN_SETTINGS.items():
         seen, spared = {of(run) for run in wrong}, {of(run) for run in right}
         if right and len(seen) == 1 and not seen & spared:
             yield f"only with {what} {seen.pop()}"
@@ -131,7 +153,7 @@ def _pattern(report: Report) -> Iterator[str]:
         )
 
 
-_ASPECTS: dict[str, Callable[[Run], str]] = {
+_RUN_SETTINGS: dict[str, Callable[[Run], str]] = {
     "checkpoint": lambda run: run.case.checkpoint,
     "runtime": lambda run: run.case.runtime,
     "schedule": lambda run: run.case.schedule,
@@ -141,43 +163,49 @@ _ASPECTS: dict[str, Callable[[Run], str]] = {
 # ---- watching the unsplit model -----------------------------------------------------------
 
 
-def _watched(subject: Subject, values: Values, chunks: int, training: bool) -> _Trace:
-    model = subject.fresh()
+def _record_run(
+    checked: CheckedModel, arguments: StepArguments, chunks: int, training: bool
+) -> _RecordedRun:
+    model = checked.copy_model()
     if not training:
         model.eval()
-    calls: list[_Call] = []
+    calls: list[_RecordedCall] = []
     torch.manual_seed(SEED)
-    before = _attributes(model)
+    before = _snapshot_attributes(model)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
-                hook = module.register_forward_hook(_noting(calls, name), with_kwargs=True)
+                hook = module.register_forward_hook(
+                    _make_call_recorder(calls, name), with_kwargs=True
+                )
                 hooks.callback(hook.remove)
-        result = unsplit(replace(subject, chunks=chunks), model, values, whole=chunks == 1)
-    after = _attributes(model)
-    changed = [name for name, value in after.items() if _other(before.get(name), value)]
-    return _Trace(calls, outcome(model, *result), changed)
+        result = run_unsplit(
+            replace(checked, chunks=chunks), model, arguments, whole_batch=chunks == 1
+        )
+    after = _snapshot_attributes(model)
+    changed = [name for name, value in after.items() if _has_changed(before.get(name), value)]
+    return _RecordedRun(calls, collect_training_outcome(model, *result), changed)
 
 
-def _noting(calls: list[_Call], name: str) -> Callable[..., None]:
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given, made = _tensors((args, kwargs)), _tensors(output)
-        calls.append(_Call(name, type(module).__name__, given, made))
+def _make_call_recorder(calls: list[_RecordedCall], name: str) -> Callable[..., None]:
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given, made = _clone_tensors((args, kwargs)), _clone_tensors(output)
+        calls.append(_RecordedCall(name, type(module).__name__, given, made))
 
-    return note
+    return record
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _clone_tensors(values: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(values)
     return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _attributes(model: nn.Module) -> dict[str, Any]:
+def _snapshot_attributes(model: nn.Module) -> dict[str, Any]:
     """The plain Python attributes of layers, copied where that is possible."""
     own = {*nn.Module().__dict__, "training"}
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, DeferredBatchNorm):
+        if isinstance(module, DeferredStatsBatchNorm):
             continue
         for key, value in module.__dict__.items():
             if key not in own and isinstance(value, bool | int | float | str | list | Tensor):
@@ -185,7 +213,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _other(before: Any, after: Any) -> bool:
+def _has_changed(before: Any, after: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape != after.shape or not torch.equal(before, after)
     try:
@@ -194,63 +222,66 @@ def _other(before: Any, after: Any) -> bool:
         return True
 
 
-def _joined(calls: Sequence[_Call]) -> list[_Call]:
+def _merge_microbatch_calls(calls: Sequence[_RecordedCall]) -> list[_RecordedCall]:
     """The calls of each module over all micro-batches, as one."""
-    found: dict[str, list[_Call]] = {}
+    found: dict[str, list[_RecordedCall]] = {}
     for call in calls:
         found.setdefault(call.name, []).append(call)
     return [
-        _Call(
+        _RecordedCall(
             name,
-            those[0].kind,
-            _by_rows([c.given for c in those]),
-            _by_rows([c.made for c in those]),
+            those[0].class_name,
+            _concat_rows([c.inputs for c in those]),
+            _concat_rows([c.outputs for c in those]),
         )
         for name, those in found.items()
     ]
 
 
-def _by_rows(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _concat_rows(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     columns = zip(*pieces, strict=False)
-    return [torch.cat(c) if c[0].dim() and _alike(c) else c[0] for c in columns]
+    return [torch.cat(c) if c[0].dim() and _have_same_row_shape(c) else c[0] for c in columns]
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
+def _have_same_row_shape(tensors: Sequence[Tensor]) -> bool:
     return len({tensor.shape[1:] for tensor in tensors}) == 1
 
 
-def _first_difference(one: Sequence[_Call], other: Sequence[_Call], tolerance: float) -> str | None:
+def _find_first_difference(
+    first_calls: Sequence[_RecordedCall], second_calls: Sequence[_RecordedCall], tolerance: float
+) -> str | None:
     """The first module that was given the same and made something else."""
-    by_name: dict[str, _Call] = {}
-    for call in other:
+    by_name: dict[str, _RecordedCall] = {}
+    for call in second_calls:
         by_name.setdefault(call.name, call)
-    for call in one:
+    for call in first_calls:
         twin = by_name.get(call.name)
-        if twin is None or not _same(call.given, twin.given, tolerance):
+        if twin is None or not _are_close(call.inputs, twin.inputs, tolerance):
             continue
-        if not _same(call.made, twin.made, tolerance):
-            return f"'{call.name}' ({call.kind})"
+        if not _are_close(call.outputs, twin.outputs, tolerance):
+            return f"'{call.name}' ({call.class_name})"
     return None
 
 
-def _same(one: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) -> bool:
-    return len(one) == len(other) and all(
-        difference("", "", a, b).size <= tolerance for a, b in zip(one, other, strict=True)
+def _are_close(first: Sequence[Tensor], second: Sequence[Tensor], tolerance: float) -> bool:
+    return len(first) == len(second) and all(
+        compute_difference("", "", a, b).size <= tolerance
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _better_uncut(
-    subject: Subject, nature: Nature, expected: Outcome, tolerance: float
+def _find_wrongly_split_input(
+    checked: CheckedModel, dependence: BatchDependence, expected: StepOutcome, tolerance: float
 ) -> str | None:
     """The input without whose cut everything is equal."""
-    names = list(subject.values.inputs().items())
+    names = list(checked.arguments.get_named_tensors().items())
     for name, tensor in names[1:]:
-        values = _uncut(subject.values, tensor)
+        values = _wrap_in_nochunk(checked.arguments, tensor)
         try:
-            found = _watched(subject, values, subject.chunks, nature.whole).outcome
+            found = _record_run(checked, values, checked.chunks, dependence.is_independent).outcome
         except Exception:  # not this one, then
             continue
-        if all(d.size <= tolerance for d in found.against(expected) if d.kind != "buffers"):
+        if all(d.size <= tolerance for d in found.compare_to(expected) if d.kind != "buffers"):
             return (
                 f"{name}, of shape {tuple(tensor.shape)}, is cut on dim 0 as if that were its "
                 "rows, and all is equal if it is not: wrap it in penstock.NoChunk"
@@ -258,9 +289,11 @@ def _better_uncut(
     return None
 
 
-def _uncut(values: Values, which: Tensor) -> Values:
-    def wrapped(leaf: Any) -> Any:
-        return NoChunk(leaf) if leaf is which else leaf
+def _wrap_in_nochunk(arguments: StepArguments, tensor: Tensor) -> StepArguments:
+    def wrap_leaf(leaf: Any) -> Any:
+        return NoChunk(leaf) if leaf is tensor else leaf
 
-    batch, side, target = pytree.tree_map(wrapped, (values.batch, values.side, values.target))
-    return Values(batch, side, target)
+    batch, side, target = pytree.tree_map(
+        wrap_leaf, (arguments.batch, arguments.side, arguments.target)
+    )
+    return StepArguments(batch, side, target)

@@ -12,77 +12,79 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.checking.report import Memory
-from penstock.checking.subject import Subject
+from penstock.checking.report import MemoryComparison
+from penstock.checking.subject import CheckedModel
 from penstock.ir import Compute, Message, Op, Program, Schedule, consumes, lifetimes, produces
 from penstock.play import play
 from penstock.run.memory import Memory as Weighed
-from penstock.schedules.choice import Asked
-from penstock.stage.parcel import Parcel
+from penstock.schedules.choice import ScheduleLike
+from penstock.stage.parcel import Payload
 from penstock.stage.places import Cpu
 
-REST = 64  # bytes that a cell may leave: the loss and its weight stay until the step ends
+RESIDUAL_BYTES = 64  # bytes that a cell may leave: the loss and its weight stay until the step ends
 
 
-class Apart(Cpu):
+class CopyingCpu(Cpu):
     """A place of its own for a rank: what arrives there is copied, as it is between devices."""
 
-    def arrived(self, parcel: Parcel) -> Parcel:
+    def receive(self, payload: Payload) -> Payload:
         """As between devices."""
-        return parcel.moved(Tensor.clone)
+        return payload.map_tensors(Tensor.clone)
 
 
 # ---- what one cell keeps ------------------------------------------------------------------
 
 
-class Manner(NamedTuple):
+class CellBackwardMode(NamedTuple):
     """How a cell is computed backward."""
 
     recomputed: bool
-    divided: bool  # into I and W
+    split_backward: bool  # into I and W
 
     @staticmethod
-    def of(schedule: Schedule, stage: int, microbatch: int) -> Manner:
+    def of_cell(schedule: Schedule, stage: int, microbatch: int) -> CellBackwardMode:
         """The manner of a cell."""
         cell = stage, microbatch
-        return Manner(cell in schedule.recomputed, cell in schedule.divided)
+        return CellBackwardMode(cell in schedule.recomputed, cell in schedule.divided)
 
 
 @dataclass(frozen=True)
-class Footprints:
+class CellFootprints:
     """Bytes that a cell keeps after each of its actions, and that a message keeps on its way."""
 
-    kept: dict[tuple[Op, int], int]  # by op and stage
-    carried: dict[tuple[int, int], int]  # by source and destination
+    cell_bytes: dict[tuple[Op, int], int]  # by op and stage
+    message_bytes: dict[tuple[int, int], int]  # by source and destination
 
 
-class Scales:
+class FootprintProfiler:
     """Weighs cells, each kind once."""
 
-    def __init__(self, subject: Subject) -> None:
-        first = subject.values.first_of(subject.chunks)
-        self._subject = subject.with_values(first, chunks=1).activations_only()
-        self._stages = len(subject.partition.stages)
-        self._known: dict[Manner, Footprints] = {}
+    def __init__(self, checked: CheckedModel) -> None:
+        first = checked.arguments.take_first_part(checked.chunks)
+        self._checked = checked.with_arguments(first, chunks=1).activations_only()
+        self._num_stages = len(checked.partition.stages)
+        self._cache: dict[CellBackwardMode, CellFootprints] = {}
 
-    def footprints(self, manner: Manner) -> Footprints:
+    def measure(self, mode: CellBackwardMode) -> CellFootprints:
         """Of the cells of every stage, in this manner."""
-        if manner not in self._known:
-            places = [Apart() for _ in range(self._stages)]
-            checkpoint = "always" if manner.recomputed else "never"
-            schedule = "zb-h1" if manner.divided else "naive"
-            pipe = self._subject.pipe(schedule, self._stages, checkpoint, "inline", places)
-            self._known[manner] = _footprints(self._subject.weighed(pipe))
-        return self._known[manner]
+        if mode not in self._cache:
+            places = [CopyingCpu() for _ in range(self._num_stages)]
+            checkpoint = "always" if mode.recomputed else "never"
+            schedule = "zb-h1" if mode.split_backward else "naive"
+            pipe = self._checked.build_pipe(
+                schedule, self._num_stages, checkpoint, "inline", places
+            )
+            self._cache[mode] = _derive_footprints(self._checked.measure_memory(pipe))
+        return self._cache[mode]
 
 
-def _footprints(weighed: Weighed) -> Footprints:
+def _derive_footprints(measurement: Weighed) -> CellFootprints:
     """Of a run with one stage a rank, and one micro-batch.
 
     When a message is taken, its sender's bytes go down by what it kept.
     """
-    graph, alive = weighed.program.graph, [reading.alive for reading in weighed.readings]
-    actions = enumerate(reading.action for reading in weighed.readings)
+    graph, alive = measurement.program.graph, [reading.alive for reading in measurement.readings]
+    actions = enumerate(reading.action for reading in measurement.readings)
     computes = [(at, action) for at, action in actions if isinstance(action, Compute)]
     carried = {}
     for at, action in computes:
@@ -96,49 +98,61 @@ def _footprints(weighed: Weighed) -> Footprints:
         mine = [m for m in waiting if m.src == action.stage]
         on_the_way = sum(carried[m.src, m.dst] for m in mine)
         kept[action.op, action.stage] = alive[at][action.stage] - on_the_way
-    return Footprints(kept, carried)
+    return CellFootprints(kept, carried)
 
 
 # ---- what a rank keeps --------------------------------------------------------------------
 
 
-def peak_on_paper(program: Program, scales: Scales) -> tuple[int, ...]:
+def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, ...]:
     """The most that each rank has between two actions, if no cell stays beyond its last use."""
     schedule, graph = program.schedule, program.graph
     last = {lane[at] for lane in schedule.lanes for _, at in lifetimes(lane).values()}
     cells: dict[tuple[int, int], int] = {}
     now, peaks = [0] * schedule.ranks, [0] * schedule.ranks
 
-    def footprints(stage: int, microbatch: int) -> Footprints:
-        return scales.footprints(Manner.of(schedule, stage, microbatch))
+    def get_footprints(stage: int, microbatch: int) -> CellFootprints:
+        return profiler.measure(CellBackwardMode.of_cell(schedule, stage, microbatch))
 
-    def carried(message: Message) -> int:
-        return footprints(message.src, message.microbatch).carried[message.src, message.dst]
+    def get_message_bytes(message: Message) -> int:
+        return get_footprints(message.src, message.microbatch).message_bytes[
+            message.src, message.dst
+        ]
 
     for action in (span.action for span in play(program)):
         if not isinstance(action, Compute):
             continue
         op, stage, microbatch = action
         for message in consumes(action, graph):
-            now[schedule.placement[message.src]] -= carried(message)
-        kept = footprints(stage, microbatch).kept[op, stage]
+            now[schedule.placement[message.src]] -= get_message_bytes(message)
+        kept = get_footprints(stage, microbatch).cell_bytes[op, stage]
         if action in last:
-            kept = min(kept, REST)
+            kept = min(kept, RESIDUAL_BYTES)
         rank = schedule.placement[stage]
         now[rank] += kept - cells.get((stage, microbatch), 0)
         cells[stage, microbatch] = kept
-        now[rank] += sum(map(carried, produces(action, graph)))
+        now[rank] += sum(map(get_message_bytes, produces(action, graph)))
         peaks = list(map(max, peaks, now))
     return tuple(peaks)
 
 
-def weigh(subject: Subject, scales: Scales, schedule: Asked, ranks: int, checkpoint: str) -> Memory:
+def compare_memory(
+    checked: CheckedModel,
+    profiler: FootprintProfiler,
+    schedule: ScheduleLike,
+    ranks: int,
+    checkpoint: str,
+) -> MemoryComparison:
     """Measured and on paper."""
-    subject = subject.activations_only()
-    places = [Apart() for _ in range(ranks)]
-    pipe = subject.pipe(schedule, ranks, checkpoint, "inline", places)
-    weighed = subject.weighed(pipe)
-    paper = peak_on_paper(weighed.program, scales)
+    checked = checked.activations_only()
+    places = [CopyingCpu() for _ in range(ranks)]
+    pipe = checked.build_pipe(schedule, ranks, checkpoint, "inline", places)
+    weighed = checked.measure_memory(pipe)
+    paper = forecast_peak(weighed.program, profiler)
     # A unit that stages share has gradients of its own on each, until the step ends.
-    shared = sum(one.size for one in pipe._split.partition.outline.shared)
-    return Memory(weighed.peak, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()) + shared)
+    shared = sum(
+        one.parameter_bytes for one in pipe._placed_partition.partition.outline.shared_parameters
+    )
+    return MemoryComparison(
+        weighed.peak, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()) + shared
+    )

@@ -17,29 +17,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from penstock.batch import gather
-from penstock.checking.draws import Draws
+from penstock.checking.draws import CellRngEmulator
 from penstock.checking.report import Difference
-from penstock.checking.subject import Called, Subject, Values
-from penstock.stage.batchnorm import DeferredBatchNorm
-from penstock.stage.randomness import OwnRandom
+from penstock.checking.subject import CheckedModel, ModelCallResult, StepArguments
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
+from penstock.stage.randomness import CellRngMode
 
 
 @dataclass(frozen=True)
-class Nature:
+class BatchDependence:
     """What makes a model depend on how the batch is cut, by nature."""
 
-    draws: bool
+    uses_rng: bool
     batch_norms: tuple[str, ...]
 
     @property
-    def whole(self) -> bool:
+    def is_independent(self) -> bool:
         """Nothing does."""
-        return not self.draws and not self.batch_norms
+        return not self.uses_rng and not self.batch_norms
 
     def __str__(self) -> str:
-        if self.whole:
+        if self.is_independent:
             return "the unsplit model on the whole batch, in float64"
-        reasons = ["it draws random numbers"] if self.draws else []
+        reasons = ["it draws random numbers"] if self.uses_rng else []
         if self.batch_norms:
             reasons.append(f"BatchNorm ({', '.join(self.batch_norms[:3])}) is in training")
         return (
@@ -47,9 +47,9 @@ class Nature:
         )
 
 
-def nature_of(subject: Subject, training: bool = True) -> Nature:
+def detect_batch_dependence(checked: CheckedModel, training: bool = True) -> BatchDependence:
     """Watch a copy of the model at work."""
-    model = subject.fresh()
+    model = checked.copy_model()
     if not training:
         model.eval()
     norms = [
@@ -57,119 +57,129 @@ def nature_of(subject: Subject, training: bool = True) -> Nature:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
     ]
-    with OwnRandom(0) as random, torch.no_grad():
-        subject.call(model, subject.values.uncut())
-    return Nature(random.drew, tuple(norms))
+    with CellRngMode(0) as random, torch.no_grad():
+        checked.run_model(model, checked.arguments.take_whole_batch())
+    return BatchDependence(random.has_drawn, tuple(norms))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """The numbers of a step, by kind and name; None where there is no gradient."""
 
-    numbers: dict[tuple[str, str], Tensor | None]
+    tensors: dict[tuple[str, str], Tensor | None]
 
-    def against(self, expected: Outcome) -> Iterator[Difference]:
+    def compare_to(self, expected: StepOutcome) -> Iterator[Difference]:
         """How far each is from what is expected."""
-        for (kind, name), wanted in expected.numbers.items():
-            yield difference(kind, name, self.numbers.get((kind, name)), wanted)
+        for (kind, name), wanted in expected.tensors.items():
+            yield compute_difference(kind, name, self.tensors.get((kind, name)), wanted)
 
-    def differs_from(self, other: Outcome, *kinds: str) -> bool:
+    def differs_from(self, other: StepOutcome, *kinds: str) -> bool:
         """Does any number of these kinds?"""
-        return any(d.size for d in self.against(other) if d.kind in kinds)
+        return any(d.size for d in self.compare_to(other) if d.kind in kinds)
 
 
-def difference(kind: str, name: str, found: Tensor | None, wanted: Tensor | None) -> Difference:
+def compute_difference(
+    kind: str, name: str, actual: Tensor | None, expected: Tensor | None
+) -> Difference:
     """How far one tensor is from another."""
-    if found is None or wanted is None:
-        if found is wanted:
+    if actual is None or expected is None:
+        if actual is expected:
             return Difference(kind, name, 0.0)
-        note = "is missing" if found is None else "is there, and the unsplit model has none"
+        note = "is missing" if actual is None else "is there, and the unsplit model has none"
         return Difference(kind, name, float("inf"), note)
-    if found.shape != wanted.shape:
-        note = f"has the shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
+    if actual.shape != expected.shape:
+        note = f"has the shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
         return Difference(kind, name, float("inf"), note)
-    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
-    if torch.equal(found, wanted) or not wanted.numel():
+    actual, expected = (t.to_dense() if t.is_sparse else t for t in (actual, expected))
+    if torch.equal(actual, expected) or not expected.numel():
         return Difference(kind, name, 0.0)
-    wide = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64
-    mine, theirs = found.to(wide), wanted.to(wide)
+    wide = torch.complex128 if expected.is_complex() or actual.is_complex() else torch.float64
+    mine, theirs = actual.to(wide), expected.to(wide)
     both_nan = mine.isnan() & theirs.isnan()
     apart = (
         (mine - theirs).abs().masked_fill(both_nan | (mine == theirs), 0.0).nan_to_num(torch.inf)
     )
     finite = theirs.abs().nan_to_num(0.0, 0.0)
     size = float(apart.max()) / max(1.0, float(finite.max()))
-    return Difference(kind, name, 0.0 if size <= _rounding(wanted) else size)
+    return Difference(kind, name, 0.0 if size <= _get_rounding_tolerance(expected) else size)
 
 
-def _rounding(wanted: Tensor) -> float:
+def _get_rounding_tolerance(expected: Tensor) -> float:
     """What a model gives in float32, whatever it is asked for, is no more exact than that."""
-    if not wanted.is_floating_point() or wanted.dtype is torch.float64:
+    if not expected.is_floating_point() or expected.dtype is torch.float64:
         return 0.0
-    return 8 * torch.finfo(wanted.dtype).eps
+    return 8 * torch.finfo(expected.dtype).eps
 
 
-def outcome(model: nn.Module, loss: Tensor, outputs: Any, values: Values | None = None) -> Outcome:
+def collect_training_outcome(
+    model: nn.Module, loss: Tensor, outputs: Any, arguments: StepArguments | None = None
+) -> StepOutcome:
     """What a step leaves; with `values`, also the gradients of the inputs."""
-    numbers: dict[tuple[str, str], Tensor | None] = {("loss", ""): _kept(loss)}
-    numbers.update(_shown(outputs))
+    numbers: dict[tuple[str, str], Tensor | None] = {("loss", ""): _snapshot_tensor(loss)}
+    numbers.update(_collect_output_tensors(outputs))
     for name, parameter in model.named_parameters():
-        numbers["gradients", f"of '{name}'"] = _kept(parameter.grad)
+        numbers["gradients", f"of '{name}'"] = _snapshot_tensor(parameter.grad)
     for name, buffer in model.named_buffers():
-        numbers["buffers", f"'{name}'"] = _kept(buffer)
-    if values is not None:
-        for name, tensor in values.inputs().items():
+        numbers["buffers", f"'{name}'"] = _snapshot_tensor(buffer)
+    if arguments is not None:
+        for name, tensor in arguments.get_named_tensors().items():
             if tensor.requires_grad:
-                numbers["inputs", f"gradient of {name}"] = _kept(tensor.grad)
-    return Outcome(numbers)
+                numbers["inputs", f"gradient of {name}"] = _snapshot_tensor(tensor.grad)
+    return StepOutcome(numbers)
 
 
-def evaluation(loss: Tensor, outputs: Any) -> Outcome:
+def collect_eval_outcome(loss: Tensor, outputs: Any) -> StepOutcome:
     """What eval mode gives."""
-    return Outcome({("loss", ""): _kept(loss), **_shown(outputs)})
+    return StepOutcome({("loss", ""): _snapshot_tensor(loss), **_collect_output_tensors(outputs)})
 
 
-def _shown(outputs: Any) -> dict[tuple[str, str], Tensor | None]:
+def _collect_output_tensors(outputs: Any) -> dict[tuple[str, str], Tensor | None]:
     """The tensors among the outputs that are put together by rows."""
     found = pytree.tree_flatten_with_path(outputs)[0]
     return {
-        ("outputs", pytree.keystr(path)): _kept(leaf)
+        ("outputs", pytree.keystr(path)): _snapshot_tensor(leaf)
         for path, leaf in found
         if isinstance(leaf, Tensor) and leaf.dim()
     }
 
 
-def _kept(tensor: Tensor | None) -> Tensor | None:
+def _snapshot_tensor(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def unsplit(subject: Subject, model: nn.Module, values: Values, whole: bool) -> tuple[Tensor, Any]:
+def run_unsplit(
+    checked: CheckedModel, model: nn.Module, arguments: StepArguments, whole_batch: bool
+) -> tuple[Tensor, Any]:
     """The loss and the outputs of the model itself; with gradients on, its backward, too."""
-    pieces, rows = values.cut(1 if whole else subject.chunks)
+    pieces, rows = arguments.split_microbatches(1 if whole_batch else checked.chunks)
     for layer in model.modules():
-        if isinstance(layer, DeferredBatchNorm):
-            layer.begin(len(pieces))
-    draws = Draws(subject, model)
+        if isinstance(layer, DeferredStatsBatchNorm):
+            layer.begin_minibatch(len(pieces))
+    draws = CellRngEmulator(checked, model)
     calls = []
     for microbatch, piece in enumerate(pieces):
-        with draws.of(microbatch):
-            calls.append(subject.call(model, piece))
-    draws.end()
-    total = _reduced(calls, [1.0] if whole else rows.shares(), subject.rule.sums)
+        with draws.emulate(microbatch):
+            calls.append(checked.run_model(model, piece))
+    draws.advance_generator()
+    total = _reduce_losses(
+        calls, [1.0] if whole_batch else rows.fractions(), checked.loss_reduction.is_sum
+    )
     if torch.is_grad_enabled() and total.requires_grad:
         total.backward()
     return total.detach(), gather([call.output for call in calls], rows)
 
 
-def _reduced(calls: Sequence[Called], shares: Sequence[float], sums: bool) -> Tensor:
+def _reduce_losses(
+    calls: Sequence[ModelCallResult], shares: Sequence[float], is_sum: bool
+) -> Tensor:
     """The loss of a batch, from those of its parts: by weights, if there are some."""
     weights = [call.weight for call in calls if call.weight is not None]
-    parts: list[float | Tensor] = [1.0 if sums else share for share in shares]
+    parts: list[float | Tensor] = [1.0 if is_sum else share for share in shares]
     if weights and len(calls) > 1:
         parts = [weight / torch.stack(weights).sum() for weight in weights]
     total = torch.zeros_like(calls[0].loss)
     for call, share, part in zip(calls, shares, parts, strict=True):
-        total = total + call.added * share
+        total = total + call.aux_loss * share
         if not isinstance(part, Tensor) or part:  # what counts for nothing may be no number
             total = total + call.loss * part
     return total.to(calls[0].loss.dtype)

@@ -10,8 +10,8 @@ from typing import Any
 from penstock.errors import PenstockError
 
 # "again" is a second step, which adds to the gradients of the first
-KINDS = ("loss", "outputs", "gradients", "buffers", "inputs", "again", "random", "eval")
-_COLUMNS = ("schedule", "ranks", *KINDS, "memory")
+COMPARED_KINDS = ("loss", "outputs", "gradients", "buffers", "inputs", "again", "random", "eval")
+_COLUMNS = ("schedule", "ranks", *COMPARED_KINDS, "memory")
 
 
 class Mismatch(PenstockError, AssertionError):
@@ -37,7 +37,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryComparison:
     """The most bytes alive between two actions, on each rank: measured, and on paper."""
 
     measured: tuple[int, ...]
@@ -45,12 +45,15 @@ class Memory:
     slack: int  # for what lasts until a step ends: statistics, gradients of what stages share
 
     @property
-    def worst(self) -> int:
+    def worst_rank(self) -> int:
         """The rank that keeps more than forecast; if none does, the one that keeps most."""
-        return max(self.over or range(len(self.measured)), key=lambda rank: self.measured[rank])
+        return max(
+            self.ranks_over_forecast or range(len(self.measured)),
+            key=lambda rank: self.measured[rank],
+        )
 
     @property
-    def over(self) -> list[int]:
+    def ranks_over_forecast(self) -> list[int]:
         """The ranks that keep more than forecast, by more than 1 % and the slack."""
         pairs = enumerate(zip(self.measured, self.forecast, strict=True))
         return [rank for rank, (found, paper) in pairs if found > 1.01 * paper + self.slack]
@@ -74,7 +77,7 @@ class Compared:
     """The run went through."""
 
     differences: tuple[Difference, ...]
-    memory: Memory | None
+    memory: MemoryComparison | None
 
     def worst(self, kind: str) -> Difference | None:
         """The largest of its kind, if there was anything to compare."""
@@ -147,11 +150,13 @@ class Report:
     def problems(self) -> dict[str, list[Run]]:
         """What is wrong, in words, each with the runs that have it; the first kinds first."""
         found: dict[Difference, list[Run]] = {}
-        for kind in (*KINDS, "memory", "failed"):
+        for kind in (*COMPARED_KINDS, "memory", "failed"):
             for run in self.rows:
-                for wrong in _wrong(run, kind, self.tolerance):
+                for wrong in _find_problems(run, kind, self.tolerance):
                     found.setdefault(replace(wrong, size=0.0), []).append(run)
-        return {str(replace(w, size=_largest(w, runs))): runs for w, runs in found.items()}
+        return {
+            str(replace(w, size=_find_largest_size(w, runs))): runs for w, runs in found.items()
+        }
 
     def raise_if_wrong(self) -> None:
         """Raise `Mismatch`, with the report as its message, unless all is equal."""
@@ -161,9 +166,9 @@ class Report:
     def table(self) -> list[list[str]]:
         """A headline, and a line for each schedule with the worst of its runs."""
         schedules = dict.fromkeys(run.case.schedule for run in self.rows)
-        return [list(_COLUMNS), *(self._line(schedule) for schedule in schedules)]
+        return [list(_COLUMNS), *(self._build_table_row(schedule) for schedule in schedules)]
 
-    def _line(self, schedule: str) -> list[str]:
+    def _build_table_row(self, schedule: str) -> list[str]:
         runs = [run for run in self.rows if run.case.schedule == schedule]
         results = [run.result for run in runs]
         compared = [result for result in results if isinstance(result, Compared)]
@@ -171,11 +176,11 @@ class Report:
         for kind, word in ((Failed, "failed"), (Refused, "refused")):
             if any(isinstance(result, kind) for result in results) and not compared:
                 return [*start, word, *("" for _ in _COLUMNS[3:])]
-        cells = [self._cell([r.worst(kind) for r in compared]) for kind in KINDS]
-        return [*start, *cells, _memory_cell([r.memory for r in compared if r.memory])]
+        cells = [self._format_cell([r.worst(kind) for r in compared]) for kind in COMPARED_KINDS]
+        return [*start, *cells, _format_memory_cell([r.memory for r in compared if r.memory])]
 
-    def _cell(self, found: Iterable[Difference | None]) -> str:
-        sizes = [difference.size for difference in found if difference is not None]
+    def _format_cell(self, differences: Iterable[Difference | None]) -> str:
+        sizes = [difference.size for difference in differences if difference is not None]
         if not sizes:
             return "-"
         return "equal" if max(sizes) <= self.tolerance else f"{max(sizes):.0e}"
@@ -186,7 +191,7 @@ class Report:
             wrong = {run.case for runs in self.problems.values() for run in runs}
             yield f"NOT equal, in {len(wrong)} of {len(self.rows)} runs:"
             for problem, runs in self.problems.items():
-                yield f"  {problem} ({_where([run.case for run in runs])})"
+                yield f"  {problem} ({_format_cases([run.case for run in runs])})"
             yield from (f"  hint: {hint}" for hint in self.hints)
         elif not self.compared:
             yield "nothing ran, so nothing is proved"
@@ -195,10 +200,10 @@ class Report:
         if self.worst is not None:
             run, difference = self.worst
             yield f"largest difference: {difference} ({run.case})"
-        for message, who in self._refusals():
+        for message, who in self._group_refusals():
             yield f"refused: {', '.join(who)}: {message}"
 
-    def _refusals(self) -> Iterator[tuple[str, list[str]]]:
+    def _group_refusals(self) -> Iterator[tuple[str, list[str]]]:
         """Each message once, and who was refused with it: schedules, or some of their cases."""
         through = {run.case.schedule for run in self.compared}
         found: dict[str, tuple[str, list[str]]] = {}
@@ -214,7 +219,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"model      {self.model}", f"reference  {self.reference}", ""]
-        return "\n".join([*lines, *aligned(self.table()), "", *self.summary()])
+        return "\n".join([*lines, *align_columns(self.table()), "", *self.summary()])
 
     def as_dict(self) -> dict[str, Any]:
         """For `json.dumps`. Infinite differences are null."""
@@ -228,11 +233,11 @@ class Report:
                 for problem, runs in self.problems.items()
             ],
             "hints": list(self.hints),
-            "runs": [{**vars(run.case), **_as_dict(run.result)} for run in self.rows],
+            "runs": [{**vars(run.case), **_result_as_dict(run.result)} for run in self.rows],
         }
 
 
-def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+def align_columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
     """The lines of a table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for first, *others in table:
@@ -241,7 +246,7 @@ def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _wrong(run: Run, kind: str, tolerance: float) -> Iterator[Difference]:
+def _find_problems(run: Run, kind: str, tolerance: float) -> Iterator[Difference]:
     """What is wrong with a run, of that kind; as differences, also where it is not a number."""
     result = run.result
     if isinstance(result, Failed) and kind == "failed":
@@ -250,46 +255,49 @@ def _wrong(run: Run, kind: str, tolerance: float) -> Iterator[Difference]:
         worst = result.worst(kind)
         if worst is not None and worst.size > tolerance:
             yield worst
-        if kind == "memory" and result.memory is not None and result.memory.over:
-            ranks = ", ".join(map(str, result.memory.over))
+        if kind == "memory" and result.memory is not None and result.memory.ranks_over_forecast:
+            ranks = ", ".join(map(str, result.memory.ranks_over_forecast))
             yield Difference(kind, "", float("inf"), f"more is kept than forecast on rank {ranks}")
 
 
-def _largest(wrong: Difference, runs: Sequence[Run]) -> float:
+def _find_largest_size(problem: Difference, runs: Sequence[Run]) -> float:
     """Of the same value in several runs."""
     return max(
         found.size
         for run in runs
-        for found in (*_wrong(run, wrong.kind, 0.0),)
-        if found.name == wrong.name
+        for found in (*_find_problems(run, problem.kind, 0.0),)
+        if found.name == problem.name
     )
 
 
-def _where(cases: Sequence[Case]) -> str:
+def _format_cases(cases: Sequence[Case]) -> str:
     """The first case, and how many others."""
     others = len(cases) - 1
     return f"{cases[0]}" + (f", and {others} more" if others else "")
 
 
-def _memory_cell(found: Sequence[Memory]) -> str:
+def _format_memory_cell(comparisons: Sequence[MemoryComparison]) -> str:
     """Measured and on paper, where it is the most; or where it is too much."""
-    if not found:
+    if not comparisons:
         return "-"
-    most = max(found, key=lambda m: (m.over != [], m.measured[m.worst]))
-    measured, forecast = float(most.measured[most.worst]), float(most.forecast[most.worst])
+    most = max(comparisons, key=lambda m: (m.ranks_over_forecast != [], m.measured[m.worst_rank]))
+    measured, forecast = (
+        float(most.measured[most.worst_rank]),
+        float(most.forecast[most.worst_rank]),
+    )
     unit = 0
-    while max(measured, forecast) >= 1000 and unit < len(_UNITS) - 1:
+    while max(measured, forecast) >= 1000 and unit < len(_BYTE_UNITS) - 1:
         measured, forecast, unit = measured / 1000, forecast / 1000, unit + 1
-    return f"{measured:.3g}/{forecast:.3g} {_UNITS[unit]}"
+    return f"{measured:.3g}/{forecast:.3g} {_BYTE_UNITS[unit]}"
 
 
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def _as_dict(result: Compared | Refused | Failed) -> dict[str, Any]:
+def _result_as_dict(result: Compared | Refused | Failed) -> dict[str, Any]:
     if not isinstance(result, Compared):
         return {"result": type(result).__name__.lower(), "message": result.message}
-    worst = [found for kind in KINDS if (found := result.worst(kind)) is not None]
+    worst = [found for kind in COMPARED_KINDS if (found := result.worst(kind)) is not None]
     return {
         "result": "compared",
         "worst": [{**vars(d), "size": d.size if d.size < float("inf") else None} for d in worst],

@@ -12,82 +12,82 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.batch import Chunk, NoChunk, Rows, scatter
+from penstock.batch import Chunk, MicrobatchRows, NoChunk, scatter
 from penstock.errors import ArgumentError
 from penstock.ir import Schedule
-from penstock.partition.forward.cutting import Prospect
-from penstock.partition.forward.units import Asked
-from penstock.partition.forward.whole import Whole
-from penstock.partition.hugging_face import defaults_of
-from penstock.partition.model import Example, prospect_of
+from penstock.partition.forward.cutting import TracedModel
+from penstock.partition.forward.units import UnitSelector
+from penstock.partition.forward.whole import TracedPartition
+from penstock.partition.hugging_face import build_default_kwargs
+from penstock.partition.model import ExampleMicrobatch, trace_with_enough_units
 from penstock.partition.partition import Partition
-from penstock.partition.sequential import check_model, is_layered
-from penstock.partition.side import names_in_chain, picked
+from penstock.partition.sequential import check_model, is_plain_sequential
+from penstock.partition.side import find_side_names_per_layer, select_side_inputs
 from penstock.pipe import Pipe
 from penstock.run.memory import Memory
 from penstock.run.training import StepResult
-from penstock.schedules.choice import Asked as AskedSchedule
-from penstock.schedules.choice import stages_per_rank
+from penstock.schedules.choice import ScheduleLike as AskedSchedule
+from penstock.schedules.choice import default_stages_per_rank
 from penstock.stage.added import added_losses
-from penstock.stage.loss import own_loss, read_loss
-from penstock.stage.reduction import LossFn, Reduction, reduction_of
+from penstock.stage.loss import extract_model_loss, parse_loss
+from penstock.stage.reduction import LossFn, LossReduction, resolve_reduction
 
 
 @dataclass(frozen=True)
-class Values:
+class StepArguments:
     """What a step is given: positional and side inputs, and the target."""
 
     batch: tuple[Any, ...]
     side: dict[str, Any] = field(default_factory=dict)
     target: Any = None
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Values:
+    def map_tensors(self, transform: Callable[[Tensor], Tensor]) -> StepArguments:
         """With each tensor changed."""
 
-        def changed(leaf: Any) -> Any:
+        def map_leaf(leaf: Any) -> Any:
             if isinstance(leaf, NoChunk):
-                return NoChunk(change(leaf.tensor))
+                return NoChunk(transform(leaf.tensor))
             if isinstance(leaf, Chunk):
-                return Chunk(change(leaf.tensor), leaf.dim)
-            return change(leaf) if isinstance(leaf, Tensor) else leaf
+                return Chunk(transform(leaf.tensor), leaf.dim)
+            return transform(leaf) if isinstance(leaf, Tensor) else leaf
 
-        batch, side, target = pytree.tree_map(changed, (self.batch, self.side, self.target))
-        return Values(batch, side, target)
+        batch, side, target = pytree.tree_map(map_leaf, (self.batch, self.side, self.target))
+        return StepArguments(batch, side, target)
 
-    def cut(self, chunks: int) -> tuple[list[Values], Rows]:
+    def split_microbatches(self, chunks: int) -> tuple[list[StepArguments], MicrobatchRows]:
         """The micro-batches, as a pipe cuts them; that of `chunks=1` is what a model is given."""
         names = [f"input {at}" for at in range(len(self.batch))]
         given = (*self.batch, *self.side.values(), self.target)
         pieces, rows = scatter(given, chunks, [*names, *self.side, "target"])
-        return [self._of(piece) for piece in pieces], rows
+        return [self._rebuild(piece) for piece in pieces], rows
 
-    def uncut(self) -> Values:
+    def take_whole_batch(self) -> StepArguments:
         """The whole batch, as a model is given it."""
-        return self.cut(1)[0][0]
+        return self.split_microbatches(1)[0][0]
 
-    def _of(self, given: Sequence[Any]) -> Values:
+    def _rebuild(self, leaves: Sequence[Any]) -> StepArguments:
         """Other values in the places of these."""
-        *inputs, target = given
+        *inputs, target = leaves
         size = len(self.batch)
-        return Values(
+        return StepArguments(
             tuple(inputs[:size]), dict(zip(self.side, inputs[size:], strict=True)), target
         )
 
-    def first_of(self, parts: int) -> Values:
+    def take_first_part(self, parts: int) -> StepArguments:
         """The first of so many parts of the rows; what is not cut stays as it was given."""
         mine, spec = pytree.tree_flatten((self.batch, self.side, self.target))
-        piece = self.cut(parts)[0][0]
+        piece = self.split_microbatches(parts)[0][0]
         cut = pytree.tree_leaves((piece.batch, piece.side, piece.target))
 
-        def shortened(given: Any, found: Any) -> Any:
+        def shorten_leaf(given: Any, found: Any) -> Any:
             if isinstance(given, Chunk):
                 return Chunk(found, given.dim)
             return found if isinstance(given, Tensor) else given
 
-        leaves = [shortened(given, found) for given, found in zip(mine, cut, strict=True)]
-        return Values(*pytree.tree_unflatten(leaves, spec))
+        leaves = [shorten_leaf(given, found) for given, found in zip(mine, cut, strict=True)]
+        return StepArguments(*pytree.tree_unflatten(leaves, spec))
 
-    def inputs(self) -> dict[str, Tensor]:
+    def get_named_tensors(self) -> dict[str, Tensor]:
         """The tensors that a model is given, by a name for each: input 0, mask, ..."""
         given = {**{f"input {at}": value for at, value in enumerate(self.batch)}, **self.side}
         found = {}
@@ -98,19 +98,19 @@ class Values:
                     found[f"{name}{pytree.keystr(path)}"] = tensor
         return found
 
-    def learning(self) -> Values:
+    def require_input_grads(self) -> StepArguments:
         """The same with gradients wanted for every input that can have one."""
-        inputs = {id(tensor) for tensor in self.inputs().values()}
+        inputs = {id(tensor) for tensor in self.get_named_tensors().values()}
 
-        def leaf(tensor: Tensor) -> Tensor:
+        def detach_leaf(tensor: Tensor) -> Tensor:
             mine = tensor.detach()
             wanted = id(tensor) in inputs and mine.is_floating_point()
             return mine.requires_grad_(wanted or tensor.requires_grad)
 
-        return self.mapped(leaf)
+        return self.map_tensors(detach_leaf)
 
 
-def in_float64(tensor: Tensor) -> Tensor:
+def to_float64(tensor: Tensor) -> Tensor:
     """A copy of a tensor on the host, with its numbers in double precision."""
     wide = torch.float64 if tensor.is_floating_point() else tensor.dtype
     if tensor.is_complex():
@@ -119,52 +119,54 @@ def in_float64(tensor: Tensor) -> Tensor:
     return mine.requires_grad_(tensor.requires_grad)
 
 
-class Called(NamedTuple):
+class ModelCallResult(NamedTuple):
     """What a model gives for some rows; `added` counts by rows, the loss by its weight if any."""
 
     output: Any
     loss: Tensor
-    added: Tensor
+    aux_loss: Tensor
     weight: Tensor | None
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedModel:
     """A model, a batch and a loss; nothing here is the user's own, and the model is never run."""
 
     model: nn.Module
-    values: Values
+    arguments: StepArguments
     loss_fn: LossFn | None
     reduction: str | None
     stages: int | Sequence[int]
     chunks: int
-    units: Asked = None
+    units: UnitSelector = None
 
     @staticmethod
-    def of(
+    def from_user_model(
         model: nn.Module,
-        values: Values,
+        arguments: StepArguments,
         loss_fn: LossFn | None,
         reduction: str | None,
         stages: int | Sequence[int],
         chunks: int,
-        units: Asked = None,
-    ) -> Subject:
+        units: UnitSelector = None,
+    ) -> CheckedModel:
         """Copies, in float64, on the host."""
         check_model(model)
         mine = copy.deepcopy(model).double().cpu()
         mine.zero_grad(set_to_none=True)
-        if not is_layered(model):
-            side = {**defaults_of(model, values.side), **values.side}
-            values = Values(values.batch, side, values.target)
-        loss_fn = _loss_in_float64(loss_fn)
-        return Subject(mine, values.mapped(in_float64), loss_fn, reduction, stages, chunks, units)
+        if not is_plain_sequential(model):
+            side = {**build_default_kwargs(model, arguments.side), **arguments.side}
+            arguments = StepArguments(arguments.batch, side, arguments.target)
+        loss_fn = _loss_to_float64(loss_fn)
+        return CheckedModel(
+            mine, arguments.map_tensors(to_float64), loss_fn, reduction, stages, chunks, units
+        )
 
-    def fresh(self) -> nn.Module:
+    def copy_model(self) -> nn.Module:
         """The model as it was given."""
         return copy.deepcopy(self.model)
 
-    def pipe(
+    def build_pipe(
         self,
         schedule: AskedSchedule,
         ranks: int,
@@ -173,14 +175,14 @@ class Subject:
         devices: Sequence[Any] | None = None,
     ) -> Pipe:
         """A pipe over a fresh copy."""
-        cut = isinstance(self.stages, int) and self.prospect is not None
+        cut = isinstance(self.stages, int) and self.traced_model is not None
         balance = "parameters" if cut else None  # the same cut each time
         return Pipe(
-            self.fresh(),
+            self.copy_model(),
             self.chunks,
             checkpoint,
             stages=self.stages,
-            example=self.prospect,
+            example=self.traced_model,
             balance=balance,
             devices=devices or ["cpu"] * ranks,
             schedule=schedule,
@@ -189,83 +191,93 @@ class Subject:
             runtime=runtime,
         )
 
-    def step(self, pipe: Pipe, values: Values, outputs: bool = True) -> StepResult:
+    def run_step(self, pipe: Pipe, arguments: StepArguments, outputs: bool = True) -> StepResult:
         """The one place where a pipe is given a batch."""
-        return pipe.step(*values.batch, target=values.target, outputs=outputs, **values.side)
+        return pipe.step(
+            *arguments.batch, target=arguments.target, outputs=outputs, **arguments.side
+        )
 
-    def weighed(self, pipe: Pipe) -> Memory:
+    def measure_memory(self, pipe: Pipe) -> Memory:
         """What is alive in a step of the pipe."""
-        values = self.values.mapped(Tensor.detach)
+        values = self.arguments.map_tensors(Tensor.detach)
         return pipe.memory(*values.batch, target=values.target, **values.side)
 
-    def call(self, model: nn.Module, values: Values) -> Called:
+    def run_model(self, model: nn.Module, arguments: StepArguments) -> ModelCallResult:
         """The one place where a model is."""
-        given = () if values.target is None else (values.target,)
+        given = () if arguments.target is None else (arguments.target,)
         with added_losses() as extra:
-            output = called(model, values)
-            found = own_loss(output) if self.loss_fn is None else self.loss_fn(output, *given)
-        loss, beside = read_loss(found, "the loss gave")
+            output = call_like_pipe(model, arguments)
+            found = (
+                extract_model_loss(output) if self.loss_fn is None else self.loss_fn(output, *given)
+            )
+        loss, beside = parse_loss(found, "the loss gave")
         added = torch.stack([torch.zeros_like(loss), *extra]).sum()
         if beside.weight is not None:
-            return Called(output, loss + added, torch.zeros_like(loss), beside.weight)
-        return Called(output, loss, added, self._weight(values))
+            return ModelCallResult(output, loss + added, torch.zeros_like(loss), beside.weight)
+        return ModelCallResult(output, loss, added, self._compute_loss_weight(arguments))
 
-    def _weight(self, values: Values) -> Tensor | None:
+    def _compute_loss_weight(self, arguments: StepArguments) -> Tensor | None:
         """What targets count for: the loss's own, or those that the model takes itself."""
-        counting, how = self.rule.counting, self.partition.how
-        if counting is not None and values.target is not None:
-            return counting(values.target)
-        if self.loss_fn is not None or self.rule.sums or not isinstance(how, Whole):
+        counting, how = self.loss_reduction.target_counter, self.partition.how
+        if counting is not None and arguments.target is not None:
+            return counting(arguments.target)
+        if (
+            self.loss_fn is not None
+            or self.loss_reduction.is_sum
+            or not isinstance(how, TracedPartition)
+        ):
             return None
-        found = how.divided(values.batch, values.side, how.state()).counted()
+        found = how.trace_microbatch(
+            arguments.batch, arguments.side, how.read_settings()
+        ).compute_loss_targets()
         return None if found is None else found[1](found[0])
 
     @cached_property
-    def rule(self) -> Reduction:
+    def loss_reduction(self) -> LossReduction:
         """How the losses of micro-batches make one."""
-        return reduction_of(self.loss_fn, self.reduction)
+        return resolve_reduction(self.loss_fn, self.reduction)
 
     @cached_property
     def partition(self) -> Partition:
         """How the model is cut."""
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
-        return self.pipe("naive", number, "never", "inline")._split.partition
+        return self.build_pipe("naive", number, "never", "inline")._placed_partition.partition
 
     @cached_property
-    def prospect(self) -> Prospect | None:
+    def traced_model(self) -> TracedModel | None:
         """What was traced of a model that is no Sequential: every pipe of it is made with that."""
-        if is_layered(self.model):
+        if is_plain_sequential(self.model):
             return None
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
-        first = self.values.cut(self.chunks)[0][0]
-        example, cpu = Example(first.batch, first.side), torch.device("cpu")
-        return prospect_of(self.fresh(), example, self.units, number, cpu)
+        first = self.arguments.split_microbatches(self.chunks)[0][0]
+        example, cpu = ExampleMicrobatch(first.batch, first.side), torch.device("cpu")
+        return trace_with_enough_units(self.copy_model(), example, self.units, number, cpu)
 
-    def activations_only(self) -> Subject:
+    def activations_only(self) -> CheckedModel:
         """The same without what a step keeps until its end, by rights.
 
         Those are metrics, and gradients that it makes anew: of weighted losses, and of stand-ins
         for tied parameters. So the loss comes alone, and no layers share anything.
         """
-        model = self.fresh()
-        if is_layered(model):
+        model = self.copy_model()
+        if is_plain_sequential(model):
             for name, layer in model._modules.items():
                 model._modules[name] = copy.deepcopy(layer)
         else:
-            _untie(model)
-        return replace(self, model=model, loss_fn=partial(_alone, self.loss_fn))
+            _untie_parameters(model)
+        return replace(self, model=model, loss_fn=partial(_compute_loss_only, self.loss_fn))
 
-    def with_values(self, values: Values, chunks: int) -> Subject:
+    def with_arguments(self, arguments: StepArguments, chunks: int) -> CheckedModel:
         """The same model with another batch."""
-        return replace(self, values=values, chunks=chunks)
+        return replace(self, arguments=arguments, chunks=chunks)
 
 
-def _alone(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
-    found = own_loss(output) if loss_fn is None else loss_fn(output, *target)
-    return read_loss(found, "the loss gave")[0]
+def _compute_loss_only(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
+    found = extract_model_loss(output) if loss_fn is None else loss_fn(output, *target)
+    return parse_loss(found, "the loss gave")[0]
 
 
-def _untie(model: nn.Module) -> None:
+def _untie_parameters(model: nn.Module) -> None:
     """Each parameter is one module's."""
     seen: set[int] = set()
     for module in model.modules():
@@ -277,22 +289,22 @@ def _untie(model: nn.Module) -> None:
                 seen.add(id(parameter))
 
 
-def called(model: nn.Module, values: Values) -> Any:
+def call_like_pipe(model: nn.Module, arguments: StepArguments) -> Any:
     """The model's output; a Sequential takes several inputs, and some by name, as in a pipe."""
     if type(model).forward is not nn.Sequential.forward:
-        return model(*values.batch, **values.side)
+        return model(*arguments.batch, **arguments.side)
     layers = list(model.children())
-    given: tuple[Any, ...] = values.batch
-    for layer, names in zip(layers, names_in_chain(layers, first=True), strict=True):
-        given = (layer(*given, **picked(values.side, names)),)
+    given: tuple[Any, ...] = arguments.batch
+    for layer, names in zip(layers, find_side_names_per_layer(layers, first=True), strict=True):
+        given = (layer(*given, **select_side_inputs(arguments.side, names)),)
     return given[0]
 
 
-def ranks_for(schedule: str | Schedule, stages: int) -> int:
+def count_ranks(schedule: str | Schedule, stages: int) -> int:
     """How many ranks suit a schedule of so many stages."""
     if isinstance(schedule, Schedule):
         return schedule.ranks
-    per_rank = stages_per_rank(schedule)
+    per_rank = default_stages_per_rank(schedule)
     if stages % per_rank:
         raise ArgumentError(
             f"{schedule} has {per_rank} stages a rank, and {stages} stages do not divide so: "
@@ -301,7 +313,7 @@ def ranks_for(schedule: str | Schedule, stages: int) -> int:
     return stages // per_rank
 
 
-def of_its_own(output: Any) -> Tensor:
+def default_loss(output: Any) -> Tensor:
     """A loss for models that come without one: a mean by rows, whichever dim these are on."""
     total = torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):
@@ -310,12 +322,12 @@ def of_its_own(output: Any) -> Tensor:
     return total
 
 
-def _loss_in_float64(loss_fn: LossFn | None) -> LossFn | None:
+def _loss_to_float64(loss_fn: LossFn | None) -> LossFn | None:
     """With its own tensors (the weights of classes, say) in float64."""
     if isinstance(loss_fn, nn.Module):
         return copy.deepcopy(loss_fn).double().cpu()
     if isinstance(loss_fn, partial):
-        keywords = pytree.tree_map_only(Tensor, in_float64, loss_fn.keywords)
-        arguments = pytree.tree_map_only(Tensor, in_float64, loss_fn.args)
+        keywords = pytree.tree_map_only(Tensor, to_float64, loss_fn.keywords)
+        arguments = pytree.tree_map_only(Tensor, to_float64, loss_fn.args)
         return partial(loss_fn.func, *arguments, **keywords)
     return loss_fn

@@ -18,25 +18,31 @@ from rich.console import Console
 
 from penstock import draw, schedules
 from penstock.cli.options import (
-    UNIT_COSTS,
-    Checkpoint,
-    Chunks,
-    ChunksOrFile,
-    Costs,
-    Json,
-    Memory,
-    Name,
-    PerRank,
-    Placement,
-    Ranks,
-    RanksOrFile,
-    Skips,
+    DEFAULT_COSTS,
+    CheckpointOption,
+    ChunksOption,
+    CostOption,
+    JsonOption,
+    MemoryOption,
+    OptionalChunksOption,
+    OptionalRanksOption,
+    PlacementOption,
+    RanksOption,
+    ScheduleArgument,
+    SkipOption,
+    StagesPerRankOption,
     check_memory_option,
     parse_costs,
     parse_skip,
 )
-from penstock.cli.report import drawing, print_table, print_timeline, sizes, summary
-from penstock.cli.request import Request, from_file, read
+from penstock.cli.report import (
+    draw_for_terminal,
+    format_sizes,
+    print_comparison,
+    print_timeline,
+    summarize,
+)
+from penstock.cli.request import ScheduleRequest, read_schedule_file, simulate_file
 from penstock.errors import ArgumentError, PenstockError
 from penstock.ir import Schedule, StageGraph, schedule_of
 from penstock.notation import dumps
@@ -67,16 +73,16 @@ def main() -> None:
 
 @app.command()
 def show(
-    name: Name,
-    ranks: RanksOrFile = None,
-    chunks: ChunksOrFile = None,
-    stages_per_rank: PerRank = None,
-    placement: Placement = "loop",
-    cost: Costs = UNIT_COSTS,
-    checkpoint: Checkpoint = "never",
-    skip: Skips = None,
-    memory: Memory = None,
-    as_json: Json = False,
+    name: ScheduleArgument,
+    ranks: OptionalRanksOption = None,
+    chunks: OptionalChunksOption = None,
+    stages_per_rank: StagesPerRankOption = None,
+    placement: PlacementOption = "loop",
+    cost: CostOption = DEFAULT_COSTS,
+    checkpoint: CheckpointOption = "never",
+    skip: SkipOption = None,
+    memory: MemoryOption = None,
+    as_json: JsonOption = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture as SVG.")] = None,
     png: Annotated[Path | None, typer.Option(help="Save the picture as PNG.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Save a trace for Perfetto.")] = None,
@@ -100,33 +106,35 @@ def show(
     if ranks is None or chunks is None:
         if checkpoint != "never" or stages_per_rank is not None:
             raise ArgumentError("--checkpoint and --stages-per-rank are for named schedules")
-        timeline = _file_timeline(name, costs, skips, memory)
+        timeline = _load_timeline(name, costs, skips, memory)
     else:
-        request = Request(ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips)
-        timeline = request.fitted(placement) if name == "fit" else request.named(name)
-        _check_memory(name, timeline, request)
-    _write(timeline, name, svg, png, trace)
+        request = ScheduleRequest(ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips)
+        timeline = (
+            request.simulate_fit(placement) if name == "fit" else request.simulate_named(name)
+        )
+        _check_memory_cap(name, timeline, request)
+    _write_pictures(timeline, name, svg, png, trace)
     if save:
         save.write_text(dumps(timeline.program if messages else timeline.program.schedule))
     if as_json:
-        print(json.dumps(summary(name, timeline)))
+        print(json.dumps(summarize(name, timeline)))
     else:
         print_timeline(name, timeline, width)
         for path in filter(None, (svg, png, trace, save)):
             print(f"wrote {path}")
 
 
-def _file_timeline(
+def _load_timeline(
     name: str, costs: dict[str, float], skips: tuple[tuple[int, int], ...], memory: float | None
 ) -> Timeline:
     if Path(name).is_file():
-        return from_file(Path(name), costs, skips, memory)
+        return simulate_file(Path(name), costs, skips, memory)
     if name != "fit":
         schedules.family_of(name)
     raise ArgumentError(f"how large? {name} needs --ranks and --chunks, such as -p 4 -m 8")
 
 
-def _write(
+def _write_pictures(
     timeline: Timeline, name: str, svg: Path | None, png: Path | None, trace: Path | None
 ) -> None:
     edges = timeline.program.graph.edges
@@ -137,8 +145,8 @@ def _write(
         draw.write_trace(timeline, trace)
 
 
-def _check_memory(name: str, timeline: Timeline, request: Request) -> None:
-    over = request.over(timeline)
+def _check_memory_cap(name: str, timeline: Timeline, request: ScheduleRequest) -> None:
+    over = request.find_memory_excess(timeline)
     if not over:
         return
     assert request.memory is not None
@@ -161,39 +169,39 @@ def _check_memory(name: str, timeline: Timeline, request: Request) -> None:
 
 @app.command()
 def compare(
-    ranks: Ranks,
-    chunks: Chunks,
-    stages_per_rank: PerRank = None,
-    cost: Costs = UNIT_COSTS,
-    checkpoint: Checkpoint = "never",
-    memory: Memory = None,
-    as_json: Json = False,
+    ranks: RanksOption,
+    chunks: ChunksOption,
+    stages_per_rank: StagesPerRankOption = None,
+    cost: CostOption = DEFAULT_COSTS,
+    checkpoint: CheckpointOption = "never",
+    memory: MemoryOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare all schedules, best first; with --memory, those that fit."""
     check_memory_option(memory)
-    request = Request(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
+    request = ScheduleRequest(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
     rows = []
     with Console(stderr=True).status("making schedules") as status:
-        for name, timeline in _candidates(request):
+        for name, timeline in _simulate_candidates(request):
             status.update(f"{name} made and played")
-            if not request.over(timeline):
+            if not request.find_memory_excess(timeline):
                 rows.append((name, timeline))
     rows.sort(key=lambda row: (round(row[1].makespan, 9), max(row[1].peak)))
     if as_json:
-        print(json.dumps([summary(name, timeline) for name, timeline in rows]))
+        print(json.dumps([summarize(name, timeline) for name, timeline in rows]))
         return
     asked = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
-    print_table(asked + (f", memory {memory:g}" if memory else ""), rows)
+    print_comparison(asked + (f", memory {memory:g}" if memory else ""), rows)
 
 
-def _candidates(request: Request) -> Iterator[tuple[str, Timeline]]:
+def _simulate_candidates(request: ScheduleRequest) -> Iterator[tuple[str, Timeline]]:
     """Every schedule that trains; those with a free number of stages a rank as asked."""
     fixed = replace(request, stages_per_rank=None)
     for name, family in schedules.FAMILIES.items():
         if family.trains:
-            yield name, (request if family.free else fixed).named(name)
-    yield "fit", request.fitted("loop")
-    yield "fit, v", fixed.fitted("v")
+            yield name, (request if family.free else fixed).simulate_named(name)
+    yield "fit", request.simulate_fit("loop")
+    yield "fit, v", fixed.simulate_fit("v")
 
 
 # ---- verify -------------------------------------------------------------------------------
@@ -202,15 +210,15 @@ def _candidates(request: Request) -> Iterator[tuple[str, Timeline]]:
 @app.command("verify")
 def verify_file(
     file: Annotated[Path, typer.Argument(help="A schedule or program: one line a rank.")],
-    memory: Memory = None,
-    skip: Skips = None,
+    memory: MemoryOption = None,
+    skip: SkipOption = None,
 ) -> None:
     """Check a schedule or program that somebody wrote. Ranks, steps, micro-batches count from 0.
 
     Exit status: 0 if it is sound, 1 if it has problems, 2 if it does not read.
     """
     check_memory_option(memory)
-    work = read(file)
+    work = read_schedule_file(file)
     graph = None
     if isinstance(work, Schedule):
         graph = StageGraph.chain(work.stages, [parse_skip(text) for text in skip or []])
@@ -221,7 +229,7 @@ def verify_file(
         print(problem)
     if problems:
         raise typer.Exit(1)
-    print(f"sound: {sizes(schedule_of(work))}")
+    print(f"sound: {format_sizes(schedule_of(work))}")
 
 
 # ---- check --------------------------------------------------------------------------------
@@ -233,22 +241,22 @@ def check_model(
         str, typer.Argument(help="MODULE:FACTORY, a function that gives (model, batch, ...).")
     ],
     stages: Annotated[int, typer.Option(help="Stages that the model is cut into.")] = 4,
-    chunks: Chunks = 4,
+    chunks: ChunksOption = 4,
     schedules: Annotated[str, typer.Option(help="all, or names with commas between.")] = "all",
     checkpoints: Annotated[str, typer.Option(help="Modes of recomputation.")] = "never,always",
     runtimes: Annotated[str, typer.Option(help="inline, threads.")] = "inline,threads",
     units: Annotated[str | None, typer.Option(help="Where the units are: model.layers.")] = None,
     tolerance: Annotated[float, typer.Option(help="The largest difference.")] = 1e-10,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check that a pipe computes what your model computes, under every schedule.
 
     Exit status: 0 if everything is equal, 1 if anything is not, 2 if it cannot be told.
     """
-    from penstock.cli.checking import Asked, run  # brings torch
+    from penstock.cli.checking import CheckRequest, run  # brings torch
 
     ways = schedules, checkpoints, runtimes
-    if not run(Asked(factory, stages, chunks, *ways, units, tolerance, as_json)):
+    if not run(CheckRequest(factory, stages, chunks, *ways, units, tolerance, as_json)):
         raise typer.Exit(1)
 
 
@@ -256,9 +264,9 @@ def check_model(
 
 
 @app.command("doctor")
-def examine(
+def run_doctor(
     patience: Annotated[float, typer.Option(help="Seconds to wait for a rank or a link.")] = 10.0,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Look at devices, links, versions and settings, and say what to fix.
 
@@ -277,26 +285,26 @@ def examine(
 @app.command("gallery")
 def show_gallery(
     out: Annotated[Path, typer.Option(help="Where to save the pictures.")] = Path("gallery"),
-    ranks: Ranks = 4,
-    chunks: Chunks = 8,
+    ranks: RanksOption = 4,
+    chunks: ChunksOption = 8,
 ) -> None:
     """Show every schedule, and save the gallery of their pictures."""
     schedules.check_sizes(ranks, chunks)
     shown = []
     for exhibit in draw.exhibits(ranks, chunks):
         print(f"\n{exhibit.name}: {exhibit.use}")
-        print(drawing(exhibit.timeline))
+        print(draw_for_terminal(exhibit.timeline))
         shown.append(exhibit)
     draw.write_gallery(out, shown)
     print(f"\nwrote the pictures to {out}/, with {out}/index.md")
 
 
 @app.command("demo")
-def train_and_compare(
+def run_demo(
     steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 100,
     out: Annotated[Path, typer.Option(help="Where to save the pictures.")] = Path("out/demo"),
     schedule: Annotated[str, typer.Option(help="The pipeline's schedule.")] = "1f1b",
-    chunks: Chunks = 8,
+    chunks: ChunksOption = 8,
     devices: Annotated[
         str | None, typer.Option(help="Such as cpu,cpu or cuda:0,cuda:1; by default, all GPUs.")
     ] = None,
@@ -306,7 +314,7 @@ def train_and_compare(
 
     Exit status: 1 if the gradients are not those of the unsplit model.
     """
-    from penstock.cli.demo import Asked, run  # brings torch
+    from penstock.cli.demo import DemoRequest, run  # brings torch
 
-    if not run(Asked(steps, out, schedule, chunks, devices, seed)):
+    if not run(DemoRequest(steps, out, schedule, chunks, devices, seed)):
         raise typer.Exit(1)

@@ -19,11 +19,11 @@ from penstock.checking.check import check
 from penstock.checking.report import Report
 from penstock.errors import ArgumentError, PenstockError
 
-_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side", "units")
+_FACTORY_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side", "units")
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckRequest:
     """What was asked for on the command line."""
 
     factory: str
@@ -37,59 +37,59 @@ class Asked:
     as_json: bool
 
 
-def run(asked: Asked) -> bool:
+def run(request: CheckRequest) -> bool:
     """Check, and say so; is everything equal?"""
-    given = _read(_called(asked.factory), asked.factory)
+    given = _parse_factory_result(_call_factory(request.factory), request.factory)
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("the unsplit model", total=None)
 
-        def tell(done: int, total: int, what: str) -> None:
+        def show_progress(done: int, total: int, what: str) -> None:
             progress.update(task, completed=done, total=total, description=what)
 
-        report = _checked(asked, given, tell)
-    if asked.as_json:
+        report = _check_model(request, given, show_progress)
+    if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
-        _print(report)
+        _print_report(report)
     return report.ok
 
 
-def _checked(asked: Asked, given: Mapping[str, Any], tell: Any) -> Report:
-    schedules = asked.schedules
+def _check_model(request: CheckRequest, factory_result: Mapping[str, Any], progress: Any) -> Report:
+    schedules = request.schedules
     try:
         return check(
-            given["model"],
-            *given["batch"],
-            target=given.get("target"),
-            loss_fn=given.get("loss_fn"),
-            reduction=given.get("reduction"),
-            units=asked.units or given.get("units"),
-            stages=asked.stages,
-            chunks=asked.chunks,
-            schedules=schedules if schedules == "all" else _words(schedules),
-            checkpoints=_words(asked.checkpoints),
-            runtimes=_words(asked.runtimes),
-            tolerance=asked.tolerance,
+            factory_result["model"],
+            *factory_result["batch"],
+            target=factory_result.get("target"),
+            loss_fn=factory_result.get("loss_fn"),
+            reduction=factory_result.get("reduction"),
+            units=request.units or factory_result.get("units"),
+            stages=request.stages,
+            chunks=request.chunks,
+            schedules=schedules if schedules == "all" else _split_names(schedules),
+            checkpoints=_split_names(request.checkpoints),
+            runtimes=_split_names(request.runtimes),
+            tolerance=request.tolerance,
             quiet=True,
-            progress=tell,
-            **given.get("side", {}),
+            progress=progress,
+            **factory_result.get("side", {}),
         )
     except PenstockError:
         raise
     except Exception as error:
         raise ArgumentError(
-            f"{asked.factory}: the unsplit model fails, so there is nothing to compare with: "
+            f"{request.factory}: the unsplit model fails, so there is nothing to compare with: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _words(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _print(report: Report) -> None:
+def _print_report(report: Report) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for line in str(report).splitlines():
         text = Text(line)
@@ -108,7 +108,7 @@ _STYLES = {
 # ---- what the factory gives ---------------------------------------------------------------
 
 
-def _called(path: str) -> Any:
+def _call_factory(path: str) -> Any:
     """What the factory returns; its module may be in the current directory."""
     name, _, factory = path.partition(":")
     if not name or not factory:
@@ -138,28 +138,34 @@ def _called(path: str) -> Any:
         raise ArgumentError(f"{path} failed: {type(error).__name__}: {error}") from error
 
 
-def _read(given: Any, path: str) -> dict[str, Any]:
+def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:
     """The parts by name, with the batch as a tuple of inputs."""
-    if isinstance(given, tuple) and 2 <= len(given) <= 4:
-        given = dict(zip(_KEYS, given, strict=False))
-    if not isinstance(given, dict) or not {"model", "batch"} <= given.keys():
-        found = f"a dict with {', '.join(map(str, given))}" if isinstance(given, dict) else None
+    if isinstance(factory_result, tuple) and 2 <= len(factory_result) <= 4:
+        factory_result = dict(zip(_FACTORY_KEYS, factory_result, strict=False))
+    if not isinstance(factory_result, dict) or not {"model", "batch"} <= factory_result.keys():
+        found = (
+            f"a dict with {', '.join(map(str, factory_result))}"
+            if isinstance(factory_result, dict)
+            else None
+        )
         raise ArgumentError(
             f"{path} returns (model, batch), (model, batch, target, loss_fn), or a dict with "
-            f"'model' and 'batch', not {found or _kind(given)}"
+            f"'model' and 'batch', not {found or _describe_type(factory_result)}"
         )
-    unknown = [str(key) for key in given if key not in _KEYS]
+    unknown = [str(key) for key in factory_result if key not in _FACTORY_KEYS]
     if unknown:
         raise ArgumentError(
-            f"{path} returns a dict with {', '.join(unknown)}: it may have {', '.join(_KEYS)}"
+            f"{path} returns a dict with {', '.join(unknown)}: it may have {', '.join(_FACTORY_KEYS)}"
         )
-    if not isinstance(given["model"], nn.Module):
-        raise ArgumentError(f"{path}: the model is an nn.Module, not {_kind(given['model'])}")
-    batch = given["batch"]
-    return {**given, "batch": batch if isinstance(batch, tuple) else (batch,)}
+    if not isinstance(factory_result["model"], nn.Module):
+        raise ArgumentError(
+            f"{path}: the model is an nn.Module, not {_describe_type(factory_result['model'])}"
+        )
+    batch = factory_result["batch"]
+    return {**factory_result, "batch": batch if isinstance(batch, tuple) else (batch,)}
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"

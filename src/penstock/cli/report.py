@@ -11,10 +11,10 @@ from rich.table import Table
 from penstock import draw
 from penstock.ir import Schedule, Send
 from penstock.timeline import Timeline
-from penstock.verify import ends
+from penstock.verify import find_deadlocks
 
 
-def summary(name: str, timeline: Timeline) -> dict[str, Any]:
+def summarize(name: str, timeline: Timeline) -> dict[str, Any]:
     """What `--json` prints. `actions` counts computes, sends and receives."""
     program = timeline.program
     actions = [action for lane in program.lanes for action in lane]
@@ -29,16 +29,16 @@ def summary(name: str, timeline: Timeline) -> dict[str, Any]:
         "peak": list(timeline.peak),
         "messages": sum(isinstance(action, Send) for action in actions),
         "actions": len(actions),
-        "deadlock_free": not list(ends(program, program.graph)),
+        "deadlock_free": not list(find_deadlocks(program, program.graph)),
     }
 
 
-def sizes(schedule: Schedule) -> str:
+def format_sizes(schedule: Schedule) -> str:
     """In words."""
     return f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.chunks} micro-batches"
 
 
-def drawing(timeline: Timeline, width: int | None = None) -> str:
+def draw_for_terminal(timeline: Timeline, width: int | None = None) -> str:
     """As text, for the terminal at hand."""
     console = Console()
     color = console.is_terminal and not console.no_color and console.color_system is not None
@@ -48,15 +48,15 @@ def drawing(timeline: Timeline, width: int | None = None) -> str:
 def print_timeline(name: str, timeline: Timeline, width: int | None) -> None:
     """What `penstock show` prints."""
     schedule = timeline.program.schedule
-    facts = summary(name, timeline)
+    facts = summarize(name, timeline)
     safe = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
-    print(f"{name}: {sizes(schedule)}, {facts['messages']} messages, {safe}\n")
-    print(drawing(timeline, width))
+    print(f"{name}: {format_sizes(schedule)}, {facts['messages']} messages, {safe}\n")
+    print(draw_for_terminal(timeline, width))
     if schedule.recomputed:
         print("peak leaves out the inputs that stages keep for their recomputation")
 
 
-def print_table(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
+def print_comparison(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
     """What `penstock compare` prints."""
     caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
     table = Table(title=title, caption=caption)
@@ -64,7 +64,7 @@ def print_table(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
     for heading in ("stages a rank", "makespan", "bubble", "peak", "messages"):
         table.add_column(heading, justify="right")
     for name, timeline in rows:
-        facts = summary(name, timeline)
+        facts = summarize(name, timeline)
         table.add_row(
             name,
             f"{facts['stages'] // facts['ranks']}",

@@ -33,11 +33,11 @@ def install(*, force: bool = False) -> None:
     <class 'penstock.compat.torch_sync.pipe.Pipe'>
     """
     for mirror, old in _OLD_NAMES.items():
-        if force or not _is_there(old):
-            _register(import_module(f"{__name__}.{mirror}"), old)
+        if force or not _is_installed(old):
+            _register_mirror(import_module(f"{__name__}.{mirror}"), old)
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     """Can it be imported, and is not ours?"""
     if name in sys.modules:
         return not getattr(sys.modules[name], "__name__", "").startswith(f"{__name__}.")
@@ -47,19 +47,19 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def _register(mirror: ModuleType, old: str) -> None:
+def _register_mirror(mirror: ModuleType, old: str) -> None:
     for stale in [name for name in sys.modules if name == old or name.startswith(f"{old}.")]:
         del sys.modules[stale]
-    _place(old, mirror)
+    _add_to_sys_modules(old, mirror)
     for found in walk_packages(mirror.__path__, f"{mirror.__name__}."):
         name = old + found.name.removeprefix(mirror.__name__)
-        _place(name, import_module(found.name))
+        _add_to_sys_modules(name, import_module(found.name))
         if name.endswith(".skip"):  # a package in the old days
             skip = import_module(f"{__name__}.skip")
             sys.modules.update({f"{name}.skippable": skip, f"{name}.namespace": skip})
 
 
-def _place(name: str, module: ModuleType) -> None:
+def _add_to_sys_modules(name: str, module: ModuleType) -> None:
     """Make it importable under a name, with a parent made up where there is none."""
     sys.modules[name] = module
     parent, _, leaf = name.rpartition(".")
@@ -67,5 +67,7 @@ def _place(name: str, module: ModuleType) -> None:
         try:
             import_module(parent)
         except ModuleNotFoundError:
-            _place(parent, ModuleType(parent, "Made up by Penstock, for what is below it."))
+            _add_to_sys_modules(
+                parent, ModuleType(parent, "Made up by Penstock, for what is below it.")
+            )
         setattr(sys.modules[parent], leaf, module)

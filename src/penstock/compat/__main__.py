@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.compat.script import run
+from penstock.compat.script import run_script
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     parser.add_argument("script", help="the script's file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to it")
     given = parser.parse_args()
-    run(given.script, given.arguments)
+    run_script(given.script, given.arguments)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.balance import cut
-from penstock.compat.partitions import by_rows
-from penstock.partition.profile import layer_bytes, layer_times
+from penstock.balance import balance_costs
+from penstock.compat.partitions import chunk_on_dim_zero
+from penstock.partition.profile import measure_layer_bytes, measure_layer_times
 
 __all__ = ["balance_by_size", "balance_by_time"]
 
-Device = torch.device | int | str
+DeviceLike = torch.device | int | str
 
 
 def balance_by_time(
@@ -22,7 +22,7 @@ def balance_by_time(
     sample: Any,
     *,
     timeout: float = 1.0,
-    device: Device | None = None,
+    device: DeviceLike | None = None,
 ) -> list[int]:
     """How many layers each partition takes, so that the slowest is quick.
 
@@ -32,8 +32,10 @@ def balance_by_time(
     >>> sum(balance_by_time(2, layers, torch.ones(4, 8), timeout=0.0))
     4
     """
-    times = layer_times(list(module), by_rows((sample,)), timeout=timeout, device=_place(device))
-    return list(cut(times, partitions))
+    times = measure_layer_times(
+        list(module), chunk_on_dim_zero((sample,)), timeout=timeout, device=_resolve_device(device)
+    )
+    return list(balance_costs(times, partitions))
 
 
 def balance_by_size(
@@ -43,7 +45,7 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
-    device: Device | None = None,
+    device: DeviceLike | None = None,
 ) -> list[int]:
     """How many layers each partition takes, so that the largest is small.
 
@@ -54,17 +56,17 @@ def balance_by_size(
     >>> balance_by_size(2, layers, torch.ones(4, 8))
     [2, 2]
     """
-    sizes = layer_bytes(
+    sizes = measure_layer_bytes(
         list(module),
-        by_rows((input,)),
+        chunk_on_dim_zero((input,)),
         chunks=chunks,
         param_scale=param_scale,
-        device=_place(device),
+        device=_resolve_device(device),
     )
-    return list(cut(sizes, partitions))
+    return list(balance_costs(sizes, partitions))
 
 
-def _place(device: Device | None) -> torch.device | None:
+def _resolve_device(device: DeviceLike | None) -> torch.device | None:
     if device is None:
         return torch.device("cuda") if torch.cuda.is_available() else None
     return torch.device(device)

@@ -7,7 +7,7 @@ import torch
 from penstock.stage import batchnorm
 
 
-class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
+class DeferredBatchNorm(batchnorm.DeferredStatsBatchNorm):
     """As Penstock's, and two buffers that are in every old checkpoint, zero between batches."""
 
     def __init__(

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import check_cut
-from penstock.compat.partitions import Partitioned
+from penstock.compat.partitions import LegacyPipe
 from penstock.errors import ArgumentError
 from penstock.partition.sequential import check_children
 from penstock.stage.skip import verify_skippables
 
-Device = torch.device | int | str
+DeviceLike = torch.device | int | str
 
 
-class Balanced(Partitioned):
+class BalancedLegacyPipe(LegacyPipe):
     """A pipe over a Sequential whose neighbouring layers are moved to devices, so many to each."""
 
     def __init__(
@@ -27,14 +27,14 @@ class Balanced(Partitioned):
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[Device] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         check_children(module)
         verify_skippables(module)
-        parts, places = cut(module, balance, devices)
+        parts, places = split_by_balance(module, balance, devices)
         super().__init__(nn.Sequential(*parts), places, chunks, checkpoint, deferred_batch_norm)
         self.balance = [len(part) for part in parts]
 
@@ -44,8 +44,8 @@ class Balanced(Partitioned):
         return self._run(input)
 
 
-def cut(
-    module: nn.Sequential, balance: Iterable[int] | None, devices: Iterable[Device] | None
+def split_by_balance(
+    module: nn.Sequential, balance: Iterable[int] | None, devices: Iterable[DeviceLike] | None
 ) -> tuple[list[nn.Sequential], list[torch.device]]:
     """So many layers each, under their own names, and a device for each part."""
     if balance is None:

@@ -15,7 +15,7 @@ from penstock.pipe import Pipe
 from penstock.schedules.gpipe import clocked
 
 
-class Partitioned(nn.Module):
+class LegacyPipe(nn.Module):
     """A pipe whose stages are partitions of layers, and whose ranks are the different devices.
 
     Parameters, buffers and the state dict are those of `partitions`; what runs them is a
@@ -67,7 +67,7 @@ class Partitioned(nn.Module):
     def _run(self, *inputs: Any) -> Any:
         self._pipe.training = self.training
         if len(inputs) > 1 or not isinstance(inputs[0], Tensor):
-            inputs = by_rows(inputs)
+            inputs = chunk_on_dim_zero(inputs)
         return self._pipe(*inputs)
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Partitioned(nn.Module):
         return self.to(device=device)
 
 
-def by_rows(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def chunk_on_dim_zero(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Each tensor cut on dim 0, whatever the others have there: the old pipes knew no other way."""
 
     def chunk(tensor: Tensor) -> Chunk | Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.compat import install
 
 
-class Script(str):
+class ScriptPath(str):
     """The path of a script that needs the old names.
 
     A spawned process imports the script anew, but first it unpickles its parent's `sys.argv`:
@@ -21,18 +21,18 @@ class Script(str):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (str(self),)
+        return _unpickle_script_path, (str(self),)
 
 
-def _arrived(path: str) -> Script:
+def _unpickle_script_path(path: str) -> ScriptPath:
     install()
-    return Script(path)
+    return ScriptPath(path)
 
 
-def run(path: str, arguments: Sequence[str]) -> None:
+def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run the script as `python script.py arguments...` would."""
     install()
-    script = Script(path)
+    script = ScriptPath(path)
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)

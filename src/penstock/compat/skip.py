@@ -12,7 +12,13 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from penstock.stage import skip
-from penstock.stage.skip import Declared, Namespace, drive, pop, verify_skippables
+from penstock.stage.skip import (
+    Namespace,
+    SkipDeclaration,
+    pop,
+    run_skippable_forward,
+    verify_skippables,
+)
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
@@ -34,7 +40,7 @@ class Skippable(nn.Module):
     """The base of all classes that `skippable` makes."""
 
     module_cls: ClassVar[type[nn.Module]]
-    _skips: ClassVar[Declared]
+    _skips: ClassVar[SkipDeclaration]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -42,7 +48,7 @@ class Skippable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The decorated layer's, with its requests carried out."""
-        return drive(self, self.module(*args, **kwargs))
+        return run_skippable_forward(self, self.module(*args, **kwargs))
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Self:
         """Put its names, or `only` some of them, into a namespace; gives itself."""
@@ -70,10 +76,10 @@ def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Make a class of layers whose `forward`, a generator, stashes and pops these names."""
-    names = Declared(frozenset(stash), frozenset(pop), frozenset())
+    names = SkipDeclaration(frozenset(stash), frozenset(pop), frozenset())
 
-    def made(cls: type[nn.Module]) -> type[Skippable]:
+    def decorate(cls: type[nn.Module]) -> type[Skippable]:
         told = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
         return type(cls.__name__, (Skippable,), {**told, "module_cls": cls, "_skips": names})
 
-    return made
+    return decorate

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-BYTES = 256
+VOCABULARY_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Size:
+class DemoSize:
     """Of the model, and of the batches it learns from."""
 
     width: int
@@ -24,16 +24,16 @@ class Size:
 
 # A hundred steps take half a minute on two cores, or on a GPU. Micro-batches much smaller than
 # an eighth of these spend their time between operations, and gain little from a pipeline.
-ON_CPU = Size(width=192, blocks=2, heads=4, context=64, rows=64)
-ON_GPU = Size(width=512, blocks=8, heads=8, context=256, rows=64)
+CPU_SIZE = DemoSize(width=192, blocks=2, heads=4, context=64, rows=64)
+GPU_SIZE = DemoSize(width=512, blocks=8, heads=8, context=256, rows=64)
 
 
-class Embedding(nn.Module):
+class ByteEmbedding(nn.Module):
     """What a byte is, and where it stands."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: DemoSize) -> None:
         super().__init__()
-        self.byte = nn.Embedding(BYTES, size.width)
+        self.byte = nn.Embedding(VOCABULARY_SIZE, size.width)
         self.position = nn.Embedding(size.context, size.width)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -42,36 +42,36 @@ class Embedding(nn.Module):
         return vectors
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention to what came before, and a small network, each after a norm and beside a bypass."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: DemoSize) -> None:
         super().__init__()
         width = size.width
         self.heads = size.heads
-        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.asked = nn.Linear(width, 3 * width, bias=False)
-        self.answered = nn.Linear(width, width, bias=False)
-        self.network = nn.Sequential(
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the same shape."""
-        x = x + self._attention(self.before_attention(x))
-        added: Tensor = self.network(self.before_network(x))
+        x = x + self._attend(self.attention_norm(x))
+        added: Tensor = self.mlp(self.mlp_norm(x))
         return x + added
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        apart = self.asked(x).view(rows, length, 3, self.heads, width // self.heads)
+        apart = self.qkv(x).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = apart.permute(2, 0, 3, 1, 4)
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        answer: Tensor = self.answered(found.transpose(1, 2).reshape(rows, length, width))
+        answer: Tensor = self.projection(found.transpose(1, 2).reshape(rows, length, width))
         return answer
 
 
-def byte_transformer(size: Size, seed: int = 0) -> nn.Sequential:
+def build_byte_transformer(size: DemoSize, seed: int = 0) -> nn.Sequential:
     """Embedding, blocks, a norm, and the head that says which byte comes next.
 
     >>> model = byte_transformer(Size(width=8, blocks=2, heads=2, context=16, rows=4))
@@ -81,10 +81,10 @@ def byte_transformer(size: Size, seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            Embedding(size),
-            *(Block(size) for _ in range(size.blocks)),
+            ByteEmbedding(size),
+            *(TransformerBlock(size) for _ in range(size.blocks)),
             nn.LayerNorm(size.width),
-            nn.Linear(size.width, BYTES),
+            nn.Linear(size.width, VOCABULARY_SIZE),
         )
 
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from penstock.doctor.facts import Facts
-from penstock.doctor.visit import Found
+from penstock.doctor.facts import RankInfo
+from penstock.doctor.visit import SurveyResult
 from penstock.launch.launched import is_loopback
 
-OLDEST = (2, 10)  # torch
+MIN_TORCH_VERSION = (2, 10)  # torch
 GIB = 1 << 30
-SKEW = 1.0  # seconds
-SLOW = 4.0  # times slower than the usual link of its kind
+MAX_CLOCK_SKEW = 1.0  # seconds
+SLOW_LINK_FACTOR = 4.0  # times slower than the usual link of its kind
 
-_COSTLY = {
+_SLOW_SETTINGS = {
     ("CUDA_LAUNCH_BLOCKING", "1"): "waits for every kernel: unset it for speed",
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "checks every collective: unset it for speed",
     ("NCCL_P2P_DISABLE", "1"): "sends between GPUs through the host: unset it for speed",
@@ -30,7 +30,7 @@ _COSTLY = {
 }
 
 # What may well differ from rank to rank.
-_EACH_ITS_OWN = ("MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+_PER_RANK_SETTINGS = ("MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 
 
 class Advice(NamedTuple):
@@ -43,37 +43,39 @@ class Advice(NamedTuple):
         return f"{'broken' if self.broken else 'look'}: {self.text}"
 
 
-def advise(found: Found) -> list[Advice]:
+def advise(survey: SurveyResult) -> list[Advice]:
     """Everything, what is broken first."""
-    given = [Advice(True, text) for kind in _BROKEN for text in kind(found)]
-    return given + [Advice(False, text) for kind in _WORTH_A_LOOK for text in kind(found)]
+    given = [Advice(True, text) for kind in _BROKEN_CHECKS for text in kind(survey)]
+    return given + [Advice(False, text) for kind in _WARNING_CHECKS for text in kind(survey)]
 
 
 # ---- broken -------------------------------------------------------------------------------
 
 
-def _absent(found: Found) -> Iterator[str]:
-    if found.missing:
+def _check_missing_ranks(survey: SurveyResult) -> Iterator[str]:
+    if survey.missing_ranks:
         yield (
-            f"{_ranks(found.missing)} of {found.size} did not come within {3 * found.patience:g} s:"
+            f"{_format_ranks(survey.missing_ranks)} of {survey.world_size} did not come within {3 * survey.patience:g} s:"
             " see what they print; a host that hangs, or does not reach rank 0, looks like this"
         )
 
 
-def _versions(found: Found) -> Iterator[str]:
-    for rank, facts in found.facts.items():
+def _check_versions(survey: SurveyResult) -> Iterator[str]:
+    for rank, facts in survey.rank_infos.items():
         version = facts.versions["torch"]
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_TORCH_VERSION:
+            oldest = ".".join(map(str, MIN_TORCH_VERSION))
             yield f"rank {rank} has torch {version}: Penstock needs {oldest} or newer"
     for name in ("torch", "penstock", "nccl"):
-        texts = _by({rank: f.versions.get(name, "none") for rank, f in found.facts.items()})
+        texts = _group_ranks(
+            {rank: f.versions.get(name, "none") for rank, f in survey.rank_infos.items()}
+        )
         if len(texts) > 1:
-            yield f"{name} differs: {_listed(texts)}; install the same version on every host"
+            yield f"{name} differs: {_format_groups(texts)}; install the same version on every host"
 
 
-def _gpus(found: Found) -> Iterator[str]:
-    for rank, facts in first_of_each_host(found):
+def _check_gpus_visible(survey: SurveyResult) -> Iterator[str]:
+    for rank, facts in iter_first_rank_of_hosts(survey):
         driver = facts.versions.get("driver")
         if driver and not facts.gpus and "cuda" in facts.versions:
             yield (
@@ -83,10 +85,12 @@ def _gpus(found: Found) -> Iterator[str]:
             )
 
 
-def _interfaces(found: Found) -> Iterator[str]:
-    hosts = {facts.host for facts in found.facts.values()}
-    several = len(hosts) > 1 or any(f.local_size < found.size for f in found.facts.values())
-    for rank, facts in found.facts.items():
+def _check_interfaces(survey: SurveyResult) -> Iterator[str]:
+    hosts = {facts.host for facts in survey.rank_infos.values()}
+    several = len(hosts) > 1 or any(
+        f.local_size < survey.world_size for f in survey.rank_infos.values()
+    )
+    for rank, facts in survey.rank_infos.items():
         name = facts.settings.get("GLOO_SOCKET_IFNAME")
         if name is None:
             continue
@@ -103,54 +107,56 @@ def _interfaces(found: Found) -> Iterator[str]:
             )
 
 
-def _dead_links(found: Found) -> Iterator[str]:
-    for link in found.links:
+def _check_dead_links(survey: SurveyResult) -> Iterator[str]:
+    for link in survey.links:
         if link.problem:
-            a, b = (found.facts[rank] for rank in (link.a, link.b))
+            a, b = (survey.rank_infos[rank] for rank in (link.a, link.b))
             yield (
                 f"rank {link.a} on {a.host} ({a.interface}) and rank {link.b} on {b.host} "
-                f"({b.interface}) do not reach each other over {found.backend}: {link.problem}; "
+                f"({b.interface}) do not reach each other over {survey.backend}: {link.problem}; "
                 "open all ports between the hosts, and name the interface that joins them with "
                 "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
             )
 
 
-_BROKEN: tuple[Callable[[Found], Iterator[str]], ...] = (
-    _absent,
-    _versions,
-    _gpus,
-    _interfaces,
-    _dead_links,
+_BROKEN_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
+    _check_missing_ranks,
+    _check_versions,
+    _check_gpus_visible,
+    _check_interfaces,
+    _check_dead_links,
 )
 
 
 # ---- worth a look -------------------------------------------------------------------------
 
 
-def _python(found: Found) -> Iterator[str]:
-    texts = _by({r: f.versions["python"].rpartition(".")[0] for r, f in found.facts.items()})
+def _check_python_versions(survey: SurveyResult) -> Iterator[str]:
+    texts = _group_ranks(
+        {r: f.versions["python"].rpartition(".")[0] for r, f in survey.rank_infos.items()}
+    )
     if len(texts) > 1:
-        yield f"python differs: {_listed(texts)}"
+        yield f"python differs: {_format_groups(texts)}"
 
 
-def _gpus_in_use(found: Found) -> Iterator[str]:
-    gpus = _by({rank: facts.gpu for rank, facts in found.facts.items()})
+def _check_gpu_assignment(survey: SurveyResult) -> Iterator[str]:
+    gpus = _group_ranks({rank: facts.gpu for rank, facts in survey.rank_infos.items()})
     without = gpus.pop("", [])
     if gpus and without:
-        yield f"no GPU on {_ranks(without)}: all ranks would compute on the CPU"
+        yield f"no GPU on {_format_ranks(without)}: all ranks would compute on the CPU"
     for shared in gpus.values():
         if len(shared) > 1:
             yield (
-                f"{_ranks(shared)} share a GPU: NCCL refuses that, so a pipe computes on the CPU,"
+                f"{_format_ranks(shared)} share a GPU: NCCL refuses that, so a pipe computes on the CPU,"
                 " unless it is given devices=[...]; start one rank for each GPU"
             )
-    for rank, facts in first_of_each_host(found):
+    for rank, facts in iter_first_rank_of_hosts(survey):
         if "driver" in facts.versions and "cuda" not in facts.versions:
             yield f"rank {rank}: {facts.host} has GPUs, and torch is a build for CPUs"
 
 
-def _threads(found: Found) -> Iterator[str]:
-    for _, facts in first_of_each_host(found):
+def _check_threads(survey: SurveyResult) -> Iterator[str]:
+    for _, facts in iter_first_rank_of_hosts(survey):
         ranks, cores = facts.local_size, facts.cores
         if facts.gpu:
             continue
@@ -163,13 +169,13 @@ def _threads(found: Found) -> Iterator[str]:
             )
 
 
-def _room(found: Found) -> Iterator[str]:
-    for rank, facts in found.facts.items():
+def _check_free_space(survey: SurveyResult) -> Iterator[str]:
+    for rank, facts in survey.rank_infos.items():
         for name, room in facts.memory.items():
             if name != "host" and room.free < room.total / 2:
                 used = (room.total - room.free) / GIB
                 yield f"rank {rank}: {used:.1f} GiB of {name} are in use: by whom? (nvidia-smi)"
-    for _, facts in first_of_each_host(found):
+    for _, facts in iter_first_rank_of_hosts(survey):
         host = facts.memory.get("host")
         if host and host.free < GIB:
             yield f"{facts.host} has {host.free / GIB:.2f} GiB of memory left"
@@ -178,80 +184,82 @@ def _room(found: Found) -> Iterator[str]:
                 yield f"{facts.host} has {room.free / GIB:.2f} GiB left on the disk of {place}"
 
 
-def _clocks(found: Found) -> Iterator[str]:
-    for rank, (ahead, wrong) in found.clocks.items():
-        if abs(ahead) - wrong > SKEW:
+def _check_clocks(survey: SurveyResult) -> Iterator[str]:
+    for rank, (ahead, wrong) in survey.clock_offsets.items():
+        if abs(ahead) - wrong > MAX_CLOCK_SKEW:
             way = "ahead of" if ahead > 0 else "behind"
             yield (
-                f"the clock of rank {rank} on {found.facts[rank].host} is {abs(ahead):.1f} s {way} "
+                f"the clock of rank {rank} on {survey.rank_infos[rank].host} is {abs(ahead):.1f} s {way} "
                 "rank 0's: logs will not line up; synchronise the hosts' clocks (chrony, ntpd)"
             )
 
 
-def _settings(found: Found) -> Iterator[str]:
-    for (name, value), why in _COSTLY.items():
-        ranks = [rank for rank, f in found.facts.items() if f.settings.get(name) == value]
+def _check_settings(survey: SurveyResult) -> Iterator[str]:
+    for (name, value), why in _SLOW_SETTINGS.items():
+        ranks = [rank for rank, f in survey.rank_infos.items() if f.settings.get(name) == value]
         if ranks:
-            yield f"{name}={value} on {_ranks(ranks)} {why}"
-    names = {name for facts in found.facts.values() for name in facts.settings}
-    for name in sorted(name for name in names if not name.startswith(_EACH_ITS_OWN)):
-        texts = _by({rank: f.settings.get(name, "not set") for rank, f in found.facts.items()})
+            yield f"{name}={value} on {_format_ranks(ranks)} {why}"
+    names = {name for facts in survey.rank_infos.values() for name in facts.settings}
+    for name in sorted(name for name in names if not name.startswith(_PER_RANK_SETTINGS)):
+        texts = _group_ranks(
+            {rank: f.settings.get(name, "not set") for rank, f in survey.rank_infos.items()}
+        )
         if len(texts) > 1:
-            yield f"{name} differs: {_listed(texts)}"
+            yield f"{name} differs: {_format_groups(texts)}"
 
 
-def _slow_links(found: Found) -> Iterator[str]:
+def _check_slow_links(survey: SurveyResult) -> Iterator[str]:
     kinds = defaultdict(list)
-    for link in found.links:
-        if not link.problem and found.size > 1:
-            near = found.facts[link.a].host == found.facts[link.b].host
+    for link in survey.links:
+        if not link.problem and survey.world_size > 1:
+            near = survey.rank_infos[link.a].host == survey.rank_infos[link.b].host
             kinds["within a host" if near else "between hosts"].append(link)
     for kind, links in kinds.items():
         usual = median(link.bandwidth for link in links)
         for link in links:
-            if link.bandwidth * SLOW < usual:
+            if link.bandwidth * SLOW_LINK_FACTOR < usual:
                 yield (
                     f"the link between ranks {link.a} and {link.b} carries "
                     f"{link.bandwidth / 1e9:.2f} GB/s, and the usual one {kind} {usual / 1e9:.2f}"
                 )
 
 
-_WORTH_A_LOOK: tuple[Callable[[Found], Iterator[str]], ...] = (
-    _python,
-    _gpus_in_use,
-    _threads,
-    _room,
-    _clocks,
-    _settings,
-    _slow_links,
+_WARNING_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
+    _check_python_versions,
+    _check_gpu_assignment,
+    _check_threads,
+    _check_free_space,
+    _check_clocks,
+    _check_settings,
+    _check_slow_links,
 )
 
 
 # ---- in words -----------------------------------------------------------------------------
 
 
-def _by(texts: Mapping[int, str]) -> dict[str, list[int]]:
+def _group_ranks(text_by_rank: Mapping[int, str]) -> dict[str, list[int]]:
     """The ranks for each text."""
     ranks = defaultdict(list)
-    for rank, text in texts.items():
+    for rank, text in text_by_rank.items():
         ranks[text].append(rank)
     return dict(ranks)
 
 
-def first_of_each_host(found: Found) -> Iterator[tuple[int, Facts]]:
+def iter_first_rank_of_hosts(survey: SurveyResult) -> Iterator[tuple[int, RankInfo]]:
     """With its rank."""
     seen = set()
-    for rank, facts in found.facts.items():
+    for rank, facts in survey.rank_infos.items():
         if facts.host not in seen:
             seen.add(facts.host)
             yield rank, facts
 
 
-def _listed(texts: dict[str, list[int]]) -> str:
-    return ", ".join(f"{text} on {_ranks(ranks)}" for text, ranks in texts.items())
+def _format_groups(ranks_by_text: dict[str, list[int]]) -> str:
+    return ", ".join(f"{text} on {_format_ranks(ranks)}" for text, ranks in ranks_by_text.items())
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     """In words: rank 3; ranks 0 to 2, 5."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

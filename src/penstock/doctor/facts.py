@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 
 from penstock.launch.launched import (
-    Launched,
-    device_of,
-    identity_of,
-    interface_for,
+    RankEnv,
+    find_network_interface,
+    get_gpu_uuid,
     is_launched,
-    launched,
+    read_rank_env,
+    select_device,
 )
 
-SETTINGS = (
+ENVIRONMENT_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
@@ -33,12 +33,12 @@ SETTINGS = (
     "PYTORCH_ALLOC_CONF",
     "TORCH_DISTRIBUTED_DEBUG",
 )
-FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
-ALONE = Launched(0, 1, 0, 1, "localhost", 0, has_store=False)
+ENVIRONMENT_PREFIXES = ("GLOO_", "NCCL_", "TORCH_NCCL_", "MASTER_", "TORCHELASTIC_")
+SINGLE_PROCESS = RankEnv(0, 1, 0, 1, "localhost", 0, launcher_has_store=False)
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeSpace:
     """Bytes: of memory, or of a disk."""
 
     free: int
@@ -46,7 +46,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankInfo:
     """Of one rank. A version that is not there is left out; `gpu` tells GPUs apart."""
 
     rank: int
@@ -58,83 +58,86 @@ class Facts:
     gpus: int
     cores: int
     threads: int
-    memory: dict[str, Room]
-    disk: dict[str, Room]
+    memory: dict[str, FreeSpace]
+    disk: dict[str, FreeSpace]
     settings: dict[str, str]
     interfaces: list[str]
     interface: str | None
 
-    def dumps(self) -> str:
+    def to_json(self) -> str:
         """As one line of text."""
         return json.dumps(asdict(self))
 
 
-def loads(text: str) -> Facts:
+def parse_rank_info(text: str) -> RankInfo:
     """What `dumps` wrote."""
     values = json.loads(text)
     for kind in ("memory", "disk"):
-        values[kind] = {name: Room(**room) for name, room in values[kind].items()}
-    return Facts(**values)
+        values[kind] = {name: FreeSpace(**room) for name, room in values[kind].items()}
+    return RankInfo(**values)
 
 
-def here() -> Launched:
+def get_rank_env() -> RankEnv:
     """As the launcher says; without one, alone."""
-    return launched() if is_launched() else ALONE
+    return read_rank_env() if is_launched() else SINGLE_PROCESS
 
 
-def observe(seat: Launched) -> Facts:
+def collect_rank_info(rank_env: RankEnv) -> RankInfo:
     """Look around. Nothing here waits for another rank."""
-    device = device_of(seat)
+    device = select_device(rank_env)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name in SETTINGS or name.startswith(FAMILIES)
+        if name in ENVIRONMENT_VARIABLES or name.startswith(ENVIRONMENT_PREFIXES)
     }
-    return Facts(
-        rank=seat.rank,
+    return RankInfo(
+        rank=rank_env.rank,
         host=socket.gethostname(),
-        local_size=seat.local_size,
-        versions=_versions(),
+        local_size=rank_env.local_world_size,
+        versions=_collect_versions(),
         device=f"{device} {name}",
-        gpu=identity_of(device),
+        gpu=get_gpu_uuid(device),
         gpus=torch.cuda.device_count(),
-        cores=_cores(),
+        cores=_count_cores(),
         threads=torch.get_num_threads(),
-        memory=_memory(device),
-        disk={place: _disk(place) for place in dict.fromkeys((str(Path.cwd()), _temporary()))},
+        memory=_measure_memory(device),
+        disk={
+            place: _measure_disk(place)
+            for place in dict.fromkeys((str(Path.cwd()), _get_temporary_directory()))
+        },
         settings=settings,
         interfaces=[name for _, name in socket.if_nameindex()],
-        interface=os.environ.get("GLOO_SOCKET_IFNAME") or interface_for(seat),
+        interface=os.environ.get("GLOO_SOCKET_IFNAME") or find_network_interface(rank_env),
     )
 
 
-def _versions() -> dict[str, str]:
+def _collect_versions() -> dict[str, str]:
     found = {
-        "penstock": _penstock(),
+        "penstock": _find_penstock_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": _nccl(),
-        "driver": _driver(),
+        "nccl": _find_nccl_version(),
+        "driver": _find_driver_version(),
     }
     return {name: version for name, version in found.items() if version}
 
 
-def _penstock() -> str:
+def _find_penstock_version() -> str:
     try:
         return version("penstock")
     except PackageNotFoundError:  # its files alone are there
         return "not installed"
 
 
-def _nccl() -> str | None:
+def _find_nccl_version() -> str | None:
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
-def _driver() -> str | None:
+def _find_driver_version() -> str | None:
     """Also where torch finds no GPU: then it may be the driver's fault."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -148,23 +151,23 @@ def _driver() -> str | None:
     return lines[0] if lines else None
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """Those that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _memory(device: torch.device) -> dict[str, Room]:
+def _measure_memory(device: torch.device) -> dict[str, FreeSpace]:
     found = {}
     if device.type == "cuda":
-        found[str(device)] = Room(*torch.cuda.mem_get_info(device))
-    if host := _host_memory():
+        found[str(device)] = FreeSpace(*torch.cuda.mem_get_info(device))
+    if host := _measure_host_memory():
         found["host"] = host
     return found
 
 
-def _host_memory() -> Room | None:
+def _measure_host_memory() -> FreeSpace | None:
     """What can be had without swapping; Linux tells it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -173,13 +176,13 @@ def _host_memory() -> Room | None:
     sizes = {
         name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
     }
-    return Room(sizes["MemAvailable"], sizes["MemTotal"])
+    return FreeSpace(sizes["MemAvailable"], sizes["MemTotal"])
 
 
-def _disk(place: str) -> Room:
-    usage = shutil.disk_usage(place)
-    return Room(usage.free, usage.total)
+def _measure_disk(path: str) -> FreeSpace:
+    usage = shutil.disk_usage(path)
+    return FreeSpace(usage.free, usage.total)
 
 
-def _temporary() -> str:
+def _get_temporary_directory() -> str:
     return tempfile.gettempdir()

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 PINGS = 50
-SMALL, LARGE = 1 << 20, 1 << 26  # bytes
-LONG = 1.0  # seconds: what would take longer is not sent
-TIMES = 3
+SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 26  # bytes
+MAX_SECONDS = 1.0  # seconds: what would take longer is not sent
+REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Link:
     problem: str = ""
 
 
-class Ends(Protocol):
+class LinkEndpoint(Protocol):
     """What a measurement needs of a link: one end of it."""
 
     def send(self, tensor: Tensor) -> None:
@@ -50,7 +50,7 @@ class Ends(Protocol):
         """From the other end; done when it is here."""
 
 
-def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+def pair_ranks_in_rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Every two ranks once; those of a round have nobody in common.
 
     >>> rounds([0, 1, 2, 3])
@@ -68,115 +68,118 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def measure_link(
-    store: Store, link: Link, me: int, backend: str, device: torch.device, patience: float
+    store: Store, link: Link, rank: int, backend: str, device: torch.device, patience: float
 ) -> Link:
     """With the other rank of the link, who does the same."""
 
     def work() -> Link:
         part = PrefixStore(f"link/{link.a}-{link.b}", store)
-        ends = _Group(part, int(me == link.b), backend, device, patience)
-        return timed(link, ends, first=me == link.a, device=device)
+        ends = _ProcessGroupEndpoint(part, int(rank == link.b), backend, device, patience)
+        return time_link(link, ends, is_first=rank == link.a, device=device)
 
     try:
-        return within(patience, work)
+        return run_with_timeout(patience, work)
     except TimeoutError:
         return replace(link, problem=f"no answer within {patience:g} s")
     except Exception as error:  # of whatever kind the backend raises
         return replace(link, problem=str(error).strip().splitlines()[0])
 
 
-class _Group:
+class _ProcessGroupEndpoint:
     """A group of two ranks, outside of torch.distributed's own list of groups."""
 
     def __init__(
-        self, store: Store, end: int, backend: str, device: torch.device, patience: float
+        self, store: Store, group_rank: int, backend: str, device: torch.device, patience: float
     ) -> None:
         kind: Any = dist.ProcessGroupNCCL if "nccl" in backend else dist.ProcessGroupGloo
-        self._group = kind(store, end, 2, timedelta(seconds=patience))
-        self._peer, self._device = 1 - end, device if "nccl" in backend else torch.device("cpu")
+        self._group = kind(store, group_rank, 2, timedelta(seconds=patience))
+        self._peer, self._device = (
+            1 - group_rank,
+            device if "nccl" in backend else torch.device("cpu"),
+        )
 
     def send(self, tensor: Tensor) -> None:
         self._group.send([tensor.to(self._device)], self._peer, 0).wait()
-        self._finish()
+        self._synchronize()
 
     def recv(self, tensor: Tensor) -> None:
         arrived = torch.empty_like(tensor, device=self._device)
         self._group.recv([arrived], self._peer, 0).wait()
         tensor.copy_(arrived)
-        self._finish()
+        self._synchronize()
 
-    def _finish(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def timed(link: Link, ends: Ends, first: bool, device: torch.device) -> Link:
+def time_link(link: Link, endpoint: LinkEndpoint, is_first: bool, device: torch.device) -> Link:
     """The first end counts, the other answers. What is measured is there and back, halved."""
     small = torch.zeros(1, dtype=torch.int64, device=device)
-    trips = [_trip(ends, small, first) for _ in range(PINGS)]
-    size = torch.tensor([SMALL], dtype=torch.int64)
-    seconds = _trip(ends, _bytes(SMALL, device), first)
-    if seconds < LONG / (2 * TIMES * LARGE / SMALL):
-        size[0] = LARGE
-    ends.send(size) if first else ends.recv(size)
-    large = _bytes(int(size), device)
-    throughs = [_trip(ends, large, first) for _ in range(TIMES)]
+    trips = [_time_round_trip(endpoint, small, is_first) for _ in range(PINGS)]
+    size = torch.tensor([SMALL_BYTES], dtype=torch.int64)
+    seconds = _time_round_trip(endpoint, _make_bytes(SMALL_BYTES, device), is_first)
+    if seconds < MAX_SECONDS / (2 * REPEATS * LARGE_BYTES / SMALL_BYTES):
+        size[0] = LARGE_BYTES
+    endpoint.send(size) if is_first else endpoint.recv(size)
+    large = _make_bytes(int(size), device)
+    throughs = [_time_round_trip(endpoint, large, is_first) for _ in range(REPEATS)]
     return replace(link, latency=median(trips) / 2, bandwidth=2 * int(size) / min(throughs))
 
 
-def _bytes(count: int, device: torch.device) -> Tensor:
+def _make_bytes(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=device)
 
 
-def _trip(ends: Ends, tensor: Tensor, first: bool) -> float:
+def _time_round_trip(endpoint: LinkEndpoint, tensor: Tensor, is_first: bool) -> float:
     start = time.perf_counter()
-    for sends in (first, not first):
-        ends.send(tensor) if sends else ends.recv(tensor)
+    for sends in (is_first, not is_first):
+        endpoint.send(tensor) if sends else endpoint.recv(tensor)
     return time.perf_counter() - start
 
 
-def measure_copies(devices: Sequence[torch.device]) -> list[Link]:
+def measure_device_copies(devices: Sequence[torch.device]) -> list[Link]:
     """Between the GPUs of one process, by their numbers: what goes from thread to thread."""
     found = []
     for a, one in enumerate(devices):
         for b in range(a + 1, len(devices)):
-            ends = _Copies(one, devices[b])
-            found.append(timed(Link(a, b), ends, first=True, device=one))
+            ends = _DeviceCopyEndpoint(one, devices[b])
+            found.append(time_link(Link(a, b), ends, is_first=True, device=one))
     return found
 
 
-class _Copies:
+class _DeviceCopyEndpoint:
     """Both ends in one process: what is sent is there, and comes back."""
 
-    def __init__(self, one: torch.device, other: torch.device) -> None:
-        self._one, self._other = one, other
-        self._there = torch.empty(0)
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self._source, self._target = source, target
+        self._copy_on_target = torch.empty(0)
 
     def send(self, tensor: Tensor) -> None:
-        self._there = tensor.to(self._other, copy=True)
-        self._finish()
+        self._copy_on_target = tensor.to(self._target, copy=True)
+        self._synchronize()
 
     def recv(self, tensor: Tensor) -> None:
-        tensor.copy_(self._there)
-        self._finish()
+        tensor.copy_(self._copy_on_target)
+        self._synchronize()
 
-    def _finish(self) -> None:
-        for device in (self._one, self._other):
+    def _synchronize(self) -> None:
+        for device in (self._source, self._target):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
 
-def within(seconds: float, work: Callable[[], Link]) -> Link:
+def run_with_timeout(seconds: float, measure: Callable[[], Link]) -> Link:
     """What it gives, or TimeoutError; then its thread is left behind."""
     given: list[Link | Exception] = []
 
-    def go() -> None:
+    def run_in_thread() -> None:
         try:
-            given.append(work())
+            given.append(measure())
         except Exception as error:  # comes out in the caller's thread
             given.append(error)
 
-    thread = threading.Thread(target=go, daemon=True)
+    thread = threading.Thread(target=run_in_thread, daemon=True)
     thread.start()
     thread.join(seconds)
     if not given:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.draw.palette import DARK, FAINT, FILL, IDLE, SHADES
-from penstock.draw.paper import LEGEND, STYLE, save, suffix_of
+from penstock.draw.paper import LEGEND_STYLE, MATPLOTLIB_STYLE, check_suffix, save_figure
 from penstock.errors import MissingExtra
 from penstock.ir import Op
-from penstock.outline import bytes_said
+from penstock.outline import format_bytes
 from penstock.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 Curve = Sequence[tuple[float, float]]  # from each moment on, so many bytes
 
-LINE = SHADES[Op.F][0]
+LINE_COLOUR = SHADES[Op.F][0]
 LEFT, RIGHT, FOOT, PLOT = 0.75, 1.7, 0.55, 6.5  # inches
-TOP = 0.9  # of a strip, that the highest curve reaches
+PEAK_HEIGHT = 0.9  # of a strip, that the highest curve reaches
 
 
 def memory(
@@ -37,7 +37,7 @@ def memory(
     `measured` has a curve for each rank, by the times of the forecast.
     """
     path = Path(path)
-    kind = suffix_of(path)
+    kind = check_suffix(path)
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -47,32 +47,34 @@ def memory(
     top, strip = (0.5 if title is None else 0.8), min(0.6, 8 / ranks)
     width, height = LEFT + PLOT + RIGHT, top + strip * ranks + FOOT
     peaks = [max((size for _, size in curve), default=0.0) for curve in measured]
-    with style.context(STYLE, after_reset=True):
+    with style.context(MATPLOTLIB_STYLE, after_reset=True):
         figure = Figure(figsize=(width, height))
         if title is not None:
             left = LEFT / width
             figure.text(left, 1 - 0.3 / height, title, size=12, weight="bold", color=DARK)
-        _legend(figure, LEFT / width, 1 - (top - 0.2) / height)
+        _draw_legend(figure, LEFT / width, 1 - (top - 0.2) / height)
         axes = figure.add_axes((LEFT / width, FOOT / height, PLOT / width, strip * ranks / height))
-        _curves(axes, forecast, measured, max([*peaks, *forecast.peak, 1.0]))
-        _numbers(axes, forecast, peaks, strip * ranks)
-        save(figure, path, kind)
+        _draw_curves(axes, forecast, measured, max([*peaks, *forecast.peak, 1.0]))
+        _draw_peaks(axes, forecast, peaks, strip * ranks)
+        save_figure(figure, path, kind)
 
 
-def _legend(figure: Figure, left: float, at: float) -> None:
+def _draw_legend(figure: Figure, left: float, top: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     figure.legend(
-        [Line2D([], [], color=LINE, linewidth=1.4), Patch(color=FILL)],
+        [Line2D([], [], color=LINE_COLOUR, linewidth=1.4), Patch(color=FILL)],
         ["measured", "forecast"],
-        bbox_to_anchor=(left, at),
+        bbox_to_anchor=(left, top),
         ncols=2,
-        **LEGEND,
+        **LEGEND_STYLE,
     )
 
 
-def _curves(axes: Axes, forecast: Timeline, measured: Sequence[Curve], most: float) -> None:
+def _draw_curves(
+    axes: Axes, forecast: Timeline, measured: Sequence[Curve], max_size: float
+) -> None:
     """The forecast filled, the measured as a line over it; a strip's floor is its lower edge."""
     start, end = forecast.start, forecast.start + (forecast.makespan or 1.0)
     axes.set_xlim(0, end - start)
@@ -82,25 +84,27 @@ def _curves(axes: Axes, forecast: Timeline, measured: Sequence[Curve], most: flo
     axes.set_xlabel("time, if all actions take the same")
     for rank, curve in enumerate(measured):
         floor = rank + 0.45
-        axes.axhspan(floor, floor - TOP, facecolor=IDLE)
+        axes.axhspan(floor, floor - PEAK_HEIGHT, facecolor=IDLE)
         for points, line in ((forecast.memory(rank), False), (curve, True)):
             known = dict(points)  # the last size of each moment, the one that stays
             times = [*(time - start for time in known), end - start]
             sizes = [*known.values(), 0.0]
-            heights = [floor - TOP * size / most for size in sizes]
+            heights = [floor - PEAK_HEIGHT * size / max_size for size in sizes]
             if line:
                 heights[-1] = heights[-2] if len(heights) > 1 else floor
-                axes.step(times, heights, where="post", color=LINE, linewidth=1.4)
+                axes.step(times, heights, where="post", color=LINE_COLOUR, linewidth=1.4)
             else:
                 axes.fill_between(times, heights, floor, step="post", facecolor=FILL, linewidth=0)
 
 
-def _numbers(axes: Axes, forecast: Timeline, peaks: Sequence[float], height: float) -> None:
+def _draw_peaks(axes: Axes, forecast: Timeline, peaks: Sequence[float], height: float) -> None:
     """At the right of each strip: its peak, and that on paper."""
     beside = axes.get_yaxis_transform()
     above = 1 + 0.08 / height
     axes.text(1.01, above, "peak", transform=axes.transAxes, size=8, color=FAINT)
     axes.text(1.13, above, "forecast", transform=axes.transAxes, size=8, color=FAINT)
     for rank, (peak, paper) in enumerate(zip(peaks, forecast.peak, strict=True)):
-        axes.text(1.01, rank, bytes_said(peak), transform=beside, size=8, color=DARK, va="center")
-        axes.text(1.13, rank, bytes_said(paper), transform=beside, size=8, color=FAINT, va="center")
+        axes.text(1.01, rank, format_bytes(peak), transform=beside, size=8, color=DARK, va="center")
+        axes.text(
+            1.13, rank, format_bytes(paper), transform=beside, size=8, color=FAINT, va="center"
+        )

@@ -27,7 +27,7 @@ SHADES: dict[Op, tuple[str, str]] = {
 IDLE, GRID, FAINT, DARK, FILL = "#eef0f3", "#c9ced6", "#5b6472", "#1d2430", "#b9c3d3"
 
 
-def colours(schedule: Schedule) -> dict[tuple[Op, int], str]:
+def stage_colours(schedule: Schedule) -> dict[tuple[Op, int], str]:
     """The colour of each op of each stage."""
     owned = [0] * schedule.ranks
     found: dict[tuple[Op, int], str] = {}
@@ -38,7 +38,7 @@ def colours(schedule: Schedule) -> dict[tuple[Op, int], str]:
     return found
 
 
-def ink(colour: str) -> str:
+def contrasting_ink(colour: str) -> str:
     """Black or white, whichever reads better on the colour."""
     rgb = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
@@ -48,7 +48,7 @@ def ink(colour: str) -> str:
 
 # ---- words --------------------------------------------------------------------------------
 
-WORDS: dict[Op, str] = {
+OP_NAMES: dict[Op, str] = {
     Op.F: "forward",
     Op.B: "backward",
     Op.I: "input gradient",
@@ -57,7 +57,7 @@ WORDS: dict[Op, str] = {
 }
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Four digits, and a prefix for what is large.
 
     >>> number(21.0), number(1 / 3), number(2_500_000_000)
@@ -69,33 +69,33 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-class Unit(NamedTuple):
+class TimeUnit(NamedTuple):
     """What time is counted in: how many of them are a second, and their name."""
 
-    a_second: float
+    per_second: float
     name: str
 
-    def said(self, seconds: float) -> str:
+    def format(self, seconds: float) -> str:
         """So many seconds, in this unit.
 
         >>> unit(0.25).said(0.0125), unit(21.0).said(9.0)
         ('12.5 ms', '9')
         """
-        return f"{number(seconds * self.a_second)} {self.name}".rstrip()
+        return f"{format_number(seconds * self.per_second)} {self.name}".rstrip()
 
 
-def unit(makespan: float) -> Unit:
+def choose_time_unit(makespan: float) -> TimeUnit:
     """The unit for a timeline: a second has no name, as on paper it may stand for anything."""
     if makespan >= 1 or makespan == 0:
-        return Unit(1.0, "")
-    return Unit(1e3, "ms") if makespan >= 1e-3 else Unit(1e6, "µs")
+        return TimeUnit(1.0, "")
+    return TimeUnit(1e3, "ms") if makespan >= 1e-3 else TimeUnit(1e6, "µs")
 
 
-def caption(timeline: Timeline) -> str:
+def format_caption(timeline: Timeline) -> str:
     """The three numbers that people compare schedules by."""
-    makespan = unit(timeline.makespan).said(timeline.makespan)
-    peaks = [number(peak) for peak in timeline.peak]
-    peak = number(max(timeline.peak, default=0.0))
+    makespan = choose_time_unit(timeline.makespan).format(timeline.makespan)
+    peaks = [format_number(peak) for peak in timeline.peak]
+    peak = format_number(max(timeline.peak, default=0.0))
     if len(set(peaks)) > 1 and len(peaks) <= 16:
         peak += f" ({' '.join(peaks)})"
     elif len(set(peaks)) == 1 and len(peaks) > 1:
@@ -106,7 +106,7 @@ def caption(timeline: Timeline) -> str:
 # ---- readings -----------------------------------------------------------------------------
 
 
-def from_zero(timeline: Timeline) -> Timeline:
+def shift_to_zero(timeline: Timeline) -> Timeline:
     """The same, with time counted from its start."""
     zero = timeline.start
     if zero == 0:
@@ -115,12 +115,12 @@ def from_zero(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
-def crowded(schedule: Schedule) -> bool:
+def has_shared_ranks(schedule: Schedule) -> bool:
     """Does any rank own more than one stage?"""
     return len(set(schedule.placement)) < schedule.stages
 
 
-def shortest(timeline: Timeline) -> float:
+def shortest_drawn_action(timeline: Timeline) -> float:
     """The shortest action that a drawing has to make legible.
 
     A few specks, as in a measured run, must not stretch all the rest: what is under an eighth of
@@ -132,15 +132,15 @@ def shortest(timeline: Timeline) -> float:
     return min((length for length in lengths if length >= usual / 8), default=usual)
 
 
-class Delivery(NamedTuple):
+class SentMessage(NamedTuple):
     """A message between ranks, the span that made it and the span that used it."""
 
     message: Message
-    maker: Span
-    user: Span
+    producer: Span
+    consumer: Span
 
 
-def deliveries(timeline: Timeline) -> Iterator[Delivery]:
+def find_sent_messages(timeline: Timeline) -> Iterator[SentMessage]:
     """Every message between ranks, in the order in which they were used."""
     graph = timeline.program.graph
     computes = [(s, s.action) for s in timeline.spans if isinstance(s.action, Compute)]
@@ -149,4 +149,4 @@ def deliveries(timeline: Timeline) -> Iterator[Delivery]:
         for message in consumes(action, graph):
             maker = makers.get(message, user)
             if maker.rank != user.rank:
-                yield Delivery(message, maker, user)
+                yield SentMessage(message, maker, user)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 
 # Laid over matplotlib's defaults, so that the user's own settings do not change the bytes.
-STYLE: dict[str, Any] = {
+MATPLOTLIB_STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "svg.fonttype": "none",
@@ -33,7 +33,7 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": 8,
     "ytick.left": False,
 }
-LEGEND: dict[str, Any] = {
+LEGEND_STYLE: dict[str, Any] = {
     "loc": "center left",
     "fontsize": 8,
     "labelcolor": DARK,
@@ -46,7 +46,7 @@ LEGEND: dict[str, Any] = {
 }
 
 
-def suffix_of(path: Path) -> str:
+def check_suffix(path: Path) -> str:
     """Of a file that can be drawn."""
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
@@ -56,7 +56,7 @@ def suffix_of(path: Path) -> str:
     return kind
 
 
-def save(figure: Figure, path: Path, kind: str) -> None:
+def save_figure(figure: Figure, path: Path, suffix: str) -> None:
     """Write it, with nothing in it that is another in the next run."""
-    unstamped = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
-    figure.savefig(path, format=kind[1:], dpi=160, metadata=unstamped)
+    unstamped = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
+    figure.savefig(path, format=suffix[1:], dpi=160, metadata=unstamped)

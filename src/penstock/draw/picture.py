@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import palette
-from penstock.draw.palette import DARK, FAINT, FILL, IDLE, Delivery
-from penstock.draw.paper import LEGEND, STYLE, save, suffix_of
+from penstock.draw.palette import DARK, FAINT, FILL, IDLE, SentMessage
+from penstock.draw.paper import LEGEND_STYLE, MATPLOTLIB_STYLE, check_suffix, save_figure
 from penstock.errors import MissingExtra
 from penstock.ir import Compute, Op
 from penstock.play import Span
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.path import Path as Outline
 
-HALF = 0.43  # of a row's height, from its middle to the edge of its boxes
-DIGIT = 0.64 / 72  # inches that a digit is wide, for each point of the font's size
+HALF_BOX_HEIGHT = 0.43  # of a row's height, from its middle to the edge of its boxes
+DIGIT_WIDTH = 0.64 / 72  # inches that a digit is wide, for each point of the font's size
 
 Point = tuple[float, float]  # time, height in ranks
 Rect = tuple[float, float, int]  # from, until, rank
@@ -46,119 +46,127 @@ def picture(
     live activations: a strip a rank, all to one scale, with the rank's peak at the right.
     """
     path = Path(path)
-    kind = suffix_of(path)
+    kind = check_suffix(path)
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("matplotlib", "draw", "a picture") from None
-    timeline = palette.from_zero(timeline)
-    sheet = _sheet(timeline, memory, title)
-    with style.context(STYLE, after_reset=True):
+    timeline = palette.shift_to_zero(timeline)
+    sheet = _layout_timeline(timeline, memory, title)
+    with style.context(MATPLOTLIB_STYLE, after_reset=True):
         figure = Figure(figsize=(sheet.width, sheet.height))
-        _header(figure, sheet, timeline, title)
-        _legend(figure, sheet, timeline, skips)
-        lowest = _axes(figure, sheet, sheet.top, sheet.lanes)
-        _lanes(lowest, sheet, timeline, skips)
+        _draw_header(figure, sheet, timeline, title)
+        _draw_legend(figure, sheet, timeline, skips)
+        lowest = _add_panel(figure, sheet, sheet.top, sheet.lanes_height)
+        _draw_lanes(lowest, sheet, timeline, skips)
         if memory:
-            lowest = _axes(figure, sheet, sheet.top + sheet.lanes + sheet.gap, sheet.memory)
-            _memory(lowest, sheet, timeline)
-        unit = palette.unit(timeline.makespan)
+            lowest = _add_panel(
+                figure, sheet, sheet.top + sheet.lanes_height + sheet.gap, sheet.memory_height
+            )
+            _draw_memory(lowest, sheet, timeline)
+        unit = palette.choose_time_unit(timeline.makespan)
         lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
-        save(figure, path, kind)
+        save_figure(figure, path, kind)
 
 
 # ---- the sheet ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class _TimelineLayout:
     """Where things go, in inches; `second` is how wide a second is. The font is in points."""
 
-    second: float
-    plot: float
-    row: float
-    strip: float
+    inches_per_second: float
+    plot_width: float
+    row_height: float
+    strip_height: float
     top: float
-    lanes: float
-    memory: float
-    font: float
+    lanes_height: float
+    memory_height: float
+    font_size: float
     left: float = 0.75
     right: float = 0.55
     gap: float = 0.55
-    foot: float = 0.55
+    bottom: float = 0.55
 
     @property
     def width(self) -> float:
-        return self.left + self.plot + self.right
+        return self.left + self.plot_width + self.right
 
     @property
     def height(self) -> float:
-        panel = self.gap + self.memory if self.memory else 0.0
-        return self.top + self.lanes + panel + self.foot
+        panel = self.gap + self.memory_height if self.memory_height else 0.0
+        return self.top + self.lanes_height + panel + self.bottom
 
 
-def _sheet(timeline: Timeline, memory: bool, title: str | None) -> _Sheet:
+def _layout_timeline(timeline: Timeline, memory: bool, title: str | None) -> _TimelineLayout:
     ranks = max(timeline.ranks, 1)
-    makespan, shortest = timeline.makespan or 1.0, palette.shortest(timeline)
+    makespan, shortest = timeline.makespan or 1.0, palette.shortest_drawn_action(timeline)
     plot = min(14.5, max(6.5, 0.26 * makespan / shortest))
     row, strip = min(0.36, 9 / ranks), min(max(0.36, 1 / ranks), 6 / ranks)
-    fitting = (plot / makespan * shortest - 0.04) / (DIGIT * _digits(timeline))
-    return _Sheet(
-        second=plot / makespan,
-        plot=plot,
-        row=row,
-        strip=strip,
+    fitting = (plot / makespan * shortest - 0.04) / (DIGIT_WIDTH * _max_digits(timeline))
+    return _TimelineLayout(
+        inches_per_second=plot / makespan,
+        plot_width=plot,
+        row_height=row,
+        strip_height=strip,
         top=0.7 if title is None else 1.0,
-        lanes=row * ranks,
-        memory=strip * ranks if memory else 0.0,
-        font=min(8.5, 30 * row, max(5.0, fitting)),
+        lanes_height=row * ranks,
+        memory_height=strip * ranks if memory else 0.0,
+        font_size=min(8.5, 30 * row, max(5.0, fitting)),
     )
 
 
-def _digits(timeline: Timeline) -> int:
+def _max_digits(timeline: Timeline) -> int:
     """Of the largest micro-batch."""
     return len(str(max(timeline.program.schedule.chunks - 1, 0)))
 
 
-def _axes(figure: Figure, sheet: _Sheet, top: float, height: float) -> Axes:
+def _add_panel(figure: Figure, layout: _TimelineLayout, top: float, height: float) -> Axes:
     """A panel that starts `top` inches below the sheet's upper edge."""
-    low = sheet.height - top - height
-    across = (sheet.left / sheet.width, sheet.plot / sheet.width)
-    return figure.add_axes((across[0], low / sheet.height, across[1], height / sheet.height))
+    low = layout.height - top - height
+    across = (layout.left / layout.width, layout.plot_width / layout.width)
+    return figure.add_axes((across[0], low / layout.height, across[1], height / layout.height))
 
 
-def _frame(axes: Axes, timeline: Timeline, label: str, row: float) -> None:
+def _set_scales(axes: Axes, timeline: Timeline, label: str, row_height: float) -> None:
     """The scales of a panel with a row of so many inches for each rank."""
     axes.set_xlim(0, timeline.makespan or 1)
-    unit = palette.unit(timeline.makespan)
+    unit = palette.choose_time_unit(timeline.makespan)
     if unit.name:
-        axes.xaxis.set_major_formatter(lambda time, _: palette.number(time * unit.a_second))
+        axes.xaxis.set_major_formatter(
+            lambda time, _: palette.format_number(time * unit.per_second)
+        )
     axes.set_ylim(max(timeline.ranks, 1) - 0.5, -0.5)
     axes.set_ylabel(label)
-    every = 2 ** ceil(log2(max(0.15 / row, 1)))
+    every = 2 ** ceil(log2(max(0.15 / row_height, 1)))
     axes.set_yticks(range(0, timeline.ranks, every))
 
 
-def _header(figure: Figure, sheet: _Sheet, timeline: Timeline, title: str | None) -> None:
-    left = sheet.left / sheet.width
+def _draw_header(
+    figure: Figure, layout: _TimelineLayout, timeline: Timeline, title: str | None
+) -> None:
+    left = layout.left / layout.width
     if title is not None:
-        figure.text(left, 1 - 0.3 / sheet.height, title, size=12, weight="bold", color=DARK)
-    below = 1 - (sheet.top - 0.45) / sheet.height
-    figure.text(left, below, palette.caption(timeline), size=9, color=FAINT)
+        figure.text(left, 1 - 0.3 / layout.height, title, size=12, weight="bold", color=DARK)
+    below = 1 - (layout.top - 0.45) / layout.height
+    figure.text(left, below, palette.format_caption(timeline), size=9, color=FAINT)
 
 
-def _legend(figure: Figure, sheet: _Sheet, timeline: Timeline, skips: bool) -> None:
+def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, skips: bool) -> None:
     """Only what is in the picture."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     schedule = timeline.program.schedule
-    used = {span.action.op for span in _visible(timeline) if isinstance(span.action, Compute)}
+    used = {span.action.op for span in _visible_spans(timeline) if isinstance(span.action, Compute)}
     ops = [op for op in Op if op in used]
-    entries: dict[str, Any] = {palette.WORDS[op]: Patch(color=palette.SHADES[op][0]) for op in ops}
-    if palette.crowded(schedule) and ops:
+    entries: dict[str, Any] = {
+        palette.OP_NAMES[op]: Patch(color=palette.SHADES[op][0]) for op in ops
+    }
+    if palette.has_shared_ranks(schedule) and ops:
         shades = tuple(Patch(color=shade) for shade in palette.SHADES[ops[0]])
         entries["a rank's stages, alternating"] = shades
     if schedule.overlaps:
@@ -168,23 +176,25 @@ def _legend(figure: Figure, sheet: _Sheet, timeline: Timeline, skips: bool) -> N
     figure.legend(
         entries.values(),
         entries.keys(),
-        bbox_to_anchor=(sheet.left / sheet.width, 1 - (sheet.top - 0.2) / sheet.height),
+        bbox_to_anchor=(layout.left / layout.width, 1 - (layout.top - 0.2) / layout.height),
         ncols=max(len(entries), 1),
         handletextpad=0.5,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        **LEGEND,
+        **LEGEND_STYLE,
     )
 
 
 # ---- the lanes ----------------------------------------------------------------------------
 
 
-def _visible(timeline: Timeline) -> Iterator[Span]:
+def _visible_spans(timeline: Timeline) -> Iterator[Span]:
     """Those that have a width."""
     return (span for lane in timeline.computes for span in lane if span.end > span.start)
 
 
-def _paint(axes: Axes, outline: Outline, fill: str, edge: str, width: float, alpha: float) -> None:
+def _draw_path(
+    axes: Axes, outline: Outline, fill: str, edge: str, width: float, alpha: float
+) -> None:
     from matplotlib.patches import PathPatch
 
     patch = PathPatch(outline, facecolor=fill, edgecolor=edge, linewidth=width, alpha=alpha)
@@ -192,53 +202,55 @@ def _paint(axes: Axes, outline: Outline, fill: str, edge: str, width: float, alp
     axes.add_artist(patch)
 
 
-def _paint_boxes(axes: Axes, rects: Iterable[Rect], fill: str, edge: str, width: float) -> None:
+def _draw_boxes(axes: Axes, rects: Iterable[Rect], fill: str, edge: str, width: float) -> None:
     """Many boxes as one path."""
     from matplotlib.path import Path as Outline
 
     corners: list[Point] = []
     for left, right, rank in rects:
-        low, high = rank - HALF, rank + HALF
+        low, high = rank - HALF_BOX_HEIGHT, rank + HALF_BOX_HEIGHT
         corners += [(left, low), (right, low), (right, high), (left, high), (left, low)]
     box = [Outline.MOVETO, *3 * [Outline.LINETO], Outline.CLOSEPOLY]
     if corners:
-        _paint(axes, Outline(corners, box * (len(corners) // 5)), fill, edge, width, alpha=1.0)
+        _draw_path(axes, Outline(corners, box * (len(corners) // 5)), fill, edge, width, alpha=1.0)
 
 
-def _lanes(axes: Axes, sheet: _Sheet, timeline: Timeline, skips: bool) -> None:
-    _frame(axes, timeline, "rank", sheet.row)
+def _draw_lanes(axes: Axes, layout: _TimelineLayout, timeline: Timeline, skips: bool) -> None:
+    _set_scales(axes, timeline, "rank", layout.row_height)
     rows = [(0.0, timeline.makespan, rank) for rank in range(timeline.ranks)]
-    _paint_boxes(axes, rows, IDLE, "none", 0.0)
-    colours = palette.colours(timeline.program.schedule)
+    _draw_boxes(axes, rows, IDLE, "none", 0.0)
+    colours = palette.stage_colours(timeline.program.schedule)
     groups: dict[str, list[Span]] = {}
-    for span in _visible(timeline):
+    for span in _visible_spans(timeline):
         assert isinstance(span.action, Compute)
         groups.setdefault(colours[span.action.op, span.action.stage], []).append(span)
     # An edge around boxes of a pixel or two would leave nothing of them.
-    edge = 0.7 if palette.shortest(timeline) * sheet.second > 0.055 else 0.0
+    edge = (
+        0.7 if palette.shortest_drawn_action(timeline) * layout.inches_per_second > 0.055 else 0.0
+    )
     for colour, spans in sorted(groups.items()):
         rects = [(span.start, span.end, span.rank) for span in spans]
-        _paint_boxes(axes, rects, colour, "white", edge)
-        _write_numbers(axes, sheet, timeline, spans, palette.ink(colour))
-    _paint_overlaps(axes, timeline)
+        _draw_boxes(axes, rects, colour, "white", edge)
+        _draw_microbatch_numbers(axes, layout, timeline, spans, palette.contrasting_ink(colour))
+    _draw_overlaps(axes, timeline)
     if skips:
-        _paint_skips(axes, sheet, timeline)
+        _draw_skips(axes, layout, timeline)
 
 
-def _write_numbers(
-    axes: Axes, sheet: _Sheet, timeline: Timeline, spans: Sequence[Span], colour: str
+def _draw_microbatch_numbers(
+    axes: Axes, layout: _TimelineLayout, timeline: Timeline, spans: Sequence[Span], colour: str
 ) -> None:
     """The micro-batch, in each box that would hold even the longest number."""
-    room = DIGIT * sheet.font * _digits(timeline)
-    look = {"size": sheet.font, "color": colour, "ha": "center", "va": "center_baseline"}
+    room = DIGIT_WIDTH * layout.font_size * _max_digits(timeline)
+    look = {"size": layout.font_size, "color": colour, "ha": "center", "va": "center_baseline"}
     for span in spans:
         assert isinstance(span.action, Compute)
-        if (span.end - span.start) * sheet.second >= room and sheet.font >= 4:
+        if (span.end - span.start) * layout.inches_per_second >= room and layout.font_size >= 4:
             middle = (span.start + span.end) / 2
             axes.text(middle, span.rank, str(span.action.microbatch), look)
 
 
-def _paint_overlaps(axes: Axes, timeline: Timeline) -> None:
+def _draw_overlaps(axes: Axes, timeline: Timeline) -> None:
     """One outline around each two actions that may run at the same time."""
     spans = {span.action: span for lane in timeline.computes for span in lane}
     rects: list[Rect] = []
@@ -246,66 +258,70 @@ def _paint_overlaps(axes: Axes, timeline: Timeline) -> None:
         if pair[0] in spans and pair[1] in spans:
             one, two = (spans[action] for action in pair)
             rects.append((min(one.start, two.start), max(one.end, two.end), one.rank))
-    _paint_boxes(axes, sorted(rects), "none", DARK, 1.1)
+    _draw_boxes(axes, sorted(rects), "none", DARK, 1.1)
 
 
-def _paint_skips(axes: Axes, sheet: _Sheet, timeline: Timeline) -> None:
+def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None:
     """Messages between stages that are no neighbours: activations over fainter gradients."""
     from matplotlib.path import Path as Outline
 
-    skips = [d for d in palette.deliveries(timeline) if abs(d.message.dst - d.message.src) > 1]
+    skips = [
+        d for d in palette.find_sent_messages(timeline) if abs(d.message.dst - d.message.src) > 1
+    ]
     for forward, strength in ((False, 0.4), (True, 1.0)):
-        arcs = [_arc(sheet, d) for d in skips if (d.message.src < d.message.dst) == forward]
+        arcs = [_skip_curve(layout, d) for d in skips if (d.message.src < d.message.dst) == forward]
         if arcs:
             bezier = [Outline.MOVETO, *3 * [Outline.CURVE4]]
             outline = Outline([point for arc in arcs for point in arc], bezier * len(arcs))
-            _paint(axes, outline, "none", "white", 2.6, 0.6 * strength)
-            _paint(axes, outline, "none", DARK, 1.0, strength)
+            _draw_path(axes, outline, "none", "white", 2.6, 0.6 * strength)
+            _draw_path(axes, outline, "none", DARK, 1.0, strength)
             times, heights = zip(*(arc[-1] for arc in arcs), strict=True)
             axes.plot(times, heights, ">", color=DARK, ms=4.5, mew=0, alpha=strength)
 
 
-def _arc(sheet: _Sheet, delivery: Delivery) -> list[Point]:
+def _skip_curve(layout: _TimelineLayout, sent: SentMessage) -> list[Point]:
     """From corner to corner. It leaves and arrives between the rows, where it hides no number."""
-    _, maker, user = delivery
+    _, maker, user = sent
     # Between neighbours that would be a flat line, so there it keeps closer to the middle.
     half = 0.46 if abs(maker.rank - user.rank) > 1 else 0.2
     half = half if maker.rank < user.rank else -half
     near, far = maker.rank + half, user.rank - half
     start, end = maker.end, user.start
-    bend = max((end - start) / 2, 0.12 / sheet.second)
+    bend = max((end - start) / 2, 0.12 / layout.inches_per_second)
     return [(start, near), (start + bend, near), (end - bend, far), (end, far)]
 
 
 # ---- the memory panel ---------------------------------------------------------------------
 
 
-def _memory(axes: Axes, sheet: _Sheet, timeline: Timeline) -> None:
+def _draw_memory(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None:
     from matplotlib.path import Path as Outline
 
-    _frame(axes, timeline, "live activations", sheet.strip)
-    scale = 2 * HALF / (max(timeline.peak, default=0.0) or 1.0)
-    dip = 0.03 / sheet.second
-    curves = [Outline(_curve(timeline, rank, scale, dip)) for rank in range(timeline.ranks)]
+    _set_scales(axes, timeline, "live activations", layout.strip_height)
+    scale = 2 * HALF_BOX_HEIGHT / (max(timeline.peak, default=0.0) or 1.0)
+    dip = 0.03 / layout.inches_per_second
+    curves = [Outline(_memory_curve(timeline, rank, scale, dip)) for rank in range(timeline.ranks)]
     if curves:
-        width = min(0.7, 2 * sheet.strip)
-        _paint(axes, Outline.make_compound_path(*curves), FILL, FAINT, width, alpha=1.0)
+        width = min(0.7, 2 * layout.strip_height)
+        _draw_path(axes, Outline.make_compound_path(*curves), FILL, FAINT, width, alpha=1.0)
     beside = axes.get_yaxis_transform()
-    axes.text(1.01, 1 + 0.08 / sheet.memory, "peak", transform=axes.transAxes, size=8, color=FAINT)
+    axes.text(
+        1.01, 1 + 0.08 / layout.memory_height, "peak", transform=axes.transAxes, size=8, color=FAINT
+    )
     for rank in axes.get_yticks():
-        peak = palette.number(timeline.peak[round(rank)])
+        peak = palette.format_number(timeline.peak[round(rank)])
         axes.text(1.01, rank, peak, transform=beside, size=8, color=DARK, va="center_baseline")
 
 
-def _curve(timeline: Timeline, rank: int, scale: float, dip: float) -> list[Point]:
+def _memory_curve(timeline: Timeline, rank: int, scale: float, min_gap: float) -> list[Point]:
     """The corners of one rank's strip, without the dips between actions, as far as too narrow."""
-    floor = level = rank + HALF
+    floor = level = rank + HALF_BOX_HEIGHT
     corners = [(0.0, floor)]
     # A dict keeps the last size of each moment, the one that stays.
     points = list(dict(timeline.memory(rank)).items())
     for at, (time, size) in enumerate(points):
         later, after = points[min(at + 1, len(points) - 1)]
-        if later - time < dip and after > size:
+        if later - time < min_gap and after > size:
             continue
         before, level = level, floor - size * scale
         if level != before:

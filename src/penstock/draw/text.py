@@ -11,14 +11,22 @@ from itertools import pairwise
 from math import ceil, floor, remainder
 from typing import NamedTuple
 
-from penstock.draw.palette import caption, colours, crowded, from_zero, ink, shortest, unit
+from penstock.draw.palette import (
+    choose_time_unit,
+    contrasting_ink,
+    format_caption,
+    has_shared_ranks,
+    shift_to_zero,
+    shortest_drawn_action,
+    stage_colours,
+)
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.ir import Compute
 from penstock.timeline import Timeline
 
-MOST_BANDS = 6
-NARROWEST = 24  # columns of a band
-IDLE = "·"
+MAX_BANDS = 6
+MIN_BAND_WIDTH = 24  # columns of a band
+IDLE_CHARACTER = "·"
 
 # Writes a piece of a box, given the action it belongs to.
 Paint = Callable[[str, Compute], str]
@@ -32,7 +40,7 @@ class _Box(NamedTuple):
     action: Compute
     label: str
 
-    def face(self, start: int, end: int) -> str:
+    def render(self, start: int, end: int) -> str:
         """The part from `start` up to `end`: label, a line for as long as it lasts, a blank.
 
         A label that is cut short would name another micro-batch. So it stands in the first part
@@ -61,36 +69,38 @@ def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
     digits = len(str(timeline.ranks - 1))
     heads = [f"rank {rank:<{digits}}  " for rank in range(timeline.ranks)]
     margin = len("rank   ") + digits
-    if width < margin + NARROWEST:
+    if width < margin + MIN_BAND_WIDTH:
         raise ArgumentError(
-            f"width is {width}, too narrow to draw in: give at least {margin + NARROWEST}"
+            f"width is {width}, too narrow to draw in: give at least {margin + MIN_BAND_WIDTH}"
         )
-    timeline = from_zero(timeline)
-    grid = _grid(timeline)
-    lanes = _boxes(timeline, grid)
+    timeline = shift_to_zero(timeline)
+    grid = _choose_grid(timeline)
+    lanes = _build_boxes(timeline, grid)
     columns = max((lane[-1].end for lane in lanes if lane), default=0)
-    cuts = _cuts(lanes, columns, width - margin, grid.step)
+    cuts = _choose_band_edges(lanes, columns, width - margin, grid.quantum_columns)
     paint = _painter(timeline) if color else _plain
     lines: list[str] = []
     for left, right in pairwise(cuts):
         if columns > cuts[1]:
-            lines.append(f"{'':{margin}}t = {unit(timeline.makespan).said(left / grid.scale)}")
+            lines.append(
+                f"{'':{margin}}t = {choose_time_unit(timeline.makespan).format(left / grid.scale)}"
+            )
         for head, lane in zip(heads, lanes, strict=True):
-            lines.append((head + _row(lane, left, right, paint)).rstrip())
+            lines.append((head + _render_row(lane, left, right, paint)).rstrip())
     left_out = (columns - cuts[-1]) / grid.scale
     hidden = sum(map(len, timeline.computes)) - sum(map(len, lanes))
-    return "\n".join([*lines, *_remarks(timeline, left_out, hidden)])
+    return "\n".join([*lines, *_footer_lines(timeline, left_out, hidden)])
 
 
-def _remarks(timeline: Timeline, left_out: float, hidden: int) -> Iterator[str]:
+def _footer_lines(timeline: Timeline, left_out: float, hidden: int) -> Iterator[str]:
     """The lines under the rows."""
     if left_out:
-        said = unit(timeline.makespan).said
+        said = choose_time_unit(timeline.makespan).format
         share = f"{said(left_out)} of {said(timeline.makespan)}"
         yield f"the last {share} is left out: give a larger width, or save a picture"
     if hidden:
         yield f"{hidden} {'actions are' if hidden > 1 else 'action is'} too short to draw"
-    yield caption(timeline)
+    yield format_caption(timeline)
 
 
 # ---- from seconds to columns --------------------------------------------------------------
@@ -100,36 +110,36 @@ class _Grid(NamedTuple):
     """`scale` columns a second; time goes in steps of `step` columns."""
 
     scale: float
-    step: int
+    quantum_columns: int
 
     def column(self, seconds: float) -> int:
         # Halves always up, so that equal lengths are equally wide.
         return floor(seconds * self.scale + 0.5 + 1e-6)
 
 
-def _label(action: Compute, full: bool) -> str:
-    return str(action) if full else f"{action.op.value}{action.microbatch}"
+def _action_label(action: Compute, with_stage: bool) -> str:
+    return str(action) if with_stage else f"{action.op.value}{action.microbatch}"
 
 
-def _grid(timeline: Timeline) -> _Grid:
+def _choose_grid(timeline: Timeline) -> _Grid:
     """Such that each box holds its label, with whole columns for each quantum of time if any."""
-    full = crowded(timeline.program.schedule)
-    least = shortest(timeline)
+    full = has_shared_ranks(timeline.program.schedule)
+    least = shortest_drawn_action(timeline)
     scale = 1 / least
     for lane in timeline.computes:
         for span in lane:
             assert isinstance(span.action, Compute)
             seconds = span.end - span.start
             if seconds >= least:
-                scale = max(scale, (len(_label(span.action, full)) + 1) / seconds)
-    quantum = _quantum(timeline, least)
+                scale = max(scale, (len(_action_label(span.action, full)) + 1) / seconds)
+    quantum = _find_quantum(timeline, least)
     if not quantum:
-        return _Grid(scale, step=1)
+        return _Grid(scale, quantum_columns=1)
     step = ceil(scale * quantum - 1e-6)
     return _Grid(step / quantum, step)
 
 
-def _quantum(timeline: Timeline, least: float) -> float:
+def _find_quantum(timeline: Timeline, least: float) -> float:
     """What every start and end is a multiple of; 0 if that is next to nothing."""
     quantum = least
     for lane in timeline.computes:
@@ -143,9 +153,9 @@ def _quantum(timeline: Timeline, least: float) -> float:
     return quantum
 
 
-def _boxes(timeline: Timeline, grid: _Grid) -> list[list[_Box]]:
+def _build_boxes(timeline: Timeline, grid: _Grid) -> list[list[_Box]]:
     """The boxes of each rank, in order and side by side; what has no width is not among them."""
-    full = crowded(timeline.program.schedule)
+    full = has_shared_ranks(timeline.program.schedule)
     lanes: list[list[_Box]] = []
     for spans in timeline.computes:
         boxes: list[_Box] = []
@@ -155,7 +165,7 @@ def _boxes(timeline: Timeline, grid: _Grid) -> list[list[_Box]]:
             start = max(free, grid.column(span.start))
             end = grid.column(span.end)
             if end > start:
-                boxes.append(_Box(start, end, span.action, _label(span.action, full)))
+                boxes.append(_Box(start, end, span.action, _action_label(span.action, full)))
                 free = end
         lanes.append(boxes)
     return lanes
@@ -164,33 +174,37 @@ def _boxes(timeline: Timeline, grid: _Grid) -> list[list[_Box]]:
 # ---- from columns to lines ----------------------------------------------------------------
 
 
-def _cuts(lanes: Sequence[Sequence[_Box]], columns: int, room: int, step: int) -> list[int]:
+def _choose_band_edges(
+    lanes: Sequence[Sequence[_Box]], columns: int, band_width: int, quantum_columns: int
+) -> list[int]:
     """Where the bands begin and end: where they tear the fewest boxes, and labels least of all."""
-    drawn = min(columns, MOST_BANDS * room)
+    drawn = min(columns, MAX_BANDS * band_width)
     harm = [0] * (drawn + 1)
     for lane in lanes:
         for box in lane:
             for column in range(box.start + 1, min(box.end, drawn + 1)):
                 harm[column] += 1 if column - box.start >= len(box.label) else 1000
     cuts = [0]
-    while cuts[-1] + room < columns and len(cuts) <= MOST_BANDS:
-        last = cuts[-1] + room
-        last -= last % step
-        cuts.append(min(range(last, last - room // 3, -step), key=harm.__getitem__))
-    return cuts if len(cuts) > MOST_BANDS else [*cuts, columns]
+    while cuts[-1] + band_width < columns and len(cuts) <= MAX_BANDS:
+        last = cuts[-1] + band_width
+        last -= last % quantum_columns
+        cuts.append(
+            min(range(last, last - band_width // 3, -quantum_columns), key=harm.__getitem__)
+        )
+    return cuts if len(cuts) > MAX_BANDS else [*cuts, columns]
 
 
-def _row(lane: Sequence[_Box], left: int, right: int, paint: Paint) -> str:
+def _render_row(lane: Sequence[_Box], left: int, right: int, paint: Paint) -> str:
     """One rank's columns from `left` up to `right`."""
     pieces = []
     at = left
     for box in lane:
         start, end = max(left, box.start), min(right, box.end)
         if start < end:
-            pieces.append(IDLE * (start - at))
-            pieces.append(paint(box.face(start, end), box.action))
+            pieces.append(IDLE_CHARACTER * (start - at))
+            pieces.append(paint(box.render(start, end), box.action))
             at = end
-    return "".join([*pieces, IDLE * (right - at)])
+    return "".join([*pieces, IDLE_CHARACTER * (right - at)])
 
 
 def _plain(piece: str, action: Compute) -> str:
@@ -205,8 +219,8 @@ def _painter(timeline: Timeline) -> Paint:
     except ImportError:
         raise MissingExtra("rich", "cli", "text in colour") from None
     styles = {
-        key: Style(color=ink(colour), bgcolor=colour)
-        for key, colour in colours(timeline.program.schedule).items()
+        key: Style(color=contrasting_ink(colour), bgcolor=colour)
+        for key, colour in stage_colours(timeline.program.schedule).items()
     }
 
     def paint(piece: str, action: Compute) -> str:

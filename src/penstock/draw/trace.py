@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.draw.palette import deliveries, from_zero
+from penstock.draw.palette import find_sent_messages, shift_to_zero
 from penstock.ir import Compute
 from penstock.timeline import Timeline
 
@@ -20,11 +20,11 @@ Event = dict[str, Any]  # a JSON object
 
 def trace(timeline: Timeline) -> dict[str, Any]:
     """The whole trace, ready for `json.dump`. Time zero is the timeline's start."""
-    timeline = from_zero(timeline)
+    timeline = shift_to_zero(timeline)
     events = [*_slices(timeline), *_arrows(timeline), *_counters(timeline)]
     # The sort is stable: an arrow comes after the slice that starts with it, and so binds to it.
     events.sort(key=lambda event: float(event["ts"]))
-    return {"traceEvents": [*_names(timeline), *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*_thread_names(timeline), *events], "displayTimeUnit": "ms"}
 
 
 def write_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
@@ -37,7 +37,7 @@ def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _names(timeline: Timeline) -> Iterator[Event]:
+def _thread_names(timeline: Timeline) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}}
     for rank in range(timeline.ranks):
         thread = {"ph": "M", "pid": 0, "tid": rank}
@@ -64,7 +64,7 @@ def _slices(timeline: Timeline) -> Iterator[Event]:
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
     """From the slice that made a message to the slice that used it."""
-    for number, (message, maker, user) in enumerate(deliveries(timeline)):
+    for number, (message, maker, user) in enumerate(find_sent_messages(timeline)):
         arrow = {"name": str(message), "cat": "message", "id": number, "pid": 0}
         start, end = _micros(maker.start), _micros(maker.end)
         # A slice ends just before its end; at that moment the arrow would leave from the next.

@@ -11,30 +11,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.gradients.shards import Group, local
+from penstock.gradients.shards import AnyProcessGroup, to_local
 
 BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
-class Line:
+class ReplicaGroup:
     """The processes that have the same stages in copies of a pipe, by their ranks in the world.
 
     `waiting` is told before each wait for them, and what for.
     """
 
-    group: Group
-    members: frozenset[int]
-    waiting: Callable[[str], object]
+    process_group: AnyProcessGroup
+    global_ranks: frozenset[int]
+    on_wait: Callable[[str], object]
 
 
-def _nothing() -> None:
+def _ignore_wait() -> None:
     pass
 
 
 @torch.no_grad()
-def average(
-    parameters: Iterable[nn.Parameter], group: Group, waiting: Callable[[], object] = _nothing
+def average_gradients(
+    parameters: Iterable[nn.Parameter],
+    group: AnyProcessGroup,
+    on_wait: Callable[[], object] = _ignore_wait,
 ) -> None:
     """Make each `.grad` the mean of those of all ranks of the group.
 
@@ -46,19 +48,19 @@ def average(
         return
     wanted = list(dict.fromkeys(p for p in parameters if p.requires_grad))
     _check_dense(wanted)
-    buckets = [_Bucket(those) for those in _buckets(wanted)]
+    buckets = [_Bucket(those) for those in _group_into_buckets(wanted)]
     for bucket in buckets:  # each is sent while the next is filled
-        bucket.send(group)
+        bucket.start_all_reduce(group)
     for bucket in buckets:
-        waiting()
-        bucket.take_back()
+        on_wait()
+        bucket.finish_all_reduce()
 
 
 @torch.no_grad()
-def give_firsts(tensors: Iterable[Tensor], group: Group) -> None:
+def broadcast_from_first(tensors: Iterable[Tensor], group: AnyProcessGroup) -> None:
     """Give every rank of the group what its first has."""
     alike: dict[Any, list[Tensor]] = {}
-    for part in map(local, tensors):
+    for part in map(to_local, tensors):
         if part.numel():
             alike.setdefault((part.device, part.dtype), []).append(part)
     for those in alike.values():
@@ -77,21 +79,21 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
             )
 
 
-def _kind(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
+def _bucket_key(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
     """Of its gradient, whether it has one or not: all ranks must come to the same."""
     asked: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.device, asked or parameter.dtype
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Those of one kind together, up to some size."""
     full: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
-        kind = _kind(parameter)
+        kind = _bucket_key(parameter)
         those, size = filling.pop(kind, ([], 0))
         those.append(parameter)
-        size += local(parameter).numel() * kind[1].itemsize
+        size += to_local(parameter).numel() * kind[1].itemsize
         if size >= BUCKET_BYTES:
             full.append(those)
         else:
@@ -104,31 +106,37 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        sizes = [local(parameter).numel() for parameter in parameters]
-        device, dtype = _kind(parameters[0])
+        sizes = [to_local(parameter).numel() for parameter in parameters]
+        device, dtype = _bucket_key(parameters[0])
         flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
-        *parts, self._there = flat.split([*sizes, len(sizes)])
-        self._parts = [part.view(local(p).shape) for part, p in zip(parts, parameters, strict=True)]
+        *parts, self._presence_flags = flat.split([*sizes, len(sizes)])
+        self._gradient_views = [
+            part.view(to_local(p).shape) for part, p in zip(parts, parameters, strict=True)
+        ]
         self._flat = flat
 
-    def send(self, group: Group) -> None:
+    def start_all_reduce(self, group: AnyProcessGroup) -> None:
         """Fill it, and begin to add those of all ranks."""
-        pairs = list(zip(self._parts, self._parameters, strict=True))
+        pairs = list(zip(self._gradient_views, self._parameters, strict=True))
         for part, parameter in pairs:
             if parameter.grad is not None:
-                part.copy_(local(parameter.grad))
+                part.copy_(to_local(parameter.grad))
         there = [parameter.grad is not None for parameter in self._parameters]
         self._flat.mul_(1 / group.size())
-        self._there.copy_(torch.tensor(there, dtype=self._flat.dtype))
+        self._presence_flags.copy_(torch.tensor(there, dtype=self._flat.dtype))
         summed = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._work: Any = group.allreduce([summed])
 
-    def take_back(self) -> None:
+    def finish_all_reduce(self) -> None:
         """Wait for it, and put the means where they belong."""
         self._work.wait()
-        for at, (part, parameter) in enumerate(zip(self._parts, self._parameters, strict=True)):
+        for at, (part, parameter) in enumerate(
+            zip(self._gradient_views, self._parameters, strict=True)
+        ):
             if parameter.grad is not None:
-                local(parameter.grad).copy_(part)
-            elif self._there[at] != 0:  # to ask is to wait for it, but who has one need not
+                to_local(parameter.grad).copy_(part)
+            elif (
+                self._presence_flags[at] != 0
+            ):  # to ask is to wait for it, but who has one need not
                 parameter.grad = torch.zeros_like(parameter)
-                local(parameter.grad).copy_(part)
+                to_local(parameter.grad).copy_(part)

@@ -14,17 +14,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ArgumentError, RunError
-from penstock.launch.launched import Launched, device_of, identity_of, interface_for, launched
-from penstock.launch.meeting import Met, meet, open_store, told
+from penstock.launch.launched import (
+    RankEnv,
+    find_network_interface,
+    get_gpu_uuid,
+    read_rank_env,
+    select_device,
+)
+from penstock.launch.meeting import JoinedRanks, join_rendezvous, open_store, wait_for_keys
 
-START = 300.0  # seconds in which all ranks must have started
-FAREWELL = 10.0  # seconds that the rank with the store stays for the others
+START_TIMEOUT = 300.0  # seconds in which all ranks must have started
+EXIT_TIMEOUT = 10.0  # seconds that the rank with the store stays for the others
 # Seconds for gloo's threads to let go of their last tensors. They need the interpreter for it, and
 # where it has ended meanwhile, the process aborts. A mesh keeps its group, and so those threads.
-LAST_WORK = 0.05
+GLOO_DRAIN_SECONDS = 0.05
 
-_NCCL = "cpu:gloo,cuda:nccl"
-_mine: list[tuple[Launched, Met]] = []  # of the group that `init` has made
+_NCCL_BACKEND = "cpu:gloo,cuda:nccl"
+_initialized: list[tuple[RankEnv, JoinedRanks]] = []  # of the group that `init` has made
 
 
 def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = None) -> DeviceMesh:
@@ -41,10 +47,10 @@ def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = Non
     if not dist.is_available():
         raise RunError("this build of torch has no torch.distributed: install one that has it")
     if not dist.is_initialized():
-        here = launched()
-        _check_replicas(dp, here.size)
-        _join(here, backend, timeout)
-    elif _mine:
+        here = read_rank_env()
+        _check_replicas(dp, here.world_size)
+        _init_process_group(here, backend, timeout)
+    elif _initialized:
         raise RunError("penstock.init() was called before in this process: keep the mesh it gave")
     else:
         _check_replicas(dp, dist.get_world_size())
@@ -55,66 +61,74 @@ def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = Non
     return init_device_mesh(kind, (dp, size // dp), mesh_dim_names=("dp", "pp"))
 
 
-def _check_replicas(dp: Any, size: int) -> None:
+def _check_replicas(dp: Any, world_size: int) -> None:
     if not isinstance(dp, int) or isinstance(dp, bool) or dp < 1:
         raise ArgumentError(f"dp is a whole number of pipes from 1 up, not {dp!r}")
-    if size % dp:
-        fit = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    if world_size % dp:
+        fit = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ArgumentError(
-            f"{size} ranks do not make {dp} pipes of equal length: dp may be {fit}; for dp={dp} "
-            f"start {size + dp - size % dp} ranks"
+            f"{world_size} ranks do not make {dp} pipes of equal length: dp may be {fit}; for dp={dp} "
+            f"start {world_size + dp - world_size % dp} ranks"
         )
 
 
-def _join(here: Launched, backend: str | None, timeout: float | None) -> None:
+def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None) -> None:
     """Make the group."""
-    device = device_of(here)
-    met = meet(open_store(here, START), here.rank, here.size, identity_of(device), START)
-    missing = met.missing(here.size)
+    device = select_device(env)
+    met = join_rendezvous(
+        open_store(env, START_TIMEOUT),
+        env.rank,
+        env.world_size,
+        get_gpu_uuid(device),
+        START_TIMEOUT,
+    )
+    missing = met.find_missing(env.world_size)
     if missing:
         raise RunError(
-            f"of {here.size} ranks, {', '.join(map(str, missing))} did not start within "
-            f"{START:g} s: look at what they print, and run  torchrun ... -m penstock doctor"
+            f"of {env.world_size} ranks, {', '.join(map(str, missing))} did not start within "
+            f"{START_TIMEOUT:g} s: look at what they print, and run  torchrun ... -m penstock doctor"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    prepare_gloo(here)
-    backend = backend or backend_for(list(met.words.values()))
+    set_gloo_interface(env)
+    backend = backend or choose_backend(list(met.rank_info.values()))
     dist.init_process_group(
         backend,
         store=met.store,
-        rank=here.rank,
-        world_size=here.size,
+        rank=env.rank,
+        world_size=env.world_size,
         timeout=None if timeout is None else timedelta(seconds=timeout),
     )
-    _mine[:] = [(here, met)]
-    atexit.register(_leave)
+    _initialized[:] = [(env, met)]
+    atexit.register(_shut_down)
 
 
-def backend_for(gpus: list[str]) -> str:
+def choose_backend(gpu_uuids: list[str]) -> str:
     """NCCL refuses two ranks on one GPU; then, and without GPUs, it is gloo."""
-    alone = all(gpus) and len(set(gpus)) == len(gpus)
-    return _NCCL if alone and dist.is_nccl_available() else "gloo"
+    alone = all(gpu_uuids) and len(set(gpu_uuids)) == len(gpu_uuids)
+    return _NCCL_BACKEND if alone and dist.is_nccl_available() else "gloo"
 
 
-def prepare_gloo(here: Launched) -> None:
+def set_gloo_interface(env: RankEnv) -> None:
     """Name the interface, if nobody has: also for groups that are made later."""
-    found = interface_for(here)
+    found = find_network_interface(env)
     if found is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
 
 
-def _leave() -> None:
+def _shut_down() -> None:
     """At the end of the process; after an error at once, as peers may be gone and never answer."""
-    time.sleep(LAST_WORK)
+    time.sleep(GLOO_DRAIN_SECONDS)
     failed = hasattr(sys, "last_value")
-    if failed or not _mine or not dist.is_initialized():
+    if failed or not _initialized or not dist.is_initialized():
         return
-    here, met = _mine.pop()
+    here, met = _initialized.pop()
     dist.destroy_process_group()
-    if here.has_store:
+    if here.launcher_has_store:
         return
     if here.rank:
         met.store.set(f"left/{here.rank}", "")
     else:
-        told(met.store, [f"left/{other}" for other in range(1, here.size)], FAREWELL)
+        wait_for_keys(
+            met.store, [f"left/{other}" for other in range(1, here.world_size)], EXIT_TIMEOUT
+        )

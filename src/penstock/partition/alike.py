@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.forward.trees import Itself
+from penstock.partition.forward.trees import IdentityKey
 
-_WHICH_ONE = re.compile(r"(^|_)(idx|index|id|number|name)$")
-_OF_TORCH = frozenset(vars(nn.Module()))  # hooks, and what is named below
+_IDENTITY_ATTRIBUTE = re.compile(r"(^|_)(idx|index|id|number|name)$")
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))  # hooks, and what is named below
 
 
-def alike(
+def build_cost_key(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Hashable:
     """A key: if it is the same for two calls, one measurement does for both.
@@ -34,76 +34,91 @@ def alike(
     False
     """
     known: dict[int, int] = {}  # modules that were met, by id
-    parts = tuple(_module(name, part, known) for name, part in module.named_modules())
-    return parts, _value(tuple(args), set()), _value(dict(kwargs or {}), set())
+    parts = tuple(_fingerprint_module(name, part, known) for name, part in module.named_modules())
+    return (
+        parts,
+        _fingerprint_value(tuple(args), set()),
+        _fingerprint_value(dict(kwargs or {}), set()),
+    )
 
 
-def _module(name: str, module: nn.Module, known: dict[int, int]) -> Hashable:
+def _fingerprint_module(name: str, module: nn.Module, tensor_numbers: dict[int, int]) -> Hashable:
     own = {
-        attribute: _value(value, set())
+        attribute: _fingerprint_value(value, set())
         for attribute, value in vars(module).items()
-        if attribute not in _OF_TORCH and _counts(attribute, value)
+        if attribute not in _MODULE_INTERNALS and _affects_cost(attribute, value)
     }
     tensors = {**module._parameters, **module._buffers}
-    shared = tuple(known.setdefault(id(t), len(known)) for t in tensors.values())
+    shared = tuple(tensor_numbers.setdefault(id(t), len(tensor_numbers)) for t in tensors.values())
     return (
         name,
         type(module),
         module.training,
         tuple(own.items()),
-        tuple((key, _value(tensor, set())) for key, tensor in tensors.items()),
+        tuple((key, _fingerprint_value(tensor, set())) for key, tensor in tensors.items()),
         shared,
-        tuple(_hooks(module)),
+        tuple(_fingerprint_hooks(module)),
     )
 
 
-def _hooks(module: nn.Module) -> Iterator[Hashable]:
+def _fingerprint_hooks(module: nn.Module) -> Iterator[Hashable]:
     for kind, hooks in vars(module).items():
-        if kind in _OF_TORCH and isinstance(hooks, dict) and kind.endswith("hooks") and hooks:
-            yield kind, tuple(_written(hook) for hook in hooks.values())
+        if (
+            kind in _MODULE_INTERNALS
+            and isinstance(hooks, dict)
+            and kind.endswith("hooks")
+            and hooks
+        ):
+            yield kind, tuple(_fingerprint_hook(hook) for hook in hooks.values())
 
 
-def _written(hook: Any) -> Hashable:
+def _fingerprint_hook(hook: Any) -> Hashable:
     """A function that was made for each block, with the block's number in it, is one function."""
-    return hook.__code__ if isinstance(hook, FunctionType) else _value(hook, set())
+    return hook.__code__ if isinstance(hook, FunctionType) else _fingerprint_value(hook, set())
 
 
-def _counts(name: Any, value: Any) -> bool:
+def _affects_cost(name: Any, value: Any) -> bool:
     """Does it say more than which one of many this is?"""
-    named = isinstance(name, str) and _WHICH_ONE.search(name)
+    named = isinstance(name, str) and _IDENTITY_ATTRIBUTE.search(name)
     return not (named and isinstance(value, int | str))
 
 
-def _value(value: Any, around: set[int]) -> Hashable:
+def _fingerprint_value(value: Any, enclosing_ids: set[int]) -> Hashable:
     """What counts of it; `around` are the containers that it is in."""
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return _fingerprint_tensor(value)
     if isinstance(value, float):
         return float, value == 0
     if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, MethodType):
-        return Itself(value.__func__)
+        return IdentityKey(value.__func__)
     if isinstance(value, partial):
-        return Itself(value.func), _value(value.args, around), _value(value.keywords, around)
+        return (
+            IdentityKey(value.func),
+            _fingerprint_value(value.args, enclosing_ids),
+            _fingerprint_value(value.keywords, enclosing_ids),
+        )
     if is_dataclass(value) and not isinstance(value, type | dict) and hasattr(value, "__dict__"):
-        return type(value), _value(vars(value), around)
+        return type(value), _fingerprint_value(vars(value), enclosing_ids)
     if isinstance(value, list | tuple | dict | set | frozenset):
-        if id(value) in around:
+        if id(value) in enclosing_ids:
             return type(value), len(value)
-        inside = around | {id(value)}
+        inside = enclosing_ids | {id(value)}
         if isinstance(value, dict):
-            own = ((k, v) for k, v in value.items() if _counts(k, v))
-            return type(value), tuple((_value(k, inside), _value(v, inside)) for k, v in own)
+            own = ((k, v) for k, v in value.items() if _affects_cost(k, v))
+            return type(value), tuple(
+                (_fingerprint_value(k, inside), _fingerprint_value(v, inside)) for k, v in own
+            )
         if isinstance(value, set | frozenset):
-            return type(value), frozenset(_value(entry, inside) for entry in value)
-        return type(value), tuple(_value(entry, inside) for entry in value)
+            return type(value), frozenset(_fingerprint_value(entry, inside) for entry in value)
+        return type(value), tuple(_fingerprint_value(entry, inside) for entry in value)
     if isinstance(value, nn.Module):
-        return type(value), Itself(value)
-    return Itself(value)
+        return type(value), IdentityKey(value)
+    return IdentityKey(value)
 
 
-def _tensor(tensor: Tensor) -> Hashable:
+def _fingerprint_tensor(tensor: Tensor) -> Hashable:
     layout = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     return (
         type(tensor),

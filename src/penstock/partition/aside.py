@@ -18,33 +18,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Device = torch.device | str | None  # None: where each tensor is
+DeviceLike = torch.device | str | None  # None: where each tensor is
 
 
-class Again:
+class StructureCopier:
     """The same value once more, with other tensors; what was one thing in two places stays one.
 
     Containers and plain objects are rebuilt, generators copied. Modules and whatever can be called
     stay themselves.
     """
 
-    def __init__(self, tensor: Callable[[Tensor], Tensor]) -> None:
-        self._tensor = tensor
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id; the original, to keep that in use
+    def __init__(self, map_tensor: Callable[[Tensor], Tensor]) -> None:
+        self._map_tensor = map_tensor
+        self._copies: dict[int, tuple[Any, Any]] = {}  # by id; the original, to keep that in use
 
     def __call__(self, value: Any) -> Any:
         """The value once more."""
-        if id(value) not in self._made:
-            self._made[id(value)] = value, self._again(value)
-        return self._made[id(value)][1]
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, self._copy_value(value)
+        return self._copies[id(value)][1]
 
-    def keep(self, value: Any) -> None:
+    def keep_original(self, value: Any) -> None:
         """This one stays itself, too."""
-        self._made[id(value)] = value, value
+        self._copies[id(value)] = value, value
 
-    def _again(self, value: Any) -> Any:
+    def _copy_value(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return self._map_tensor(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, torch.jit.ScriptModule):
@@ -57,18 +57,18 @@ class Again:
         if isinstance(value, tuple | frozenset):
             found = map(self, value)
             return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-        if isinstance(value, dict | list | set) or is_plain(value):
-            return self._filled(value)
+        if isinstance(value, dict | list | set) or is_plain_object(value):
+            return self._copy_container(value)
         return value
 
-    def _filled(self, value: Any) -> Any:
+    def _copy_container(self, value: Any) -> Any:
         try:
             new = copy.copy(value)
         except Exception:
             return value  # it has reasons to be the only one
         if new is value or type(new) is not type(value):
             return value
-        self._made[id(value)] = value, new  # it may contain itself
+        self._copies[id(value)] = value, new  # it may contain itself
         if isinstance(value, dict):
             for key, entry in value.items():
                 dict.__setitem__(new, key, self(entry))
@@ -83,7 +83,7 @@ class Again:
         return new
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Is it an object that is no more than its attributes, or Python's own random numbers?"""
     if isinstance(value, random.Random):
         return True
@@ -92,40 +92,40 @@ def is_plain(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict)
 
 
-def copier(device: Device) -> Callable[[Tensor], Tensor]:
+def build_tensor_copier(device: DeviceLike) -> Callable[[Tensor], Tensor]:
     """Copies tensors to the device. For what has no memory they make some up."""
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copy_tensor(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
             kind: Tensor = copy.deepcopy(tensor)
             return kind if device is None else kind.to(device)
         there = not tensor.is_meta
-        new = tensor.detach().to(device, copy=True) if there else _made_up(tensor, device)
+        new = tensor.detach().to(device, copy=True) if there else _synthesize_tensor(tensor, device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(new, tensor.requires_grad)
         return new.requires_grad_(tensor.requires_grad)
 
-    return copied
+    return copy_tensor
 
 
-def _made_up(tensor: Tensor, device: Device) -> Tensor:
+def _synthesize_tensor(tensor: Tensor, device: DeviceLike) -> Tensor:
     """Small numbers; zeros where they could be an index."""
     new = torch.zeros_like(tensor, device=device or "cpu", requires_grad=False)
     return new.normal_(std=0.02) if new.is_floating_point() or new.is_complex() else new
 
 
 @contextmanager
-def aside(module: nn.Module, device: Device) -> Iterator[nn.Module]:
+def isolated_module(module: nn.Module, device: DeviceLike) -> Iterator[nn.Module]:
     """Within, the module computes with copies of what it has, on the device; it may be run."""
-    again = Again(copier(device))
+    again = StructureCopier(build_tensor_copier(device))
     if isinstance(module, torch.jit.ScriptModule):
         yield again(module).to(device)
         return
     parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
     before = [(part, part.__class__, part.__dict__) for part in parts]
-    hooks = [(found, dict(found)) for part in parts for found in _hooks(part)]
+    hooks = [(found, dict(found)) for part in parts for found in _iter_hook_dicts(part)]
     for found, _ in hooks:
-        again.keep(found)  # whoever removes a hook does it there
+        again.keep_original(found)  # whoever removes a hook does it there
     copies = [again(part.__dict__) for part in parts]
     try:
         for part, state in zip(parts, copies, strict=True):
@@ -143,14 +143,16 @@ def aside(module: nn.Module, device: Device) -> Iterator[nn.Module]:
             found.update(were)
 
 
-def _hooks(module: nn.Module) -> Iterator[dict[Any, Any]]:
+def _iter_hook_dicts(module: nn.Module) -> Iterator[dict[Any, Any]]:
     for name, value in vars(module).items():
         if "_hooks" in name and isinstance(value, dict):
             yield value
 
 
 @contextmanager
-def leaving_no_trace(tensors: Iterable[Any], device: Device) -> Iterator[Callable[[], None]]:
+def preserve_global_state(
+    tensors: Iterable[Any], device: DeviceLike
+) -> Iterator[Callable[[], None]]:
     """Random states kept, gradients on (which `inference_mode(False)` does under no_grad, too).
 
     Gives a function that waits for the devices: the one named, and those of the tensors.
@@ -166,7 +168,7 @@ def leaving_no_trace(tensors: Iterable[Any], device: Device) -> Iterator[Callabl
 
     with (
         torch.random.fork_rng(gpus),
-        _other_random_states(),
+        _preserve_host_rng(),
         torch.inference_mode(False),
         torch.autograd.set_multithreading_enabled(False),  # as a pipe's workers do
     ):
@@ -174,7 +176,7 @@ def leaving_no_trace(tensors: Iterable[Any], device: Device) -> Iterator[Callabl
 
 
 @contextmanager
-def _other_random_states() -> Iterator[None]:
+def _preserve_host_rng() -> Iterator[None]:
     """Python's, and NumPy's if anybody uses it."""
     state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
@@ -187,6 +189,6 @@ def _other_random_states() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
-def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+def iter_module_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Its parameters and buffers, each once."""
     return chain(module.parameters(), module.buffers())

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.side import Side, picked
+from penstock.partition.side import SideInputs, select_side_inputs
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE
 
-Route = tuple[SkipKey, int, int]  # from a stage to another
+SkipRoute = tuple[SkipKey, int, int]  # from a stage to another
 
 
 class StageModule(nn.Module):
@@ -27,15 +27,19 @@ class StageModule(nn.Module):
     def __init__(
         self,
         layers: Mapping[str, nn.Module],
-        unpack: bool,
-        begins: bool,
-        takes: Sequence[frozenset[str]],
+        unpack_tuples: bool,
+        is_first: bool,
+        side_names: Sequence[frozenset[str]],
         skips: tuple[Sequence[SkipKey], Sequence[SkipKey]],
     ) -> None:
         super().__init__()
         self._modules.update(layers)
-        self._unpack, self._begins, self._takes = unpack, begins, tuple(takes)
-        self._arriving, self._departing = skips
+        self._unpack_tuples, self._is_first, self._side_names = (
+            unpack_tuples,
+            is_first,
+            tuple(side_names),
+        )
+        self._incoming_skips, self._outgoing_skips = skips
         self._uses_skips = any(
             popped_keys(m) or stashed_keys(m) for l in layers.values() for m in l.modules()
         )
@@ -43,18 +47,18 @@ class StageModule(nn.Module):
     def forward(self, *values: Any, **side: Any) -> Any:
         """Layer after layer."""
         if not self._uses_skips:
-            return self._through(values, side)
+            return self._run_layers(values, side)
         skips = Skips()
-        main = len(values) - len(self._arriving)
-        for key, value in zip(self._arriving, values[main:], strict=True):
+        main = len(values) - len(self._incoming_skips)
+        for key, value in zip(self._incoming_skips, values[main:], strict=True):
             skips.stash(key, value, shared=True)
         with use_skips(skips):
-            value = self._through(values[:main], side)
-        if not self._departing:
+            value = self._run_layers(values[:main], side)
+        if not self._outgoing_skips:
             return value
-        return value, *(skips.pop(key) for key in self._departing)
+        return value, *(skips.pop(key) for key in self._outgoing_skips)
 
-    def apart(self) -> StageModule:
+    def with_own_code(self) -> StageModule:
         """Itself, with code of its own: a compiler takes equal code of stages for one function.
 
         What it compiles for one of them would have to fit all, and it soon gives up.
@@ -70,21 +74,25 @@ class StageModule(nn.Module):
         state.pop("forward", None)  # it has no name by which to be found again
         return state
 
-    def _through(self, given: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
+    def _run_layers(self, inputs: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
         """The first layer of all takes the batch as its arguments; later ones, one value."""
-        value: Any = given if self._begins else given[0]
+        value: Any = inputs if self._is_first else inputs[0]
         for at, layer in enumerate(self._modules.values()):
             assert layer is not None
-            if (self._begins and not at) or (self._unpack and isinstance(value, tuple)):
+            if (self._is_first and not at) or (self._unpack_tuples and isinstance(value, tuple)):
                 values = value
             else:
                 values = (value,)
-            value = layer(*values, **picked(side, self._takes[at])) if side else layer(*values)
+            value = (
+                layer(*values, **select_side_inputs(side, self._side_names[at]))
+                if side
+                else layer(*values)
+            )
         return value
 
 
 @dataclass(frozen=True)
-class Chain:
+class SequentialStage:
     """A stage's computation: from what came, by source, to what goes on, by destination.
 
     From the stage before come the value and the skips that begin there; from others, skips; from
@@ -92,68 +100,74 @@ class Chain:
     """
 
     module: StageModule
-    run: Callable[..., Any]  # the module's forward, or what stands in its place
-    before: int
-    after: int
-    arriving: Mapping[int, int]  # how many skips, by neighbour
-    departing: Mapping[int, int]
+    forward_fn: Callable[..., Any]  # the module's forward, or what stands in its place
+    previous_stage: int
+    next_stage: int
+    incoming_skip_counts: Mapping[int, int]  # how many skips, by neighbour
+    outgoing_skip_counts: Mapping[int, int]
 
-    def running(self, module: nn.Module) -> Chain:
+    def with_module(self, module: nn.Module) -> SequentialStage:
         """As it is, but the module computes."""
-        return replace(self, run=module)
+        return replace(self, forward_fn=module)
 
-    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+    def __call__(
+        self, inputs_by_source: Mapping[int, tuple[Any, ...]]
+    ) -> dict[int, tuple[Any, ...]]:
         """As a stage computes."""
-        main = arrived[self.before]
+        main = inputs_by_source[self.previous_stage]
         side: dict[str, Any] = {}
-        given = arrived.get(OUTSIDE)
-        if given and isinstance(given[-1], Side):
+        given = inputs_by_source.get(OUTSIDE)
+        if given and isinstance(given[-1], SideInputs):
             side = given[-1].values
-            main = given[:-1] if self.before == OUTSIDE else main
-        if self.arriving:
-            values = main if self.before == OUTSIDE else main[:1]
-            for source in self.arriving:
-                values += arrived[source][1:] if source == self.before else arrived[source]
+            main = given[:-1] if self.previous_stage == OUTSIDE else main
+        if self.incoming_skip_counts:
+            values = main if self.previous_stage == OUTSIDE else main[:1]
+            for source in self.incoming_skip_counts:
+                values += (
+                    inputs_by_source[source][1:]
+                    if source == self.previous_stage
+                    else inputs_by_source[source]
+                )
         else:
             values = main
-        found = self.run(*values, **side)
-        if not self.departing:
-            return {self.after: (found,)}
+        found = self.forward_fn(*values, **side)
+        if not self.outgoing_skip_counts:
+            return {self.next_stage: (found,)}
         value, *stashed = found
-        departing: dict[int, tuple[Any, ...]] = {self.after: (value,)}
-        for neighbour, number in self.departing.items():
+        departing: dict[int, tuple[Any, ...]] = {self.next_stage: (value,)}
+        for neighbour, number in self.outgoing_skip_counts.items():
             departing[neighbour] = (*departing.get(neighbour, ()), *stashed[:number])
             del stashed[:number]
         return departing
 
 
-def chain(
+def build_sequential_stage(
     index: int,
     layers: Mapping[str, nn.Module],
-    unpack: bool,
-    routes: Iterable[Route],
-    last: bool,
-    takes: Sequence[frozenset[str]],
-) -> Chain:
+    unpack_tuples: bool,
+    skip_routes: Iterable[SkipRoute],
+    is_last: bool,
+    side_names: Sequence[frozenset[str]],
+) -> SequentialStage:
     """That of a stage, with the skips that come to it and go from it."""
-    routes = tuple(routes)
-    arriving = _by_neighbour((src, key) for key, src, dst in routes if dst == index)
-    departing = _by_neighbour((dst, key) for key, src, dst in routes if src == index)
+    skip_routes = tuple(skip_routes)
+    arriving = _group_by_neighbour((src, key) for key, src, dst in skip_routes if dst == index)
+    departing = _group_by_neighbour((dst, key) for key, src, dst in skip_routes if src == index)
     skips = tuple(
         [key for keys in found.values() for key in keys] for found in (arriving, departing)
     )
-    module = StageModule(layers, unpack, not index, takes, (skips[0], skips[1]))
-    return Chain(
+    module = StageModule(layers, unpack_tuples, not index, side_names, (skips[0], skips[1]))
+    return SequentialStage(
         module,
         module.forward,
         index - 1 if index else OUTSIDE,
-        OUTSIDE if last else index + 1,
+        OUTSIDE if is_last else index + 1,
         {neighbour: len(keys) for neighbour, keys in arriving.items()},
         {neighbour: len(keys) for neighbour, keys in departing.items()},
     )
 
 
-def _by_neighbour(pairs: Iterable[tuple[int, SkipKey]]) -> dict[int, tuple[SkipKey, ...]]:
+def _group_by_neighbour(pairs: Iterable[tuple[int, SkipKey]]) -> dict[int, tuple[SkipKey, ...]]:
     found: dict[int, tuple[SkipKey, ...]] = {}
     for neighbour, key in pairs:
         found[neighbour] = (*found.get(neighbour, ()), key)

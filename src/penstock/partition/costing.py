@@ -12,20 +12,20 @@ from torch import Tensor
 
 from penstock import balance as balancing
 from penstock.errors import ArgumentError
-from penstock.partition.forward.absent import Look
-from penstock.partition.forward.cutting import Prospect
+from penstock.partition.forward.absent import TensorSpec
+from penstock.partition.forward.cutting import TracedModel
 from penstock.partition.forward.survey import UnitCost
-from penstock.partition.forward.trace import Kind, Ref, Trace
+from penstock.partition.forward.trace import NodeKind, Trace, ValueRef
 from penstock.partition.forward.trees import unflatten
 from penstock.partition.forward.units import parameter_bytes
-from penstock.partition.measure import Call, measure, measure_each
+from penstock.partition.measure import ModuleCall, profile_call, profile_calls
 
-BALANCES = ("time", "memory", "parameters")
-_SECOND_A_BYTE = 1 / 20e9  # between GPUs, about what PCIe does; on one host's memory, nothing
+BALANCE_MODES = ("time", "memory", "parameters")
+_SECONDS_PER_BYTE = 1 / 20e9  # between GPUs, about what PCIe does; on one host's memory, nothing
 
 
 @dataclass(frozen=True)
-class Room:
+class ResourceLimits:
     """What there is to compute with: a device and the micro-batches in flight for each stage.
 
     `placement` is the rank of each stage. `memory` are the bytes that each rank may have; left out,
@@ -38,17 +38,20 @@ class Room:
     memory: float | Sequence[float] | None = None
 
     @property
-    def by_rank(self) -> list[torch.device]:
+    def rank_devices(self) -> list[torch.device]:
         """The device of each rank."""
         ranks = range(max(self.placement) + 1)
         return [self.devices[self.placement.index(rank)] for rank in ranks]
 
 
-def counts_of(
-    prospect: Prospect, stages: int | Sequence[int], balance: str | None, room: Room
+def choose_unit_counts(
+    traced_model: TracedModel,
+    stages: int | Sequence[int],
+    balance: str | None,
+    limits: ResourceLimits,
 ) -> tuple[Sequence[int], list[UnitCost]]:
     """How many calls of units each stage takes, and what was measured for that."""
-    calls = prospect.calls
+    calls = traced_model.calls
     if not isinstance(stages, int):
         if balance is not None:
             raise ArgumentError(
@@ -58,76 +61,80 @@ def counts_of(
         balancing.check_cut(stages, len(calls))
         return stages, []
     balance = balance or "time"
-    if balance not in BALANCES:
-        raise ArgumentError(f"balance is one of {', '.join(BALANCES)}, not '{balance}'")
-    units = [prospect.units[call.unit] for call in calls]
+    if balance not in BALANCE_MODES:
+        raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
+    units = [traced_model.units[call.unit] for call in calls]
     if balance == "parameters" or stages == 1:
-        return balancing.cut(list(map(parameter_bytes, units)), stages), []
-    made = list(calls_of(prospect))
-    costs = measure_each(made, room.devices[0])
+        return balancing.balance_costs(list(map(parameter_bytes, units)), stages), []
+    made = list(build_unit_calls(traced_model))
+    costs = profile_calls(made, limits.devices[0])
     if balance == "memory":
-        return balancing.cut([c.holds + c.keeps * room.in_flight[0] for c in costs], stages), costs
-    task = balancing.Task(
-        tuple(balancing.Unit(c.seconds, c.holds, c.keeps) for c in costs),
-        tuple(devices_of(room, made, costs)),
-        tuple(values_of(prospect.trace)),
-        placement=room.placement,
-        in_flight=room.in_flight,
-        second_a_byte=_SECOND_A_BYTE if room.devices[0].type == "cuda" else 0.0,
+        return balancing.balance_costs(
+            [c.resident_bytes + c.activation_bytes * limits.in_flight[0] for c in costs], stages
+        ), costs
+    task = balancing.CutProblem(
+        tuple(balancing.UnitLoad(c.seconds, c.resident_bytes, c.activation_bytes) for c in costs),
+        tuple(measure_devices(limits, made, costs)),
+        tuple(find_unit_transfers(traced_model.trace)),
+        placement=limits.placement,
+        in_flight=limits.in_flight,
+        seconds_per_byte=_SECONDS_PER_BYTE if limits.devices[0].type == "cuda" else 0.0,
     )
-    return balancing.best_cut(task).counts, costs
+    return balancing.find_best_cut(task).counts, costs
 
 
-def calls_of(prospect: Prospect) -> Iterator[Call]:
+def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:
     """Each call of a unit with arguments that look like its own; most of their numbers are any.
 
     Lengths and indices are those of the example: with others a unit may not run.
     """
-    trace = prospect.trace
-    for at in trace.calls:
-        step = trace.steps[at]
-        refs, spec = step.arguments
-        leaves = [_like(trace, ref.value) if isinstance(ref, Ref) else ref for ref in refs]
+    trace = traced_model.trace
+    for at in trace.unit_call_indices:
+        step = trace.nodes[at]
+        refs, spec = step.arg_template
+        leaves = [
+            _build_argument(trace, ref.value) if isinstance(ref, ValueRef) else ref for ref in refs
+        ]
         args, kwargs = unflatten(leaves, spec)
-        yield prospect.units[step.func.unit], args, kwargs
+        yield traced_model.units[step.func.unit], args, kwargs
 
 
-def _like(trace: Trace, value: int) -> Tensor:
-    told = trace.told.get(value)
-    return _any(trace.values[value].look) if told is None else told
+def _build_argument(trace: Trace, value: int) -> Tensor:
+    told = trace.unit_integer_inputs.get(value)
+    return _synthesize_argument(trace.values[value].tensor_spec) if told is None else told
 
 
-def values_of(trace: Trace) -> Iterator[balancing.Value]:
+def find_unit_transfers(trace: Trace) -> Iterator[balancing.UnitOutput]:
     """What goes from unit to unit. An operation between units is at the last that it follows."""
-    order = {at: number for number, at in enumerate(trace.calls)}
+    order = {at: number for number, at in enumerate(trace.unit_call_indices)}
     home: dict[int, int] = {}  # of steps: the number of a call
     users: dict[int, set[int]] = {}
-    for at, step in enumerate(trace.steps):
-        makers = [trace.values[value].maker for value in step.takes]
+    for at, step in enumerate(trace.nodes):
+        makers = [trace.values[value].producer for value in step.inputs]
         follows = [home[maker] for maker in makers if maker in home]
-        if step.kind is Kind.UNIT:
+        if step.kind is NodeKind.UNIT:
             home[at] = order[at]
-        elif follows and not step.free:
+        elif follows and not step.input_only:
             home[at] = max(follows)
-        for value in step.takes if at in home else ():
+        for value in step.inputs if at in home else ():
             users.setdefault(value, set()).add(home[at])
-    for value in trace.output.made:
+    for value in trace.output.value_indices:
         users.setdefault(value, set()).add(len(order) - 1)
     for value, found in users.items():
-        src = home.get(-1 if (maker := trace.values[value].maker) is None else maker)
+        src = home.get(-1 if (maker := trace.values[value].producer) is None else maker)
         dsts = tuple(sorted(dst for dst in found if src is not None and dst > src))
         if src is not None and dsts:
-            look = trace.values[value].look
-            yield balancing.Value(src, dsts, look.size * (2 if look.learns else 1))
+            look = trace.values[value].tensor_spec
+            yield balancing.UnitOutput(src, dsts, look.nbytes * (2 if look.requires_grad else 1))
 
 
-def devices_of(
-    room: Room, calls: Sequence[Call], costs: Sequence[UnitCost]
-) -> Iterator[balancing.Device]:
+def measure_devices(
+    limits: ResourceLimits, calls: Sequence[ModuleCall], costs: Sequence[UnitCost]
+) -> Iterator[balancing.DeviceCapacity]:
     """How fast each is, measured by the costliest unit, if they are of several kinds."""
-    memory = room.memory
+    memory = limits.memory
     _check_memory(memory)
-    devices = room.by_rank
+    devices = limits.rank_devices
     count = len(devices)
     bounds = list(memory) if isinstance(memory, Sequence) else [memory] * count
     if len(bounds) != count:
@@ -136,13 +143,14 @@ def devices_of(
             "each rank's device, or one number for all"
         )
     at = max(range(len(costs)), key=lambda number: costs[number].seconds)
-    speeds: dict[str, float] = {_kind(room.devices[0]): 1.0}
+    speeds: dict[str, float] = {_device_model(limits.devices[0]): 1.0}
     for device, bound in zip(devices, bounds, strict=True):
-        if _kind(device) not in speeds:
-            seconds = measure(*calls[at], device).seconds
-            speeds[_kind(device)] = costs[at].seconds / seconds
-        yield balancing.Device(
-            speeds[_kind(device)], _bound(device) if bound is None else float(bound)
+        if _device_model(device) not in speeds:
+            seconds = profile_call(*calls[at], device).seconds
+            speeds[_device_model(device)] = costs[at].seconds / seconds
+        yield balancing.DeviceCapacity(
+            speeds[_device_model(device)],
+            _default_memory_limit(device) if bound is None else float(bound),
         )
 
 
@@ -159,19 +167,19 @@ def _check_memory(memory: Any) -> None:
             )
 
 
-def _kind(device: torch.device) -> str:
+def _device_model(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _bound(device: torch.device) -> float:
+def _default_memory_limit(device: torch.device) -> float:
     if device.type != "cuda":
         return inf
     return float(torch.cuda.get_device_properties(device).total_memory)
 
 
-def _any(look: Look) -> Tensor:
+def _synthesize_argument(spec: TensorSpec) -> Tensor:
     """Numbers that every unit can take: small ones, no. 0, true."""
-    if look.dtype.is_floating_point or look.dtype.is_complex:
-        return (torch.randn(look.shape).to(look.dtype) * 0.1).requires_grad_(look.learns)
-    made = torch.ones if look.dtype is torch.bool else torch.zeros
-    return made(look.shape, dtype=look.dtype)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return (torch.randn(spec.shape).to(spec.dtype) * 0.1).requires_grad_(spec.requires_grad)
+    made = torch.ones if spec.dtype is torch.bool else torch.zeros
+    return made(spec.shape, dtype=spec.dtype)

@@ -16,25 +16,25 @@ from torch import nn
 from penstock.errors import CutError
 
 
-def defaults_of(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+def build_default_kwargs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs that the model is given besides: no cache, which it would fill from inside units."""
-    if not any(_caches(config) for config in _configs(model)):
+    if not any(_uses_cache(config) for config in _iter_configs(model)):
         return {}
     for name in ("use_cache", "past_key_values"):
-        if given.get(name) not in (None, False):
+        if kwargs.get(name) not in (None, False):
             raise CutError(
                 f"{name} was given to {type(model).__name__}, and a cache of keys and values is "
                 "filled from inside units, on all stages, where it cannot be followed: leave it "
                 "out; a pipe computes whole sequences, and to generate text, take the model itself"
             )
-    if "use_cache" in given:
+    if "use_cache" in kwargs:
         return {}
     parameters = inspect.signature(model.forward).parameters.values()
     takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
     return {"use_cache": False} if takes else {}
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def _iter_configs(model: nn.Module) -> Iterator[Any]:
     """Its own, and those of its text or decoder part."""
     config = getattr(model, "config", None)
     yield config
@@ -42,14 +42,14 @@ def _configs(model: nn.Module) -> Iterator[Any]:
         yield getattr(config, name, None)
 
 
-def _caches(config: Any) -> bool:
+def _uses_cache(config: Any) -> bool:
     return getattr(config, "use_cache", None) is True
 
 
-_HAS_HOOKS = "_output_capturing_hooks_installed"  # transformers' own mark
+_HOOKS_INSTALLED_FLAG = "_output_capturing_hooks_installed"  # transformers' own mark
 
 
-def prepare(model: nn.Module) -> None:
+def install_output_hooks(model: nn.Module) -> None:
     """Have the hooks that collect hidden states and attentions, once and for all.
 
     transformers adds them when they are first wanted, to the modules that it then finds: in a pipe
@@ -61,11 +61,11 @@ def prepare(model: nn.Module) -> None:
     for module in model.modules():
         if install is None or str(type(module)) not in known:
             continue
-        if not any(getattr(inner, _HAS_HOOKS, False) for inner in module.modules()):
+        if not any(getattr(inner, _HOOKS_INSTALLED_FLAG, False) for inner in module.modules()):
             install(module)  # else a part has them already, and would get them twice
 
 
-def planned_units(model: nn.Module) -> list[str]:
+def find_planned_units(model: nn.Module) -> list[str]:
     """The modules that the model's plan for pipelines names; empty, where there is none that fits.
 
     Of 161 causal models of transformers 5.22, 97 have one: of these, 93 name what is a unit anyway,
@@ -76,10 +76,10 @@ def planned_units(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     if not isinstance(plan, Mapping) or any(name not in modules for name in plan):
         return []
-    return [name for name in plan if _is_a_part(modules[name])]
+    return [name for name in plan if _is_unit_candidate(modules[name])]
 
 
-def _is_a_part(module: nn.Module) -> bool:
+def _is_unit_candidate(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return True
     lists = any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in module.modules())

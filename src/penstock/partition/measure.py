@@ -18,40 +18,47 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RunError
-from penstock.partition.alike import alike
-from penstock.partition.aside import Again, Device, aside, copier, leaving_no_trace, own_tensors
+from penstock.partition.alike import build_cost_key
+from penstock.partition.aside import (
+    DeviceLike,
+    StructureCopier,
+    build_tensor_copier,
+    isolated_module,
+    iter_module_tensors,
+    preserve_global_state,
+)
 from penstock.partition.forward.survey import UnitCost
 from penstock.stage.added import added_losses
-from penstock.stage.deferred import Deferral
-from penstock.stage.graph import Beginning, Graph, edge
-from penstock.stage.later import Pair, weight_gradients
+from penstock.stage.deferred import WeightGradDeferral
+from penstock.stage.graph import CellGraph, GraphInputs, find_gradient_edge
+from penstock.stage.later import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.stage import OUTSIDE
 
-Call = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
-Storages = dict[int, int]  # bytes, by where
+ModuleCall = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
+StorageSizes = dict[int, int]  # bytes, by where
 
 
-def measure_each(calls: Iterable[Call], device: Device = None) -> list[UnitCost]:
+def profile_calls(calls: Iterable[ModuleCall], device: DeviceLike = None) -> list[UnitCost]:
     """What each call costs; those that are alike are measured once."""
     known: dict[Hashable, UnitCost] = {}
     found = []
     for module, args, kwargs in calls:
-        key = alike(module, args, kwargs)
+        key = build_cost_key(module, args, kwargs)
         if key not in known:
-            known[key] = measure(module, args, kwargs, device)
+            known[key] = profile_call(module, args, kwargs, device)
         found.append(known[key])
     return found
 
 
-def measure(
+def profile_call(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
-    device: Device = None,
+    device: DeviceLike = None,
     *,
     runs: int = 5,
     timeout: float = 0.5,
-    state: int = 2,
+    optimizer_state_scale: int = 2,
 ) -> UnitCost:
     """What the call `module(*args, **kwargs)` costs, on the device or where things are.
 
@@ -66,22 +73,25 @@ def measure(
     """
     given = tuple(args), dict(kwargs or {})
     tensors: list[Tensor] = []
-    Again(_into(tensors))(given)
-    tensors += own_tensors(module)
-    holds = sum(t.nbytes * (2 + state if t.requires_grad else 1) for t in own_tensors(module))
+    StructureCopier(_append_to(tensors))(given)
+    tensors += iter_module_tensors(module)
+    holds = sum(
+        t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
+        for t in iter_module_tensors(module)
+    )
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     end = perf_counter() + timeout
     try:
         with (
-            leaving_no_trace(tensors, device) as synchronize,
-            aside(module, device) as own,
+            preserve_global_state(tensors, device) as synchronize,
+            isolated_module(module, device) as own,
         ):
-            trial = _Trial(own, given, copier(device), synchronize)
-            keeps = trial.keeps()
+            trial = _CallProfiler(own, given, build_tensor_copier(device), synchronize)
+            keeps = trial.measure_saved_bytes()
             seconds: list[tuple[float, float, float]] = []
             while not seconds or (len(seconds) < runs and perf_counter() < end):
-                seconds.append(trial.seconds())
+                seconds.append(trial.measure_seconds())
     except Exception as error:
         error.add_note(f"This was a {type(module).__name__}, run on an example to measure it.")
         raise
@@ -89,127 +99,139 @@ def measure(
     return UnitCost(forward, inputs, weights, keeps, holds)
 
 
-def timed(work: Callable[[], object], synchronize: Callable[[], None]) -> float:
+def time_call(function: Callable[[], object], synchronize: Callable[[], None]) -> float:
     """How long it takes, until the devices are done with it."""
     synchronize()
     start = perf_counter()
-    work()
+    function()
     synchronize()
     return perf_counter() - start
 
 
-class _Trial:
+class _CallProfiler:
     """A module that may be run with copies of what is given to it."""
 
     def __init__(
         self,
         module: nn.Module,
-        given: tuple[Sequence[Any], Mapping[str, Any]],
-        copied: Callable[[Tensor], Tensor],
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
+        copy_tensor: Callable[[Tensor], Tensor],
         synchronize: Callable[[], None],
     ) -> None:
-        self._module, self._given, self._copied = module, given, copied
+        self._module, self._arguments, self._copy_tensor = module, arguments, copy_tensor
         self._synchronize = synchronize
-        self._deferral = Deferral(list(module.modules()))
-        self._splits = True
+        self._deferral = WeightGradDeferral(list(module.modules()))
+        self._can_split_backward = True
 
-    def keeps(self) -> int:
+    def measure_saved_bytes(self) -> int:
         """Bytes that a forward leaves for the backward, which is then run, too."""
-        saved: Storages = {}
+        saved: StorageSizes = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            _add(saved, tensor)
+            _record_storage(saved, tensor)
             return tensor
 
-        args, kwargs, beginning = self._entered()
+        args, kwargs, beginning = self._build_graph_inputs()
         inputs: list[Tensor] = []
-        Again(_into(inputs))((args, kwargs))
+        StructureCopier(_append_to(inputs))((args, kwargs))
         entered = [ref(tensor) for tensor in inputs]
         with saved_tensors_hooks(pack, lambda tensor: tensor), added_losses():
-            graph, ones = _graph(self._module(*args, **kwargs), beginning)
+            graph, ones = _build_graph(self._module(*args, **kwargs), beginning)
         del args, kwargs
         inputs.clear()
         # what a checkpoint will compute again from, which it does not save as autograd does
         for tensor in (found() for found in entered):
             if tensor is not None:
-                _add(saved, tensor)
-        self._backward(graph, ones, [])
-        for tensor in own_tensors(self._module):
-            saved.pop(_where(tensor), None)
+                _record_storage(saved, tensor)
+        self._time_backward(graph, ones, [])
+        for tensor in iter_module_tensors(self._module):
+            saved.pop(_storage_key(tensor), None)
         return sum(saved.values())
 
-    def seconds(self) -> tuple[float, float, float]:
+    def measure_seconds(self) -> tuple[float, float, float]:
         """Of F, I and W. If the weights cannot wait, W takes none and I all of the backward."""
-        if self._splits:
+        if self._can_split_backward:
             try:
-                return self._timed(split=True)
+                return self._time_run(split_backward=True)
             except RunError:
-                self._splits = False
-        return self._timed(split=False)
+                self._can_split_backward = False
+        return self._time_run(split_backward=False)
 
-    def _timed(self, split: bool) -> tuple[float, float, float]:
-        args, kwargs, beginning = self._entered()
+    def _time_run(self, split_backward: bool) -> tuple[float, float, float]:
+        args, kwargs, beginning = self._build_graph_inputs()
         outputs: list[Any] = []
-        later: list[Pair] = []
+        later: list[PendingWeightGrad] = []
         with ExitStack() as stack:
             stack.enter_context(added_losses())
-            if split:
-                later = stack.enter_context(self._deferral.used())
-            forward = timed(
+            if split_backward:
+                later = stack.enter_context(self._deferral.activate())
+            forward = time_call(
                 lambda: outputs.append(self._module(*args, **kwargs)), self._synchronize
             )
-        graph, ones = _graph(outputs.pop(), beginning)
-        return forward, *self._backward(graph, ones, later)
+        graph, ones = _build_graph(outputs.pop(), beginning)
+        return forward, *self._time_backward(graph, ones, later)
 
-    def _backward(
-        self, graph: Graph, ones: tuple[Tensor | None, ...], later: list[Pair]
+    def _time_backward(
+        self,
+        graph: CellGraph,
+        output_gradients: tuple[Tensor | None, ...],
+        pending_weight_grads: list[PendingWeightGrad],
     ) -> tuple[float, float]:
-        with _gradients_kept(graph.leaves()):
-            inputs = timed(lambda: graph.accumulate({OUTSIDE: ones}, False), self._synchronize)
-            return inputs, timed(lambda: weight_gradients(later), self._synchronize)
+        with _preserve_gradients(graph.find_leaves()):
+            inputs = time_call(
+                lambda: graph.backward_accumulate({OUTSIDE: output_gradients}, False),
+                self._synchronize,
+            )
+            return inputs, time_call(
+                lambda: accumulate_weight_grads(pending_weight_grads), self._synchronize
+            )
 
-    def _entered(self) -> tuple[Sequence[Any], Mapping[str, Any], Beginning]:
+    def _build_graph_inputs(self) -> tuple[Sequence[Any], Mapping[str, Any], GraphInputs]:
         """What is given, copied, as the beginning of a graph."""
-        fresh = Again(self._copied)(self._given)
+        fresh = StructureCopier(self._copy_tensor)(self._arguments)
         tensors: list[Tensor] = []
-        Again(_into(tensors))(fresh)
+        StructureCopier(_append_to(tensors))(fresh)
         outer = [tensor for tensor in tensors if tensor.requires_grad]
-        beginning = Beginning.entry(outer) if outer else Beginning.leaves(())
-        inside = dict(zip(map(id, outer), beginning.inside, strict=True))
-        args, kwargs = Again(lambda tensor: inside.get(id(tensor), tensor))(fresh)
-        beginning.inside = ()
+        beginning = GraphInputs.from_entry(outer) if outer else GraphInputs.from_leaves(())
+        inside = dict(zip(map(id, outer), beginning.tensors, strict=True))
+        args, kwargs = StructureCopier(lambda tensor: inside.get(id(tensor), tensor))(fresh)
+        beginning.tensors = ()
         return args, kwargs, beginning
 
 
-def _graph(output: Any, beginning: Beginning) -> tuple[Graph, tuple[Tensor | None, ...]]:
+def _build_graph(
+    output: Any, graph_inputs: GraphInputs
+) -> tuple[CellGraph, tuple[Tensor | None, ...]]:
     """The graph that ends in the output, and a gradient for each of its ends."""
     tensors: list[Tensor] = []
-    Again(_into(tensors))(output)
+    StructureCopier(_append_to(tensors))(output)
     exits = [tensor for tensor in tensors if tensor.requires_grad]
-    entered = (True,) * len(beginning.inputs)
-    graph = Graph({OUTSIDE: tuple(map(edge, exits))}, {OUTSIDE: entered}, beginning)
+    entered = (True,) * len(graph_inputs.inputs)
+    graph = CellGraph(
+        {OUTSIDE: tuple(map(find_gradient_edge, exits))}, {OUTSIDE: entered}, graph_inputs
+    )
     return graph, tuple(map(torch.ones_like, exits))
 
 
-def _into(found: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+def _append_to(tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def append(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    return note
+    return append
 
 
-def _add(storages: Storages, tensor: Tensor) -> None:
+def _record_storage(storages: StorageSizes, tensor: Tensor) -> None:
     if tensor.layout is torch.strided:
-        storages[_where(tensor)] = tensor.untyped_storage().nbytes()
+        storages[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
 
-def _where(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 @contextmanager
-def _gradients_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
+def _preserve_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Within, they have none; after, as before. Some may not be copies: a closure has them."""
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf in leaves:

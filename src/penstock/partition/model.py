@@ -11,65 +11,82 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.batch import scatter
-from penstock.errors import ArgumentError, KindError
+from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.ir import StageGraph
-from penstock.partition.costing import Room, counts_of
-from penstock.partition.forward.cutting import Prospect, cut_at, stages_of
-from penstock.partition.forward.survey import Survey
-from penstock.partition.forward.tracing import traced_open
-from penstock.partition.forward.units import Asked, has_list, parameter_bytes, parts_inside
-from penstock.partition.hugging_face import defaults_of, planned_units, prepare
-from penstock.partition.outlining import outline_of_parts
+from penstock.partition.costing import ResourceLimits, choose_unit_counts
+from penstock.partition.forward.cutting import TracedModel, assign_calls, build_stages
+from penstock.partition.forward.survey import CutSummary
+from penstock.partition.forward.tracing import trace_expanding_units
+from penstock.partition.forward.units import (
+    UnitSelector,
+    has_layer_list,
+    is_expandable,
+    parameter_bytes,
+)
+from penstock.partition.hugging_face import (
+    build_default_kwargs,
+    find_planned_units,
+    install_output_hooks,
+)
+from penstock.partition.outlining import describe_traced_model
 from penstock.partition.partition import Partition
 
 
 @dataclass(frozen=True)
-class Example:
+class ExampleMicrobatch:
     """A micro-batch: what a model's forward is called with."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @staticmethod
-    def read(given: Any, chunks: int) -> Example | Prospect:
+    def from_batch(batch: Any, chunks: int) -> ExampleMicrobatch | TracedModel:
         """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them.
 
         What was traced with one already is as good.
         """
-        if isinstance(given, Prospect):
-            return given
-        if given is None:
+        if isinstance(batch, TracedModel):
+            return batch
+        if batch is None:
             raise ArgumentError(
                 "a model that is no nn.Sequential is cut along its forward, which is run once for "
                 "that: give example=, a batch: a tensor, a tuple of inputs, or a dict of inputs "
                 "by name"
             )
-        args: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
-        if isinstance(given, Mapping):
-            args, named = (), dict(given)
+        args: tuple[Any, ...] = batch if isinstance(batch, tuple) else (batch,)
+        if isinstance(batch, Mapping):
+            args, named = (), dict(batch)
         else:
             named = {}
         names = [*(f"input {at}" for at in range(len(args))), *named]
         pieces, _ = scatter((*args, *named.values()), chunks, names)
         first = pieces[0]
-        return Example(first[: len(args)], dict(zip(named, first[len(args) :], strict=True)))
+        return ExampleMicrobatch(
+            first[: len(args)], dict(zip(named, first[len(args) :], strict=True))
+        )
 
 
-def prospect_of(
-    model: nn.Module, example: Example, asked: Asked, stages: int, device: torch.device
-) -> Prospect:
+def trace_with_enough_units(
+    model: nn.Module,
+    example: ExampleMicrobatch,
+    unit_selector: UnitSelector,
+    stages: int,
+    device: torch.device,
+) -> TracedModel:
     """The model traced; units are opened until there are enough of them."""
-    _check(model)
-    prepare(model)
-    kwargs = {**defaults_of(model, example.kwargs), **example.kwargs}
-    asked = planned_units(model) if asked is None else asked
+    _check_traceable(model)
+    install_output_hooks(model)
+    kwargs = {**build_default_kwargs(model, example.kwargs), **example.kwargs}
+    unit_selector = find_planned_units(model) if unit_selector is None else unit_selector
     opened: set[str] = set()
     while True:
-        trace, constants, units = traced_open(model, asked, example.args, kwargs, device, opened)
-        found = Prospect(model, units, trace, constants, (example.args, kwargs))
+        trace, constants, units = trace_expanding_units(
+            model, unit_selector, example.args, kwargs, device, opened
+        )
+        found = TracedModel(model, units, trace, constants, (example.args, kwargs))
         if len(found.calls) >= stages:
             return found
-        more = _to_open(units)
+        more = _choose_units_to_open(units)
         if not more:
             raise ArgumentError(
                 f"stages={stages}, and the model has {len(found.calls)} calls of units to be "
@@ -79,40 +96,40 @@ def prospect_of(
         opened |= more
 
 
-def _to_open(units: Mapping[str, nn.Module]) -> set[str]:
+def _choose_units_to_open(units: Mapping[str, nn.Module]) -> set[str]:
     """Those with lists inside first; the largest otherwise."""
-    lists = {name for name, unit in units.items() if has_list(unit)}
+    lists = {name for name, unit in units.items() if has_layer_list(unit)}
     if lists:
         return lists
-    sizes = {n: parameter_bytes(u) for n, u in units.items() if parts_inside(u)}
+    sizes = {n: parameter_bytes(u) for n, u in units.items() if is_expandable(u)}
     return {max(sizes, key=lambda name: sizes[name])} if sizes else set()
 
 
 def cut_model(
     model: nn.Module,
     stages: int | Sequence[int],
-    example: Example | Prospect,
-    asked: Asked,
+    example: ExampleMicrobatch | TracedModel,
+    unit_selector: UnitSelector,
     balance: str | None,
-    room: Room,
+    limits: ResourceLimits,
 ) -> Partition:
     """As many stages as devices."""
-    count = len(room.devices)
-    if isinstance(example, Prospect):
-        prospect = example.onto(model)
+    count = len(limits.devices)
+    if isinstance(example, TracedModel):
+        prospect = example.rebind_to(model)
     else:
-        prospect = prospect_of(model, example, asked, count, room.devices[0])
-    counts, costs = counts_of(prospect, stages, balance, room)
-    cut, division = cut_at(prospect, counts)
-    survey = Survey(tuple(prospect.calls), tuple(counts), division, costs)
-    made, whole = stages_of(prospect, cut, survey, dict(enumerate(room.devices)))
+        prospect = trace_with_enough_units(model, example, unit_selector, count, limits.devices[0])
+    counts, costs = choose_unit_counts(prospect, stages, balance, limits)
+    cut, division = assign_calls(prospect, counts)
+    survey = CutSummary(tuple(prospect.calls), tuple(counts), division, costs)
+    made, whole = build_stages(prospect, cut, survey, dict(enumerate(limits.devices)))
     graph = StageGraph.chain(count, division.edges)
-    return Partition(tuple(made), graph, whole, outline_of_parts(prospect, cut, survey))
+    return Partition(tuple(made), graph, whole, describe_traced_model(prospect, cut, survey))
 
 
-def _check(model: nn.Module) -> None:
+def _check_traceable(model: nn.Module) -> None:
     if "_orig_mod" in model._modules or isinstance(model, torch.jit.ScriptModule):
-        raise KindError(
+        raise PenstockTypeError(
             f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
             "cannot be followed: give the model itself, and compile its blocks"
         )

@@ -11,21 +11,21 @@ from torch import nn
 
 from penstock.draw.chain import chain
 from penstock.ir import StageGraph
-from penstock.outline import Outline
-from penstock.partition.forward.excerpt import Cast
-from penstock.partition.forward.part import Part
-from penstock.partition.forward.whole import Whole
-from penstock.partition.summary import summary
+from penstock.outline import ModelSummary
+from penstock.partition.forward.excerpt import TensorCast
+from penstock.partition.forward.part import StageForward
+from penstock.partition.forward.whole import TracedPartition
+from penstock.partition.summary import format_summary
 from penstock.stage.skip import SkipKey
 from penstock.stage.stage import Stage
 
 
 @dataclass(frozen=True)
-class Layers:
+class SequentialLayout:
     """How a Sequential is cut: what crosses stages, and the side inputs of each stage's layers."""
 
-    routes: tuple[tuple[SkipKey, int, int], ...]  # skips
-    takes: tuple[tuple[frozenset[str], ...], ...]
+    skip_routes: tuple[tuple[SkipKey, int, int], ...]  # skips
+    side_names: tuple[tuple[frozenset[str], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Partition:
 
     stages: tuple[Stage, ...]
     graph: StageGraph
-    how: Layers | Whole
-    outline: Outline
+    how: SequentialLayout | TracedPartition
+    outline: ModelSummary
 
     def __str__(self) -> str:
-        return summary(self.outline)
+        return format_summary(self.outline)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class Partition:
 
     def computing(self) -> list[nn.Module]:
         """The layers, and what the user has put around them."""
-        return [module for stage in self.stages for module in (*stage.around, *stage.layers)]
+        return [module for stage in self.stages for module in (*stage.wrappers, *stage.layers)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Each once."""
@@ -88,7 +88,7 @@ class Partition:
 
     def children(self, stages: Sequence[Stage]) -> dict[str, nn.Module | None]:
         """What a pipe of these stages has as its children, under the model's names."""
-        if isinstance(self.how, Whole):
+        if isinstance(self.how, TracedPartition):
             return self.how.children
         return {
             name: layer
@@ -98,16 +98,16 @@ class Partition:
 
     def root(self, model: nn.Module) -> nn.Module:
         """Whose own parameters and buffers a pipe of the model has."""
-        return self.how.model if isinstance(self.how, Whole) else model
+        return self.how.model if isinstance(self.how, TracedPartition) else model
 
     @property
     def model(self) -> nn.Module | None:
         """The model whose forward is divided; None of a Sequential."""
-        return self.how.model if isinstance(self.how, Whole) else None
+        return self.how.model if isinstance(self.how, TracedPartition) else None
 
     def begin(self) -> None:
         """From here on, what is around the units stays what it is."""
-        if isinstance(self.how, Whole):
+        if isinstance(self.how, TracedPartition):
             self.how.check_unchanged()
 
     def takes(self, name: str) -> bool:
@@ -119,14 +119,16 @@ class Partition:
     def around(self) -> list[nn.Module]:
         """The modules that compute, and are not among a pipe's children."""
         root = [] if self.model is None else [self.model]
-        if isinstance(self.how, Whole) and self.how.excerpt is not None:
-            root += [module for unit in self.how.excerpt.away for module in unit.modules()]
-        return root + [module for stage in self.stages for module in stage.around]
+        if isinstance(self.how, TracedPartition) and self.how.local_model is not None:
+            root += [
+                module for unit in self.how.local_model.remote_units for module in unit.modules()
+            ]
+        return root + [module for stage in self.stages for module in stage.wrappers]
 
-    def refresh(self, cast: Cast) -> None:
+    def refresh(self, cast: TensorCast) -> None:
         """The model was cast."""
-        if isinstance(self.how, Whole):
-            self.how.cast(cast)
+        if isinstance(self.how, TracedPartition):
+            self.how.apply_cast(cast)
         for stage in self.stages:
-            if isinstance(stage.compute, Part) and isinstance(self.how, Whole):
-                stage.compute.refresh(self.how.devices[stage.index])
+            if isinstance(stage.compute, StageForward) and isinstance(self.how, TracedPartition):
+                stage.compute.refresh_buffers(self.how.devices[stage.index])

@@ -9,11 +9,16 @@ import torch
 from torch import nn
 
 from penstock.options import check_chunks
-from penstock.partition.forward.units import Asked
+from penstock.partition.forward.units import UnitSelector
 from penstock.partition.partition import Partition
 from penstock.partition.sequential import check_model
-from penstock.partition.split import Wish, check_wish, number_of, parted
-from penstock.stage.places import place_at
+from penstock.partition.split import (
+    SplitRequest,
+    check_split_request,
+    count_stages,
+    partition_model,
+)
+from penstock.stage.places import resolve_device
 
 
 def split(
@@ -22,7 +27,7 @@ def split(
     example: Any = None,
     *,
     chunks: int = 1,
-    units: Asked = None,
+    units: UnitSelector = None,
     balance: str | None = None,
     memory: float | Sequence[float] | None = None,
 ) -> Partition:
@@ -50,9 +55,9 @@ def split(
     """
     check_model(model)
     check_chunks(chunks)
-    wish = Wish(stages, None, balance, example, chunks, units, memory)
-    check_wish(wish)
+    wish = SplitRequest(stages, None, balance, example, chunks, units, memory)
+    check_split_request(wish)
     tensor = next((t for t in (*model.parameters(), *model.buffers())), torch.empty(0))
-    here = place_at("cpu" if tensor.is_meta else tensor.device)
-    number = number_of(stages)
-    return parted(model, wish, stages, [here] * number, tuple(range(number)))
+    here = resolve_device("cpu" if tensor.is_meta else tensor.device)
+    number = count_stages(stages)
+    return partition_model(model, wish, stages, [here] * number, tuple(range(number)))

@@ -23,19 +23,24 @@ from torch.utils import _pytree as pytree
 
 from penstock.batch import scatter
 from penstock.errors import ArgumentError
-from penstock.partition.aside import Device, copier, leaving_no_trace, own_tensors
-from penstock.partition.measure import timed
+from penstock.partition.aside import (
+    DeviceLike,
+    build_tensor_copier,
+    iter_module_tensors,
+    preserve_global_state,
+)
+from penstock.partition.measure import time_call
 from penstock.stage.added import added_losses
 from penstock.stage.skip import SkipKey, Skips, use_skips
 
 
-def layer_times(
+def measure_layer_times(
     layers: Sequence[nn.Module],
     example: tuple[Any, ...],
     *,
     unpack: bool = False,
     timeout: float = 1.0,
-    device: Device = None,
+    device: DeviceLike = None,
 ) -> list[float]:
     """Seconds of each layer's forward and backward together: the median of many passes.
 
@@ -49,21 +54,21 @@ def layer_times(
     passes: list[list[float]] = []
     whole = scatter(example, 1)[0][0]
     end = perf_counter() + timeout
-    with leaving_no_trace(_tensors(layers, whole), device) as synchronize:
+    with preserve_global_state(_iter_tensors(layers, whole), device) as synchronize:
         while len(passes) < 2 or perf_counter() < end:
-            turns = _turns(layers, whole, unpack, device)
-            passes.append([_seconds(turn, synchronize) for turn in turns])
+            turns = _iter_layer_runs(layers, whole, unpack, device)
+            passes.append([_time_layer(turn, synchronize) for turn in turns])
     return [median(seconds) for seconds in zip(*passes[1:], strict=True)]
 
 
-def layer_bytes(
+def measure_layer_bytes(
     layers: Sequence[nn.Module],
     example: tuple[Any, ...],
     *,
     unpack: bool = False,
     chunks: int = 1,
     param_scale: float = 2.0,
-    device: Device = None,
+    device: DeviceLike = None,
 ) -> list[float]:
     """Bytes of each layer: what one micro-batch keeps for its backward, and its parameters.
 
@@ -78,21 +83,24 @@ def layer_bytes(
         raise ArgumentError(f"chunks={chunks}: a batch is cut into at least one micro-batch")
     first = scatter(example, chunks)[0][0]
     counted: WeakSet[torch.UntypedStorage] = WeakSet()
-    with leaving_no_trace(_tensors(layers, first), device):
+    with preserve_global_state(_iter_tensors(layers, first), device):
         return [
-            _kept(turn, counted) + param_scale * sum(p.nbytes for p in turn.layer.parameters())
-            for turn in _turns(layers, first, unpack, device)
+            _measure_saved_bytes(turn, counted)
+            + param_scale * sum(p.nbytes for p in turn.layer.parameters())
+            for turn in _iter_layer_runs(layers, first, unpack, device)
         ]
 
 
-def _seconds(turn: _Turn, synchronize: Callable[[], None]) -> float:
-    forward = timed(turn.forward, synchronize)
-    return forward + timed(turn.prepared_backward(), synchronize)
+def _time_layer(layer_run: _LayerRun, synchronize: Callable[[], None]) -> float:
+    forward = time_call(layer_run.forward, synchronize)
+    return forward + time_call(layer_run.build_backward(), synchronize)
 
 
-def _kept(turn: _Turn, counted: WeakSet[torch.UntypedStorage]) -> int:
+def _measure_saved_bytes(
+    layer_run: _LayerRun, counted_storages: WeakSet[torch.UntypedStorage]
+) -> int:
     """Bytes kept for the backward by the layer's forward, and by none before."""
-    counted.update(t.untyped_storage() for t in own_tensors(turn.layer))
+    counted_storages.update(t.untyped_storage() for t in iter_module_tensors(layer_run.layer))
     kept: set[torch.UntypedStorage] = set()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -100,16 +108,16 @@ def _kept(turn: _Turn, counted: WeakSet[torch.UntypedStorage]) -> int:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        turn.forward()
-    kept.difference_update(counted)
-    counted.update(kept)
+        layer_run.forward()
+    kept.difference_update(counted_storages)
+    counted_storages.update(kept)
     return sum(storage.nbytes() for storage in kept)
 
 
 # ---- one layer after another --------------------------------------------------------------
 
 
-class _Entrance(torch.autograd.Function):
+class _DetachInput(torch.autograd.Function):
     """The same memory, but no leaf and no view, so that a layer may change it in place.
 
     It has no backward: gradients are asked for at its output.
@@ -120,76 +128,76 @@ class _Entrance(torch.autograd.Function):
         return value.detach()
 
 
-class _Turn(Skips):
+class _LayerRun(Skips):
     """One layer's turn to run, between cuts: values enter it and leave it without their graph."""
 
     def __init__(self, name: str, layer: nn.Module, inputs: tuple[Any, ...], skips: Skips) -> None:
         self.name = name
         self.layer = layer
         self.skips = skips
-        self.entrances: list[GradientEdge] = []
-        self.exits: list[Tensor] = []
-        self.inputs = self._entered(inputs)
+        self.input_edges: list[GradientEdge] = []
+        self.output_tensors: list[Tensor] = []
+        self.inputs = self._detach_inputs(inputs)
         self.output: Any = None
 
     def forward(self) -> None:
         """Run the layer."""
         try:
             with use_skips(self), added_losses():
-                self.output = self._left(self.layer(*self.inputs))
+                self.output = self._detach_outputs(self.layer(*self.inputs))
         except Exception as error:
             error.add_note(f"This was layer {self.name}, run on an example to measure it.")
             raise
 
-    def prepared_backward(self) -> Callable[[], object]:
+    def build_backward(self) -> Callable[[], object]:
         """What will compute the gradients of inputs and parameters, from ones."""
-        wanted = [*self.entrances, *(p for p in self.layer.parameters() if p.requires_grad)]
+        wanted = [*self.input_edges, *(p for p in self.layer.parameters() if p.requires_grad)]
         if not wanted:
             return lambda: None
-        ones = [torch.ones_like(tensor) for tensor in self.exits]
-        return partial(torch.autograd.grad, self.exits, wanted, ones, allow_unused=True)
+        ones = [torch.ones_like(tensor) for tensor in self.output_tensors]
+        return partial(torch.autograd.grad, self.output_tensors, wanted, ones, allow_unused=True)
 
     def stash(self, key: SkipKey, value: Any, shared: bool) -> None:
         """A way out."""
-        self.skips.stash(key, self._left(value), shared)
+        self.skips.stash(key, self._detach_outputs(value), shared)
 
     def pop(self, key: SkipKey) -> Any:
         """A way in."""
-        return self._entered(self.skips.pop(key))
+        return self._detach_inputs(self.skips.pop(key))
 
-    def _entered(self, values: Any) -> Any:
-        def enter(tensor: Tensor) -> Tensor:
+    def _detach_inputs(self, values: Any) -> Any:
+        def detach_input(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            inside: Tensor = _Entrance.apply(tensor)  # type: ignore[no-untyped-call]
-            self.entrances.append(get_gradient_edge(inside))
+            inside: Tensor = _DetachInput.apply(tensor)  # type: ignore[no-untyped-call]
+            self.input_edges.append(get_gradient_edge(inside))
             return inside
 
-        return pytree.tree_map_only(Tensor, enter, values)
+        return pytree.tree_map_only(Tensor, detach_input, values)
 
-    def _left(self, values: Any) -> Any:
-        def leave(tensor: Tensor) -> Tensor:
+    def _detach_outputs(self, values: Any) -> Any:
+        def detach_output(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
-                self.exits.append(tensor)
+                self.output_tensors.append(tensor)
             return tensor.detach().requires_grad_(tensor.requires_grad)
 
-        return pytree.tree_map_only(Tensor, leave, values)
+        return pytree.tree_map_only(Tensor, detach_output, values)
 
 
-def _turns(
-    layers: Sequence[nn.Module], example: tuple[Any, ...], unpack: bool, device: Device
-) -> Iterator[_Turn]:
+def _iter_layer_runs(
+    layers: Sequence[nn.Module], example: tuple[Any, ...], unpack: bool, device: DeviceLike
+) -> Iterator[_LayerRun]:
     """Each layer's turn, to be run before the next is asked for."""
 
     skips = Skips()
-    values = pytree.tree_map_only(Tensor, copier(device), example)
+    values = pytree.tree_map_only(Tensor, build_tensor_copier(device), example)
     for at, layer in enumerate(layers):
-        turn = _Turn(
+        turn = _LayerRun(
             f"{at} ({type(layer).__name__})", copy.deepcopy(layer).to(device), values, skips
         )
         yield turn
         values = turn.output if unpack and isinstance(turn.output, tuple) else (turn.output,)
 
 
-def _tensors(layers: Sequence[nn.Module], example: tuple[Any, ...]) -> Iterator[Any]:
-    return chain(*map(own_tensors, layers), pytree.tree_iter(example))
+def _iter_tensors(layers: Sequence[nn.Module], example: tuple[Any, ...]) -> Iterator[Any]:
+    return chain(*map(iter_module_tensors, layers), pytree.tree_iter(example))

@@ -8,12 +8,17 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from penstock.errors import ArgumentError, KindError, RunError
+from penstock.errors import ArgumentError, PenstockTypeError, RunError
 from penstock.ir import StageGraph
-from penstock.partition.chain import chain
-from penstock.partition.outlining import outline_of_layers
-from penstock.partition.partition import Layers, Partition
-from penstock.partition.side import check_named, names_in_chain, picked, side_names
+from penstock.partition.chain import build_sequential_stage
+from penstock.partition.outlining import describe_sequential
+from penstock.partition.partition import Partition, SequentialLayout
+from penstock.partition.side import (
+    check_side_inputs,
+    find_side_names,
+    find_side_names_per_layer,
+    select_side_inputs,
+)
 from penstock.stage.skip import SkipKey, popped_keys, stashed_keys, verify_skippables
 from penstock.stage.stage import Stage
 
@@ -38,16 +43,16 @@ class PipeSequential(nn.Sequential):
             for layer in self:
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
             return value
-        takes = names_in_chain(self, first=True)
-        check_named(side, list(self._modules), takes)
+        takes = find_side_names_per_layer(self, first=True)
+        check_side_inputs(side, list(self._modules), takes)
         for layer, names in zip(self, takes, strict=True):
             values = value if isinstance(value, tuple) else (value,)
-            value = layer(*values, **picked(side, names))
+            value = layer(*values, **select_side_inputs(side, names))
         return value
 
     def side_names(self, first: bool) -> frozenset[str]:
         """The side inputs that its layers take."""
-        return frozenset().union(*names_in_chain(self, first))
+        return frozenset().union(*find_side_names_per_layer(self, first))
 
 
 class WithDevice(nn.Module):
@@ -64,23 +69,25 @@ class WithDevice(nn.Module):
 
     def side_names(self, first: bool) -> frozenset[str]:
         """The side inputs that the layer takes."""
-        return side_names(self.module, first)
+        return find_side_names(self.module, first)
 
 
-def tensors_of(layer: nn.Module) -> list[torch.Tensor]:
+def list_module_tensors(layer: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers."""
     return [*layer.parameters(), *layer.buffers()]
 
 
-def device_of(layer: nn.Module, others: Collection[torch.Tensor] = ()) -> torch.device | None:
+def find_layer_device(
+    layer: nn.Module, owned_by_earlier_layers: Collection[torch.Tensor] = ()
+) -> torch.device | None:
     """Where the layer's parameters and buffers are; None if it has none.
 
     Those of others count if it has no others.
     """
     if isinstance(layer, WithDevice):
         return layer.device
-    held = tensors_of(layer)
-    found = {t.device for t in held if t not in others} or {t.device for t in held}
+    held = list_module_tensors(layer)
+    found = {t.device for t in held if t not in owned_by_earlier_layers} or {t.device for t in held}
     if len(found) > 1:
         where = ", ".join(sorted(map(str, found)))
         raise ArgumentError(
@@ -90,7 +97,7 @@ def device_of(layer: nn.Module, others: Collection[torch.Tensor] = ()) -> torch.
     return found.pop() if found else None
 
 
-def placed_by_user(
+def group_by_device(
     children: Sequence[nn.Module],
 ) -> tuple[list[int], list[torch.device]]:
     """The neighbours on one device make a stage: how many each takes, and where it is.
@@ -102,8 +109,8 @@ def placed_by_user(
     homes: list[torch.device | None] = []
     seen: set[torch.Tensor] = set()
     for child in children:
-        homes.append(device_of(child, seen))
-        seen.update(tensors_of(child))
+        homes.append(find_layer_device(child, seen))
+        seen.update(list_module_tensors(child))
     first = next((home for home in homes if home is not None), torch.device("cpu"))
     for home in homes:
         here = home or (devices[-1] if devices else first)
@@ -115,7 +122,7 @@ def placed_by_user(
     return counts, devices
 
 
-def is_layered(module: nn.Module) -> TypeGuard[nn.Sequential]:
+def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Is it a Sequential, whose children run one after the other?"""
     plain = (nn.Sequential.forward, PipeSequential.forward)
     return isinstance(module, nn.Sequential) and type(module).forward in plain
@@ -124,8 +131,8 @@ def is_layered(module: nn.Module) -> TypeGuard[nn.Sequential]:
 def check_model(module: nn.Module) -> None:
     """A module; if it is a Sequential, one that can be cut between its children."""
     if not isinstance(module, nn.Module):
-        raise KindError(f"a pipe is made of a module, not of {type(module).__name__}")
-    if is_layered(module):
+        raise PenstockTypeError(f"a pipe is made of a module, not of {type(module).__name__}")
+    if is_plain_sequential(module):
         check_children(module)
         verify_skippables(module)
 
@@ -133,12 +140,12 @@ def check_model(module: nn.Module) -> None:
 def check_children(module: nn.Module) -> None:
     """It is a Sequential with children, none of them twice."""
     if not isinstance(module, nn.Sequential):
-        raise KindError(
+        raise PenstockTypeError(
             f"a pipe is made of an nn.Sequential, not of {type(module).__name__}: write the model "
             "as nn.Sequential(layer, layer, ...), or take penstock.Pipe, which cuts any module"
         )
-    if not is_layered(module):
-        raise KindError(
+    if not is_plain_sequential(module):
+        raise PenstockTypeError(
             f"{type(module).__name__} has a forward of its own, which a pipe would not run: give "
             "the layers as a plain nn.Sequential, and put the rest into a layer"
         )
@@ -161,7 +168,9 @@ def check_children(module: nn.Module) -> None:
         )
 
 
-def check_unchanged(children: Mapping[str, nn.Module | None], stages: Sequence[Stage]) -> None:
+def check_layers_unchanged(
+    children: Mapping[str, nn.Module | None], stages: Sequence[Stage]
+) -> None:
     """They are still the layers that the stages were cut from."""
     known = [name for stage in stages for name in stage.names]
     if list(children) != known:
@@ -178,37 +187,37 @@ def check_unchanged(children: Mapping[str, nn.Module | None], stages: Sequence[S
                 )
 
 
-def cut(module: nn.Sequential, counts: Sequence[int]) -> Partition:
+def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> Partition:
     """Cut after so many children each time; `counts` add up to them all."""
     names, children = zip(*module._modules.items(), strict=True)
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    routes = tuple(_routes([children[part] for part in slices]))
+    routes = tuple(_find_skip_routes([children[part] for part in slices]))
     graph = StageGraph.chain(len(counts), [(src, dst) for _, src, dst in routes])
     unpack = isinstance(module, PipeSequential)
-    named = names_in_chain(children, first=True)
+    named = find_side_names_per_layer(children, first=True)
     takes = tuple(tuple(named[part]) for part in slices)
     stages = tuple(
         Stage(
             index,
             names[part],
             children[part],
-            chain(
+            build_sequential_stage(
                 index,
                 dict(zip(names[part], children[part], strict=True)),
                 unpack,
                 routes,
-                last=index == len(counts) - 1,
-                takes=takes[index],
+                is_last=index == len(counts) - 1,
+                side_names=takes[index],
             ),
         )
         for index, part in enumerate(slices)
     )
-    outline = outline_of_layers(module, counts, routes)
-    return Partition(stages, graph, Layers(routes, takes), outline)
+    outline = describe_sequential(module, counts, routes)
+    return Partition(stages, graph, SequentialLayout(routes, takes), outline)
 
 
-def _routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:
+def _find_skip_routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:
     stashed: dict[SkipKey, int] = {}
     for stage, children in enumerate(stages):
         inner = [module for child in children for module in child.modules()]

@@ -9,56 +9,60 @@ from torch import Tensor, nn
 
 from penstock.stage.stage import Stage
 
-_COMPILED = "_orig_mod."  # torch.compile puts it into names; PyTorch's checkpoints leave it out
+_COMPILE_PREFIX = (
+    "_orig_mod."  # torch.compile puts it into names; PyTorch's checkpoints leave it out
+)
 
-Spot = tuple[nn.Module, str]  # a module, and a name of its own
+TensorLocation = tuple[nn.Module, str]  # a module, and a name of its own
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedTensor:
     """One tensor that ranks share, each in a process of its own, where it is a tensor of its own.
 
     `holders` are the ranks, its owner's first; `spots` are where this process has it.
     """
 
     name: str  # that of its owner's
-    holders: tuple[int, ...]
-    spots: tuple[Spot, ...]
+    ranks: tuple[int, ...]
+    locations: tuple[TensorLocation, ...]
 
     @property
-    def owner(self) -> int:
+    def owner_rank(self) -> int:
         """The rank of the first stage that has it."""
-        return self.holders[0]
+        return self.ranks[0]
 
     @property
-    def tensor(self) -> Tensor | None:
+    def local_tensor(self) -> Tensor | None:
         """This process's; None if it has none."""
-        for module, name in self.spots:
-            return _registered(module)[name]
+        for module, name in self.locations:
+            return _registered_tensors(module)[name]
         return None
 
 
-def ties_between(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> tuple[Tie, ...]:
+def find_tied_tensors(
+    stages: Sequence[Stage], placement: Sequence[int], rank: int
+) -> tuple[TiedTensor, ...]:
     """The tensors that several ranks have, in the order of their first stages, as `rank` sees."""
-    found: dict[Tensor, list[tuple[int, str, Spot]]] = {}
+    found: dict[Tensor, list[tuple[int, str, TensorLocation]]] = {}
     for stage in stages:
-        for name, tensor, spot in _tensors(stage):
+        for name, tensor, spot in _iter_stage_tensors(stage):
             found.setdefault(tensor, []).append((placement[stage.index], name, spot))
     ties = []
     for places in found.values():
         holders = tuple(dict.fromkeys(holder for holder, _, _ in places))
         if len(holders) > 1:
             spots = tuple(spot for holder, _, spot in places if holder == rank)
-            ties.append(Tie(places[0][1], holders, spots))
+            ties.append(TiedTensor(places[0][1], holders, spots))
     return tuple(ties)
 
 
-def plain(name: str) -> str:
+def strip_compile_prefix(name: str) -> str:
     """The name without what torch.compile adds to it."""
-    return name.replace(_COMPILED, "")
+    return name.replace(_COMPILE_PREFIX, "")
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
+def find_tied_names(module: nn.Module) -> dict[str, str]:
     """The further names of tensors that have several, each with the first.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -70,13 +74,14 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
     return {
-        plain(name): kept
+        strip_compile_prefix(name): kept
         for name, tensor in (*parameters, *buffers)
-        if (kept := first.setdefault(tensor, plain(name))) != plain(name)
+        if (kept := first.setdefault(tensor, strip_compile_prefix(name)))
+        != strip_compile_prefix(name)
     }
 
 
-def ties_in_words(stages: Sequence[Stage], placement: Sequence[int]) -> list[str]:
+def describe_tied_parameters(stages: Sequence[Stage], placement: Sequence[int]) -> list[str]:
     """Every parameter that stages of several ranks share, and whose it is."""
     owners: dict[Tensor, tuple[str, int]] = {}
     found = []
@@ -91,14 +96,14 @@ def ties_in_words(stages: Sequence[Stage], placement: Sequence[int]) -> list[str
     return found
 
 
-def _tensors(stage: Stage) -> Iterator[tuple[str, Tensor, Spot]]:
+def _iter_stage_tensors(stage: Stage) -> Iterator[tuple[str, Tensor, TensorLocation]]:
     for layer_name, layer in zip(stage.names, stage.layers, strict=True):
         for path, module in layer.named_modules():
             prefix = ".".join(part for part in (layer_name, path) if part)
-            for name, tensor in _registered(module).items():
+            for name, tensor in _registered_tensors(module).items():
                 yield f"{prefix}.{name}", tensor, (module, name)
 
 
-def _registered(module: nn.Module) -> Mapping[str, Tensor]:
+def _registered_tensors(module: nn.Module) -> Mapping[str, Tensor]:
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}

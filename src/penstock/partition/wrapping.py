@@ -8,25 +8,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, KindError
-from penstock.gradients.sharded import is_sharded
-from penstock.gradients.shards import groups_of, is_in_parts
-from penstock.partition.chain import Chain
-from penstock.partition.forward.whole import Whole
+from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.gradients.sharded import is_fsdp_module
+from penstock.gradients.shards import find_mesh_groups, is_dtensor
+from penstock.partition.chain import SequentialStage
+from penstock.partition.forward.whole import TracedPartition
 from penstock.partition.partition import Partition
-from penstock.partition.sequential import tensors_of
-from penstock.partition.tied import Tie
+from penstock.partition.sequential import list_module_tensors
+from penstock.partition.tied import TiedTensor
 from penstock.stage.stage import Stage
 
 StageFn = Callable[[nn.Module, int], nn.Module]
-Home = tuple[nn.Module, str]  # where a parameter is registered
+ParameterLocation = tuple[nn.Module, str]  # where a parameter is registered
 
 
-def wrapped(
+def wrap_stages(
     partition: Partition,
     stage_fn: StageFn | None,
-    those: Collection[int],
-    between: Sequence[Tie] = (),
+    stage_indices: Collection[int],
+    tied_tensors: Sequence[TiedTensor] = (),
 ) -> Partition:
     """The partition, with what `stage_fn` makes of those stages computing in their place.
 
@@ -34,14 +34,17 @@ def wrapped(
     """
     if stage_fn is None:
         modules = (module for stage in partition.stages for module in stage.modules())
-        if not any(map(is_sharded, modules)):
+        if not any(map(is_fsdp_module, modules)):
             return partition
-        stage_fn = _as_it_is
-    if isinstance(partition.how, Whole):
-        return _as_they_are(partition, stage_fn)
-    ties = [homes for homes in _homes(partition.stages).values() if len(homes) > 1]
+        stage_fn = _identity_stage_fn
+    if isinstance(partition.how, TracedPartition):
+        return _mark_resharding_modules(partition, stage_fn)
+    ties = [
+        homes for homes in _find_parameter_locations(partition.stages).values() if len(homes) > 1
+    ]
     stages = tuple(
-        _around(stage, stage_fn) if stage.index in those else stage for stage in partition.stages
+        _wrap_stage(stage, stage_fn) if stage.index in stage_indices else stage
+        for stage in partition.stages
     )
     for homes in ties:
         if len({id(module._parameters[name]) for module, name in homes}) > 1:
@@ -50,10 +53,10 @@ def wrapped(
                 "but not of another that shares it, so that they are no longer tied: keep such "
                 "layers out of it, or put them into one stage and wrap them together"
             )
-    for tie in between:
-        if tie.tensor is not None and is_in_parts(tie.tensor):
+    for tie in tied_tensors:
+        if tie.local_tensor is not None and is_dtensor(tie.local_tensor):
             raise ArgumentError(
-                f"'{tie.name}' is on ranks {', '.join(map(str, tie.holders))} of the pipe, and "
+                f"'{tie.name}' is on ranks {', '.join(map(str, tie.ranks))} of the pipe, and "
                 "stage_fn has cut it in parts (fully_shard, tensor parallelism), whose gradients "
                 "are not summed between ranks: keep its layers out of that, or put them into "
                 "stages of one rank"
@@ -61,9 +64,9 @@ def wrapped(
     return replace(partition, stages=stages)
 
 
-def _as_they_are(partition: Partition, stage_fn: StageFn) -> Partition:
+def _mark_resharding_modules(partition: Partition, stage_fn: StageFn) -> Partition:
     """Parts of a forward have nothing that could be wrapped; units may have been, before."""
-    if stage_fn is not _as_it_is:
+    if stage_fn is not _identity_stage_fn:
         raise ArgumentError(
             "stage_fn wraps the layers of a Sequential, and here the stages are parts of one "
             "forward: wrap the model's blocks (fully_shard(block), block.compile()) before you "
@@ -73,19 +76,24 @@ def _as_they_are(partition: Partition, stage_fn: StageFn) -> Partition:
         partition,
         stages=tuple(
             replace(
-                stage, shifting=frozenset(m for layer in stage.layers for m in _shifting(layer))
+                stage,
+                resharding_modules=frozenset(
+                    m for layer in stage.layers for m in _find_resharding_modules(layer)
+                ),
             )
             for stage in partition.stages
         ),
     )
 
 
-def _as_it_is(module: nn.Module, _: int) -> nn.Module:
+def _identity_stage_fn(module: nn.Module, _: int) -> nn.Module:
     return module
 
 
-def _homes(stages: Sequence[Stage]) -> dict[nn.Parameter, list[Home]]:
-    found: dict[nn.Parameter, list[Home]] = {}
+def _find_parameter_locations(
+    stages: Sequence[Stage],
+) -> dict[nn.Parameter, list[ParameterLocation]]:
+    found: dict[nn.Parameter, list[ParameterLocation]] = {}
     for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -93,43 +101,43 @@ def _homes(stages: Sequence[Stage]) -> dict[nn.Parameter, list[Home]]:
     return found
 
 
-def _around(stage: Stage, stage_fn: StageFn) -> Stage:
+def _wrap_stage(stage: Stage, stage_fn: StageFn) -> Stage:
     chain = stage.compute
-    assert isinstance(chain, Chain)
-    names = list(_names(stage))
-    made = stage_fn(chain.module.apart(), stage.index)
+    assert isinstance(chain, SequentialStage)
+    names = list(_iter_tensor_names(stage))
+    made = stage_fn(chain.module.with_own_code(), stage.index)
     if not isinstance(made, nn.Module):
-        raise KindError(
+        raise PenstockTypeError(
             f"stage_fn gave {type(made).__name__} for {stage}, and not a module: return what is to "
             "compute in the stage's place, also if it is the module that was given"
         )
-    if list(_names(stage)) != names:
-        changed = sorted(set(names) ^ set(_names(stage)))
+    if list(_iter_tensor_names(stage)) != names:
+        changed = sorted(set(names) ^ set(_iter_tensor_names(stage)))
         raise ArgumentError(
             f"stage_fn changed the names of parameters or buffers of {stage}, {', '.join(changed)}:"
             " a pipe keeps the unsplit model's; put something around the stage, or change the "
             "model before you make the Pipe"
         )
-    _check_same(stage, made)
+    _check_same_tensors(stage, made)
     inner = set(stage.modules())
     return replace(
         stage,
-        compute=chain.running(made),
-        around=tuple(module for module in made.modules() if module not in inner),
-        shifting=frozenset(_shifting(made)),
+        compute=chain.with_module(made),
+        wrappers=tuple(module for module in made.modules() if module not in inner),
+        resharding_modules=frozenset(_find_resharding_modules(made)),
     )
 
 
-def _names(stage: Stage) -> Iterator[str]:
+def _iter_tensor_names(stage: Stage) -> Iterator[str]:
     for name, layer in zip(stage.names, stage.layers, strict=True):
         yield from (f"{name}.{inner}" for inner, _ in layer.named_parameters())
         yield from (f"{name}.{inner}" for inner, _ in layer.named_buffers())
 
 
-def _check_same(stage: Stage, made: nn.Module) -> None:
+def _check_same_tensors(stage: Stage, wrapped_module: nn.Module) -> None:
     """Everything that the layers learn by is in it, and nothing else: it would not be saved."""
-    ours = {id(t): t for layer in stage.layers for t in tensors_of(layer)}
-    theirs = {id(t): t for t in tensors_of(made)}
+    ours = {id(t): t for layer in stage.layers for t in list_module_tensors(layer)}
+    theirs = {id(t): t for t in list_module_tensors(wrapped_module)}
     for what, first, second in (("has not", ours, theirs), ("has also", theirs, ours)):
         found = [tuple(tensor.shape) for key, tensor in first.items() if key not in second]
         if found:
@@ -140,19 +148,21 @@ def _check_same(stage: Stage, made: nn.Module) -> None:
             )
 
 
-def _shifting(made: nn.Module) -> Iterator[nn.Module]:
+def _find_resharding_modules(wrapped_module: nn.Module) -> Iterator[nn.Module]:
     """The modules whose parameters are gathered to compute, and others at rest."""
-    for part in made.modules():
-        if is_sharded(part):
-            yield from (m for m in part.modules() if any(map(is_in_parts, m.parameters(False))))
+    for part in wrapped_module.modules():
+        if is_fsdp_module(part):
+            yield from (m for m in part.modules() if any(map(is_dtensor, m.parameters(False))))
 
 
-def check_apart(partition: Partition, placement: Sequence[int]) -> None:
+def check_separate_process_groups(partition: Partition, placement: Sequence[int]) -> None:
     """Threads of one process do not communicate within one group: their order is chance."""
     users: dict[Any, set[int]] = {}
     for stage in partition.stages:
-        tensors: list[Tensor] = [t for layer in stage.layers for t in tensors_of(layer)]
-        for group in dict.fromkeys(group for tensor in tensors for group in groups_of(tensor)):
+        tensors: list[Tensor] = [t for layer in stage.layers for t in list_module_tensors(layer)]
+        for group in dict.fromkeys(
+            group for tensor in tensors for group in find_mesh_groups(tensor)
+        ):
             users.setdefault(group, set()).add(placement[stage.index])
     for ranks in users.values():
         if len(ranks) > 1:

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost import Cost
-from penstock.errors import ArgumentError, KindError
-from penstock.gradients.clip import Clipping
+from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.gradients.clip import ClipGradOptions
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Program, Schedule
-from penstock.partition.forward.whole import Whole
-from penstock.partition.sequential import check_unchanged
-from penstock.partition.split import Split
-from penstock.run.call import Manner
-from penstock.run.feed import Batch, Fed
+from penstock.partition.forward.whole import TracedPartition
+from penstock.partition.sequential import check_layers_unchanged
+from penstock.partition.split import PlacedPartition
+from penstock.run.call import CellPolicy
+from penstock.run.feed import Batch, StageInputs
 from penstock.run.memory import Memory
 from penstock.run.phase import Phase
-from penstock.run.programs import Programs, Size
+from penstock.run.programs import ProgramCache, ProgramKey
 from penstock.run.training import HasTimeline, StepResult
 from penstock.stage.reduction import LossFn
-from penstock.stage.tape import Keep
+from penstock.stage.tape import SavedForBackward
 from penstock.timeline import Timeline, simulate
 
 
 @dataclass(frozen=True)
-class Settings:
+class CallOptions:
     """The options of a pipe that may change from call to call."""
 
     chunks: int
@@ -39,60 +39,66 @@ class Settings:
     runtime: str
     reduction: str | None
 
-    def size(self, chunks: int, trains: bool = True) -> Size:
+    def build_program_key(self, chunks: int, allow_recompute: bool = True) -> ProgramKey:
         """Of a call with so many micro-batches."""
-        return Size(chunks, self.training and trains, self.checkpoint)
+        return ProgramKey(chunks, self.training and allow_recompute, self.checkpoint)
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class PreparedPipe:
     """A model cut and placed, the programs that run it, and the layers as the pipe has them now."""
 
-    split: Split
-    programs: Programs
+    placed_partition: PlacedPartition
+    program_cache: ProgramCache
     replicas: Replicas
     layers: Mapping[str, nn.Module | None]
 
-    def check(self) -> None:
+    def check_model_unchanged(self) -> None:
         """The layers are those that were cut, and have been given their numbers."""
-        how = self.split.partition.how
-        if isinstance(how, Whole):
+        how = self.placed_partition.partition.how
+        if isinstance(how, TracedPartition):
             how.check_unchanged()
         else:
-            check_unchanged(self.layers, self.split.stages_here)
-        self.split.blanks.check()
+            check_layers_unchanged(self.layers, self.placed_partition.local_stages)
+        self.placed_partition.uninitialized_tensors.check_initialized()
 
-    def run_of_step(self, settings: Settings, fed: Fed) -> tuple[Program, Phase]:
+    def select_step_program(
+        self, options: CallOptions, stage_inputs: StageInputs
+    ) -> tuple[Program, Phase]:
         """The whole program; without gradients, its forwards."""
-        programs = self.programs.on(fed.graph)
+        programs = self.program_cache.for_graph(stage_inputs.graph)
         if torch.is_grad_enabled():
-            return programs.whole(settings.size(fed.chunks))
-        program, forwards, _ = programs.halves(settings.size(fed.chunks, False))
+            return programs.get_step_phase(options.build_program_key(stage_inputs.chunks))
+        program, forwards, _ = programs.get_forward_backward_phases(
+            options.build_program_key(stage_inputs.chunks, False)
+        )
         return program, forwards
 
-    def forecast(self, settings: Settings, cost: Cost | None, last: HasTimeline | None) -> Timeline:
+    def forecast(
+        self, options: CallOptions, cost: Cost | None, last_measured: HasTimeline | None
+    ) -> Timeline:
         """A training step on paper: at this cost, or at that of the last one, if there was one."""
-        program, _ = self.programs.whole(settings.size(settings.chunks))
-        if cost is None and last is not None:
-            cost = last.timeline.cost
+        program, _ = self.program_cache.get_step_phase(options.build_program_key(options.chunks))
+        if cost is None and last_measured is not None:
+            cost = last_measured.timeline.cost
         return simulate(program, cost)
 
 
 @dataclass(frozen=True)
-class Lesson:
+class StepRequest:
     """What a training step is to do with the outputs."""
 
     loss_fn: LossFn | None
-    outputs: bool
+    return_outputs: bool
     scaler: torch.amp.GradScaler | None
     optimizer: torch.optim.Optimizer | None = None  # takes its step, too
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """The optimizer has something to go by, and may go by it."""
         if self.optimizer is None:
             return
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise KindError(
+            raise PenstockTypeError(
                 f"optimizer is a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
             )
         if not torch.is_grad_enabled():
@@ -108,57 +114,63 @@ class Lesson:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedStep:
     """A training step, made ready: what is fed, and what the gradients are multiplied by."""
 
-    settings: Settings
-    lesson: Lesson
-    fed: Fed
-    scale: Tensor | None
+    options: CallOptions
+    request: StepRequest
+    stage_inputs: StageInputs
+    loss_scale: Tensor | None
 
 
-class Fellows(NamedTuple):
+class CheckpointPeers(NamedTuple):
     """A group of all processes that save together, None if there is one; of which copy this is."""
 
-    group: Any = None
-    copy: int = 0
+    process_group: Any = None
+    replica: int = 0
 
 
-class Answers(Protocol):
+class Engine(Protocol):
     """What runs a pipe: in one process, or as one of several."""
 
-    def forward(self, settings: Settings, batch: Batch) -> Any:
+    def forward(self, options: CallOptions, batch: Batch) -> Any:
         """What the model computes of a batch."""
 
-    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+    def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
         """Forward, loss and backward."""
 
-    def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
+    def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Within, what is raised on one rank is raised on all, if the facts are the same there."""
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping) -> Tensor:
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, options: ClipGradOptions
+    ) -> Tensor:
         """Clip by the norm over all ranks; gives the norm before."""
 
-    def saves_with(self) -> Fellows:
+    def get_checkpoint_peers(self) -> CheckpointPeers:
         """With whom this process saves."""
 
-    def forecast(self, settings: Settings, cost: Any) -> Timeline:
+    def forecast(self, options: CallOptions, cost: Any) -> Timeline:
         """The timeline of a training step on paper."""
 
-    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+    def measure_memory(self, options: CallOptions, batch: Batch, request: StepRequest) -> Memory:
         """What is alive in a training step, measured."""
 
 
-def manner_of(schedule: Schedule, tracked: bool = False) -> Manner:
+def build_cell_policy(schedule: Schedule, require_known_leaves: bool = False) -> CellPolicy:
     """How the schedule has its cells computed, if there are gradients at all."""
     grad = torch.is_grad_enabled()
 
-    def keep(stage: int, microbatch: int) -> Keep:
+    def saved_for_backward(stage: int, microbatch: int) -> SavedForBackward:
         if not grad:
-            return Keep.NOTHING
-        return Keep.INPUTS if (stage, microbatch) in schedule.recomputed else Keep.GRAPH
+            return SavedForBackward.NOTHING
+        return (
+            SavedForBackward.INPUTS
+            if (stage, microbatch) in schedule.recomputed
+            else SavedForBackward.GRAPH
+        )
 
-    def divided(stage: int, microbatch: int) -> bool:
+    def splits_backward(stage: int, microbatch: int) -> bool:
         return grad and (stage, microbatch) in schedule.divided
 
-    return Manner(keep, divided, tracked)
+    return CellPolicy(saved_for_backward, splits_backward, require_known_leaves)

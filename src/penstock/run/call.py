@@ -16,245 +16,264 @@ from penstock.ir import Program
 from penstock.play import Span
 from penstock.run.phase import Phase
 from penstock.run.transport import Transport
-from penstock.run.worker import Desk, Mark, Worker
-from penstock.stage.context import Context
-from penstock.stage.places import Gpu, Moment, Place, Stamp, Streams
+from penstock.run.worker import CellIO, TimedAction, Worker
+from penstock.stage.context import CallerContext
+from penstock.stage.places import CallerStreams, Device, Gpu, GraphTimestamp, Timestamp
 from penstock.stage.randomness import (
-    Source,
-    move_on,
-    next_seed,
-    seed_of_cell,
-    shared_states,
+    RngSource,
+    advance_caller_rng,
+    derive_cell_seed,
+    get_shared_rng_states,
+    peek_seed,
 )
 from penstock.stage.stage import Stage
-from penstock.stage.stand_ins import StandIns
-from penstock.stage.tape import Keep, Tape
-from penstock.timeline import Timeline, observed
+from penstock.stage.stand_ins import StageProxies
+from penstock.stage.tape import SavedForBackward, StageRunner
+from penstock.timeline import Timeline, cost_from_spans
 
 
-class Runtime(Protocol):
+class LaneExecutor(Protocol):
     """How the ranks of this process carry out their lanes, and what joins them."""
 
-    def end(self, rank: int) -> Transport:
+    def endpoint(self, rank: int) -> Transport:
         """The rank's end of what carries messages."""
 
-    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+    def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Carry out a phase; each worker its rank's lane."""
 
 
-class Shared(Protocol):
+class TiedWeights(Protocol):
     """What stages share with others: what they compute with instead, and settling it after."""
 
     @property
-    def stand_ins(self) -> Mapping[int, StandIns]:
+    def proxies(self) -> Mapping[int, StageProxies]:
         """By stage."""
 
-    def settle(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Hand over what the stand-ins have learned."""
 
 
-class Manner(NamedTuple):
+class CellPolicy(NamedTuple):
     """How the cells of a call are computed."""
 
-    keep: Callable[[int, int], Keep]  # what a (stage, micro-batch) leaves behind
-    divided: Callable[[int, int], bool]  # is its backward split?
-    tracked: bool = False  # by the caller's graph
+    saved_for_backward: Callable[
+        [int, int], SavedForBackward
+    ]  # what a (stage, micro-batch) leaves behind
+    splits_backward: Callable[[int, int], bool]  # is its backward split?
+    require_known_leaves: bool = False  # by the caller's graph
 
 
-class Draws(NamedTuple):
+class RngPolicy(NamedTuple):
     """Where the random numbers of a call come from, and what is done once some were used."""
 
-    seed: Callable[[], int] = next_seed
-    used: Callable[[], None] = move_on
-    source: Callable[[int, int, int], Source | int] = seed_of_cell  # of seed, stage, micro-batch
-    watched: bool = True  # is it noticed if others draw while the call runs?
+    make_seed: Callable[[], int] = peek_seed
+    advance_rng: Callable[[], None] = advance_caller_rng
+    make_cell_rng: Callable[[int, int, int], RngSource | int] = (
+        derive_cell_seed  # of seed, stage, micro-batch
+    )
+    detect_outside_rng_use: bool = True  # is it noticed if others draw while the call runs?
 
 
-AS_EVER = Draws()
+DEFAULT_RNG_POLICY = RngPolicy()
 
 
-class Terms(NamedTuple):
+class CaptureOverrides(NamedTuple):
     """How a step that is captured, or about to be, differs from others."""
 
-    draws: Draws = AS_EVER
-    closed: bool = False  # does nothing learn but parameters?
-    places: Sequence[Place] = ()  # by rank, if they are not the pipe's own
+    rng_policy: RngPolicy = DEFAULT_RNG_POLICY
+    require_known_leaves: bool = False  # does nothing learn but parameters?
+    devices: Sequence[Device] = ()  # by rank, if they are not the pipe's own
 
 
-AS_USUAL = Terms()
+NO_OVERRIDES = CaptureOverrides()
 
 
-class Call:
+class Execution:
     """Carries out phases over the stages of this process's ranks, which `places` names."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        places: Mapping[int, Place],
+        devices: Mapping[int, Device],
         placement: Sequence[int],
-        manner: Manner,
-        runtime: Runtime,
-        shared: Shared,
-        draws: Draws = AS_EVER,
+        cell_policy: CellPolicy,
+        executor: LaneExecutor,
+        tied_weights: TiedWeights,
+        rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
     ) -> None:
-        self.desk = Desk()
-        self._places, self._placement, self._runtime = places, placement, runtime
-        if any(isinstance(place, Gpu) for place in places.values()):
-            _meant_so()
-        self.context = Context.here(frozenset(place.device.type for place in places.values()))
-        self._shared, self._draws = shared, draws
-        self.tapes = [
-            Tape(
+        self.cell_io = CellIO()
+        self._devices, self._placement, self._executor = devices, placement, executor
+        if any(isinstance(place, Gpu) for place in devices.values()):
+            _silence_stream_mismatch_warning()
+        self.context = CallerContext.current(
+            frozenset(place.device.type for place in devices.values())
+        )
+        self._tied_weights, self._rng_policy = tied_weights, rng_policy
+        self.stage_runners = [
+            StageRunner(
                 stage,
                 self.context,
-                partial(manner.keep, stage.index),
-                partial(manner.divided, stage.index),
-                manner.tracked,
-                shared.stand_ins[stage.index],
+                partial(cell_policy.saved_for_backward, stage.index),
+                partial(cell_policy.splits_backward, stage.index),
+                cell_policy.require_known_leaves,
+                tied_weights.proxies[stage.index],
             )
             for stage in stages
-            if placement[stage.index] in places
+            if placement[stage.index] in devices
         ]
-        if any(tape.may_draw for tape in self.tapes):
-            seed = draws.seed()
-            for tape in self.tapes:
-                tape.source = partial(draws.source, seed, tape.stage.index)
-        self.done = self._moved_on = False
+        if any(tape.may_draw_random for tape in self.stage_runners):
+            seed = rng_policy.make_seed()
+            for tape in self.stage_runners:
+                tape.rng_source = partial(rng_policy.make_cell_rng, seed, tape.stage.index)
+        self.is_cleared = self._rng_advanced = False
         self.workers = [
             Worker(
                 rank,
                 place,
-                {t.stage.index: t for t in self.tapes if placement[t.stage.index] == rank},
-                runtime.end(rank),
-                self.desk,
+                {t.stage.index: t for t in self.stage_runners if placement[t.stage.index] == rank},
+                executor.endpoint(rank),
+                self.cell_io,
             )
-            for rank, place in places.items()
+            for rank, place in devices.items()
         ]
-        self.origins: list[Moment] = []
+        self.time_origins: list[Timestamp] = []
 
     @property
-    def drew(self) -> bool:
+    def used_rng(self) -> bool:
         """Did any stage draw random numbers?"""
-        return any(tape.drew for tape in self.tapes)
+        return any(tape.has_drawn for tape in self.stage_runners)
 
-    def run(self, phase: Phase, retain: bool = False) -> None:
+    def run(self, phase: Phase, retain_graph: bool = False) -> None:
         """Carry out a phase: all that the caller asked for before comes before it, and so on."""
-        streams = Streams()
-        places = list(self._places.values())
+        streams = CallerStreams()
+        places = list(self._devices.values())
         for worker in self.workers:
-            worker.retain = retain
-            worker.place.join(streams)
-        if not self.origins:
-            self.origins = _origins(places)
-        states = shared_states(place.device for place in places) if self._draws.watched else []
+            worker.retain_graph = retain_graph
+            worker.device.wait_for_caller(streams)
+        if not self.time_origins:
+            self.time_origins = _record_time_origins(places)
+        states = (
+            get_shared_rng_states(place.device for place in places)
+            if self._rng_policy.detect_outside_rng_use
+            else []
+        )
         try:
-            self._runtime.carry_out(self.workers, phase, self.context)
+            self._executor.execute(self.workers, phase, self.context)
         except BaseException:
             with suppress(RuntimeError):  # a device that refuses has said so: that is to be told
-                self._part(streams)
+                self._release_streams(streams)
             raise
-        self._part(streams)
-        self._shared.settle()
-        self._look_after(states)
+        self._release_streams(streams)
+        self._tied_weights.accumulate_gradients()
+        self._update_caller_rng(states)
 
-    def _part(self, streams: Streams) -> None:
+    def _release_streams(self, streams: CallerStreams) -> None:
         for worker in self.workers:
-            worker.place.part(streams)
+            worker.device.release_to_caller(streams)
 
-    def anchors(self) -> list[GradientEdge]:
+    def create_grad_accumulators(self) -> list[GradientEdge]:
         """Where the parameters' gradients arrive, made on the streams of their ranks.
 
         Held while the call is put into the caller's graph: made there, they would be on the
         caller's stream, and every backward of every rank would wait for that one stream.
         """
         found: list[GradientEdge] = []
-        for tape in self.tapes:  # the first that has a parameter is its owner's
-            place = self._places[self._placement[tape.stage.index]]
+        for tape in self.stage_runners:  # the first that has a parameter is its owner's
+            place = self._devices[self._placement[tape.stage.index]]
             if isinstance(place, Gpu):
-                with place.entered():
+                with place.activate():
                     found += map(get_gradient_edge, tape.parameters)
         return found
 
-    def _look_after(self, states: Sequence[torch.Tensor]) -> None:
+    def _update_caller_rng(self, states_before: Sequence[torch.Tensor]) -> None:
         """Move the caller's generator on, if the call drew; notice draws that came unexpected."""
-        devices = [place.device for place in self._places.values()]
-        if states and not all(map(torch.equal, shared_states(devices), states)):
-            for tape in self.tapes:
-                tape.stage.forget()
-            if any(tape.recomputes for tape in self.tapes):
+        devices = [place.device for place in self._devices.values()]
+        if states_before and not all(
+            map(torch.equal, get_shared_rng_states(devices), states_before)
+        ):
+            for tape in self.stage_runners:
+                tape.stage.reset_behaviors()
+            if any(tape.has_recomputed for tape in self.stage_runners):
                 warnings.warn(
                     "somebody drew random numbers while the pipe ran: if it was a layer that had "
                     "not done so before, its recomputation in this call drew others; the next "
                     "calls repeat them rightly",
                     stacklevel=4,
                 )
-        if self.drew and not self._moved_on:
-            self._moved_on = True
-            self._draws.used()
+        if self.used_rng and not self._rng_advanced:
+            self._rng_advanced = True
+            self._rng_policy.advance_rng()
 
-    def measured(self, program: Program) -> Measured:
+    def build_measured_run(self, program: Program) -> MeasuredRun:
         """When each rank did what."""
-        return Measured(program, [worker.marks for worker in self.workers], self.origins)
+        return MeasuredRun(
+            program, [worker.timed_actions for worker in self.workers], self.time_origins
+        )
 
     def clear(self) -> None:
         """Drop all that is kept for backwards."""
-        self.done = True
-        for tape in self.tapes:
+        self.is_cleared = True
+        for tape in self.stage_runners:
             tape.clear()
 
 
 @cache
-def _meant_so() -> None:
+def _silence_stream_mismatch_warning() -> None:
     """PyTorch warns that these streams are not the caller's; it need not."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
-def _origins(places: Sequence[Place]) -> list[Moment]:
+def _record_time_origins(devices: Sequence[Device]) -> list[Timestamp]:
     """A moment at the beginning, for each place; those on one device have it in common."""
-    first = {place.device: place for place in reversed(places)}
-    found = {device: place.now() for device, place in first.items()}
-    return [found[place.device] for place in places]
+    first = {place.device: place for place in reversed(devices)}
+    found = {device: place.record_timestamp() for device, place in first.items()}
+    return [found[place.device] for place in devices]
 
 
-def _seconds(start: Moment, end: Moment) -> float:
+def _elapsed_seconds(start: Timestamp, end: Timestamp) -> float:
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start
-    assert not isinstance(start, Stamp)
-    assert not isinstance(end, float | Stamp)
+    assert not isinstance(start, GraphTimestamp)
+    assert not isinstance(end, float | GraphTimestamp)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A run that took place; on a GPU it may still be going on."""
 
     program: Program
-    marks: Sequence[Sequence[Mark]]
-    origins: Sequence[Moment]
+    timed_actions: Sequence[Sequence[TimedAction]]
+    time_origins: Sequence[Timestamp]
 
     @cached_property
     def timeline(self) -> Timeline:
         """When everything ran. On a GPU this waits until the run has ended."""
-        lanes = zip(self.marks, self.origins, strict=True)
+        lanes = zip(self.timed_actions, self.time_origins, strict=True)
         spans = [
-            Span(rank, m.step.at, m.step.action, *seconds_of(m, origin))
+            Span(
+                rank,
+                m.bound_action.lane_index,
+                m.bound_action.action,
+                *compute_span_seconds(m, origin),
+            )
             for rank, (lane, origin) in enumerate(lanes)
             for m in lane
         ]
-        return timeline_of(self.program, spans)
+        return build_measured_timeline(self.program, spans)
 
 
-def seconds_of(mark: Mark, origin: Moment) -> tuple[float, float]:
+def compute_span_seconds(timed_action: TimedAction, origin: Timestamp) -> tuple[float, float]:
     """From when to when, counted from the origin."""
-    _, start, end = mark
+    _, start, end = timed_action
     if type(start) is type(end) is type(origin) is float:  # on the host
         return start - origin, end - origin
-    return _seconds(origin, start), _seconds(origin, end)
+    return _elapsed_seconds(origin, start), _elapsed_seconds(origin, end)
 
 
-def timeline_of(program: Program, spans: Sequence[Span]) -> Timeline:
+def build_measured_timeline(program: Program, spans: Sequence[Span]) -> Timeline:
     """Of spans that were measured, in any order."""
     ordered = sorted(spans, key=lambda span: (span.start, span.end))
-    return Timeline(program, observed(program, ordered), tuple(ordered))
+    return Timeline(program, cost_from_spans(program, ordered), tuple(ordered))

@@ -8,45 +8,47 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from penstock.run.phase import Phase
-from penstock.run.transport import Boxes, Transport
-from penstock.run.worker import Step, Worker
-from penstock.stage.context import Context, no_autocast
+from penstock.run.transport import Transport, TransportFactory
+from penstock.run.worker import BoundAction, Worker
+from penstock.stage.context import CallerContext, no_autocast
 
-Around = Callable[[int, Step], AbstractContextManager[object]]  # a step of a rank
-
-
-def _nothing(rank: int, step: Step) -> AbstractContextManager[object]:
-    return _AS_IT_IS
+ActionContext = Callable[[int, BoundAction], AbstractContextManager[object]]  # a step of a rank
 
 
-_AS_IT_IS = nullcontext()
+def _no_context(rank: int, bound_action: BoundAction) -> AbstractContextManager[object]:
+    return _NULL_CONTEXT
 
 
-class Inline:
+_NULL_CONTEXT = nullcontext()
+
+
+class InlineExecutor:
     """The runtime of one call; `around` each of its steps something may be entered."""
 
-    def __init__(self, boxes: Boxes, around: Around = _nothing) -> None:
-        self._boxes, self._around = boxes, around
+    def __init__(
+        self, transports: TransportFactory, action_context: ActionContext = _no_context
+    ) -> None:
+        self._transports, self._action_context = transports, action_context
 
-    def end(self, rank: int) -> Transport:
+    def endpoint(self, rank: int) -> Transport:
         """In one thread, a message waits in its box."""
-        return self._boxes.end(rank)
+        return self._transports.endpoint(rank)
 
-    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+    def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """Step by step, whichever rank's is next."""
-        with in_this_thread(context):
-            for rank, step in phase.order:
-                with workers[rank].place.entered(), self._around(rank, step):
-                    workers[rank].do(step)
+        with use_worker_thread_settings(context):
+            for rank, step in phase.execution_order:
+                with workers[rank].device.activate(), self._action_context(rank, step):
+                    workers[rank].execute(step)
 
 
 @contextmanager
-def in_this_thread(context: Context) -> Iterator[None]:
+def use_worker_thread_settings(context: CallerContext) -> Iterator[None]:
     """Within, the caller's thread computes as a worker's would."""
     before = torch._C._is_multithreading_enabled()
     torch.autograd.set_multithreading_enabled(False)
     try:
-        with no_autocast(), torch.set_grad_enabled(context.grad):
+        with no_autocast(), torch.set_grad_enabled(context.grad_enabled):
             yield
     finally:
         torch.autograd.set_multithreading_enabled(before)

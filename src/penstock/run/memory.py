@@ -12,15 +12,15 @@ from typing import NamedTuple
 from penstock import draw
 from penstock.cost import Cost
 from penstock.ir import Action, Compute, Op, Program, Schedule, Send
-from penstock.outline import bytes_said
+from penstock.outline import format_bytes
 from penstock.timeline import Timeline, simulate
 
 
-class Reading(NamedTuple):
+class MemoryReading(NamedTuple):
     """An action, the place it has in its rank's lane, and what was alive after it."""
 
     rank: int
-    at: int
+    lane_index: int
     action: Action
     alive: tuple[int, ...]  # bytes, of every rank
 
@@ -34,7 +34,7 @@ class Memory:
     """
 
     program: Program
-    readings: tuple[Reading, ...]
+    readings: tuple[MemoryReading, ...]
     held: tuple[int, ...]
 
     @property
@@ -71,17 +71,17 @@ class Memory:
     def activation(self) -> tuple[int, ...]:
         """What one micro-batch keeps on each stage: what its F, or its R, has added at most."""
         most = [0] * self.program.schedule.stages
-        for (stage, _), size in self._gains().items():
+        for (stage, _), size in self._added_bytes_by_cell().items():
             most[stage] = max(most[stage], size)
         return tuple(most)
 
-    def _gains(self) -> dict[tuple[int, int], int]:
+    def _added_bytes_by_cell(self) -> dict[tuple[int, int], int]:
         """By cell. What arrives counts with it, and what is sent away does not, if it is moved."""
         schedule = self.program.schedule
         gains: Counter[tuple[int, int]] = Counter()
         before = (0,) * self.ranks
         for reading in self.readings:
-            for stage, microbatch in _born_of(reading.action, schedule):
+            for stage, microbatch in _find_allocating_cells(reading.action, schedule):
                 rank = schedule.placement[stage]
                 gains[stage, microbatch] += reading.alive[rank] - before[rank]
             before = reading.alive
@@ -89,7 +89,7 @@ class Memory:
 
     def __str__(self) -> str:
         columns = zip(self.held, self.peak, self.forecast.peak, strict=True)
-        rows = [(str(rank), *map(bytes_said, found)) for rank, found in enumerate(columns)]
+        rows = [(str(rank), *map(format_bytes, found)) for rank, found in enumerate(columns)]
         rows = [("rank", "held", "peak of a step", "forecast"), *rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -110,7 +110,7 @@ class Memory:
         draw.memory(self.forecast, measured, path, title=title)
 
 
-def _born_of(action: Action, schedule: Schedule) -> Iterator[tuple[int, int]]:
+def _find_allocating_cells(action: Action, schedule: Schedule) -> Iterator[tuple[int, int]]:
     """The cells of whose birth the action is a part: that of an F has messages."""
     if isinstance(action, Compute):
         cell = action.stage, action.microbatch

@@ -19,34 +19,34 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from penstock.run.inline import Inline
-from penstock.run.memory import Reading
+from penstock.run.inline import InlineExecutor
+from penstock.run.memory import MemoryReading
 from penstock.run.transport import Mailboxes
-from penstock.run.worker import Step
-from penstock.stage.places import Gpu, Place
+from penstock.run.worker import BoundAction
+from penstock.stage.places import Device, Gpu
 from penstock.stage.stage import Stage
 
 
-class Gauge(Protocol):
+class MemoryProbe(Protocol):
     """Reads the bytes of some ranks."""
 
-    def reading(self) -> AbstractContextManager[object]:
+    def track(self) -> AbstractContextManager[object]:
         """Within, it can tell."""
 
-    def computing(self, rank: int) -> AbstractContextManager[object]:
+    def attribute_to(self, rank: int) -> AbstractContextManager[object]:
         """Within, that rank computes."""
 
-    def alive(self) -> Mapping[int, int]:
+    def read_live_bytes(self) -> Mapping[int, int]:
         """Bytes, by rank."""
 
 
-class Storages(TorchDispatchMode):
+class HostStorageProbe(TorchDispatchMode):
     """Counts what ranks on the host have made, and is alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rank: int | None = None
-        self._owned: dict[int, WeakSet[torch.UntypedStorage]] = defaultdict(WeakSet)
+        self._current_rank: int | None = None
+        self._storages_by_rank: dict[int, WeakSet[torch.UntypedStorage]] = defaultdict(WeakSet)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,16 +57,16 @@ class Storages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self._rank is not None:
-            given = {_storage(t)._cdata for t in _on_host((args, kwargs))}
-            for tensor in _on_host(made):
+        if self._current_rank is not None:
+            given = {_storage(t)._cdata for t in _host_tensors((args, kwargs))}
+            for tensor in _host_tensors(made):
                 storage = _storage(tensor)
                 if storage._cdata not in given:
-                    self._owned[self._rank].add(storage)
+                    self._storages_by_rank[self._current_rank].add(storage)
         return made
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """What is compiled runs as it was written: inside, nothing could be seen."""
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # it takes seconds to load
@@ -75,20 +75,23 @@ class Storages(TorchDispatchMode):
             yield
 
     @contextmanager
-    def computing(self, rank: int) -> Iterator[None]:
+    def attribute_to(self, rank: int) -> Iterator[None]:
         """What is made within is the rank's."""
-        self._rank = rank
+        self._current_rank = rank
         try:
             yield
         finally:
-            self._rank = None
+            self._current_rank = None
 
-    def alive(self) -> Mapping[int, int]:
+    def read_live_bytes(self) -> Mapping[int, int]:
         """Of the ranks that have made anything."""
-        return {rank: sum(s.nbytes() for s in owned) for rank, owned in [*self._owned.items()]}
+        return {
+            rank: sum(s.nbytes() for s in owned)
+            for rank, owned in [*self._storages_by_rank.items()]
+        }
 
 
-def _on_host(values: Any) -> Iterator[Tensor]:
+def _host_tensors(values: Any) -> Iterator[Tensor]:
     leaves = (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
     return (t for t in leaves if t.device.type == "cpu" and t.layout is torch.strided)
 
@@ -97,82 +100,84 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-class Allocated:
+class CudaAllocatorProbe:
     """Asks the allocator what ranks on GPUs have."""
 
-    def __init__(self, places: Mapping[int, Gpu]) -> None:
-        count = Counter(place.device for place in places.values())
-        self._alone = {rank: p.device for rank, p in places.items() if count[p.device] == 1}
-        self._streams = {
+    def __init__(self, devices: Mapping[int, Gpu]) -> None:
+        count = Counter(place.device for place in devices.values())
+        self._exclusive_devices = {
+            rank: p.device for rank, p in devices.items() if count[p.device] == 1
+        }
+        self._rank_by_stream = {
             stream.cuda_stream: rank
-            for rank, place in places.items()
-            if rank not in self._alone
-            for stream in (place.compute, place.copy)
+            for rank, place in devices.items()
+            if rank not in self._exclusive_devices
+            for stream in (place.compute_stream, place.copy_stream)
         }
 
-    def reading(self) -> AbstractContextManager[object]:
+    def track(self) -> AbstractContextManager[object]:
         """It always can."""
         return nullcontext()
 
-    def computing(self, rank: int) -> AbstractContextManager[object]:
+    def attribute_to(self, rank: int) -> AbstractContextManager[object]:
         """The streams say who computes."""
         return nullcontext()
 
-    def alive(self) -> Mapping[int, int]:
+    def read_live_bytes(self) -> Mapping[int, int]:
         """Now, though the devices may still be busy: memory is given out and back by the host."""
         found: Counter[int] = Counter()
-        for rank, device in self._alone.items():
+        for rank, device in self._exclusive_devices.items():
             stats = torch.cuda.memory_stats_as_nested_dict(device)
             found[rank] = stats["allocated_bytes"]["all"]["current"]
-        if self._streams:
+        if self._rank_by_stream:
             for segment in torch.cuda.memory_snapshot():
-                owner = self._streams.get(segment["stream"])
+                owner = self._rank_by_stream.get(segment["stream"])
                 if owner is not None:
                     found[owner] += segment["allocated_size"]
         return found
 
 
-def gauges_for(places: Mapping[int, Place]) -> list[Gauge]:
+def build_memory_probes(devices: Mapping[int, Device]) -> list[MemoryProbe]:
     """One for the host, one for the GPUs."""
-    gpus = {rank: place for rank, place in places.items() if isinstance(place, Gpu)}
-    found: list[Gauge] = [Allocated(gpus)] if gpus else []
-    return found if len(gpus) == len(places) else [*found, Storages()]
+    gpus = {rank: place for rank, place in devices.items() if isinstance(place, Gpu)}
+    found: list[MemoryProbe] = [CudaAllocatorProbe(gpus)] if gpus else []
+    return found if len(gpus) == len(devices) else [*found, HostStorageProbe()]
 
 
-def weighed(
-    run: Callable[[Inline], object],
-    places: Mapping[int, Place],
+def profile_step_memory(
+    run_step: Callable[[InlineExecutor], object],
+    devices: Mapping[int, Device],
     placement: Sequence[int],
-) -> tuple[Reading, ...]:
+) -> tuple[MemoryReading, ...]:
     """Run a step, and read the gauges after each action: what is there more than before.
 
     It is the second one: the first shows what layers do, and makes the gradients.
     """
-    readings: list[Reading] = []
-    gauges = gauges_for(places)
+    readings: list[MemoryReading] = []
+    gauges = build_memory_probes(devices)
     begun: dict[int, int] = {}
 
     @contextmanager
-    def around(rank: int, step: Step) -> Iterator[None]:
+    def read_after_action(rank: int, bound_action: BoundAction) -> Iterator[None]:
         with ExitStack() as stack:
             for gauge in gauges:
-                stack.enter_context(gauge.computing(rank))
+                stack.enter_context(gauge.attribute_to(rank))
             yield
-        now = _alive(gauges)
-        alive = tuple(now.get(each, 0) - begun.get(each, 0) for each in places)
-        readings.append(Reading(rank, step.at, step.action, alive))
+        now = _read_all_probes(gauges)
+        alive = tuple(now.get(each, 0) - begun.get(each, 0) for each in devices)
+        readings.append(MemoryReading(rank, bound_action.lane_index, bound_action.action, alive))
 
     with ExitStack() as stack:
         for gauge in gauges:
-            stack.enter_context(gauge.reading())
-        where = list(places.values()), placement
-        run(Inline(Mailboxes(*where)))
-        begun |= _alive(gauges)
-        run(Inline(Mailboxes(*where), around))
+            stack.enter_context(gauge.track())
+        where = list(devices.values()), placement
+        run_step(InlineExecutor(Mailboxes(*where)))
+        begun |= _read_all_probes(gauges)
+        run_step(InlineExecutor(Mailboxes(*where), read_after_action))
     return tuple(readings)
 
 
-def held_by_ranks(stages: Iterable[Stage], placement: Sequence[int]) -> tuple[int, ...]:
+def count_resident_bytes(stages: Iterable[Stage], placement: Sequence[int]) -> tuple[int, ...]:
     """Bytes of each rank's parameters, of the gradients of those that learn, and of its buffers."""
     owned: list[dict[Tensor, None]] = [{} for _ in range(max(placement) + 1)]
     for stage in stages:
@@ -182,5 +187,5 @@ def held_by_ranks(stages: Iterable[Stage], placement: Sequence[int]) -> tuple[in
     return tuple(sum(t.nbytes * (1 + t.requires_grad) for t in tensors) for tensors in owned)
 
 
-def _alive(gauges: Sequence[Gauge]) -> dict[int, int]:
-    return {rank: size for gauge in gauges for rank, size in gauge.alive().items()}
+def _read_all_probes(probes: Sequence[MemoryProbe]) -> dict[int, int]:
+    return {rank: size for gauge in probes for rank, size in gauge.read_live_bytes().items()}

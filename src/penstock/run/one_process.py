@@ -14,210 +14,268 @@ from torch import Tensor, nn
 
 from penstock.cost import Cost
 from penstock.errors import RunError
-from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
-from penstock.gradients.overflow import agree_on_overflow
+from penstock.gradients.clip import ClipGradOptions, clip_grads_with_norm, compute_total_grad_norm
+from penstock.gradients.overflow import propagate_overflow
 from penstock.ir import Program
-from penstock.partition.undoing import rehearsed
-from penstock.partition.wrapping import check_apart
-from penstock.run.asking import Arrangement, Fellows, Lesson, Ready, Settings, manner_of
-from penstock.run.call import AS_EVER, AS_USUAL, Call, Runtime, Terms
-from penstock.run.capture.captures import Captures
-from penstock.run.capture.choosing import chosen, fallen_back
-from penstock.run.capture.watching import Uncapturable, captured_around
-from penstock.run.feed import Batch, feed
-from penstock.run.inline import Inline
+from penstock.partition.undoing import isolated_step
+from penstock.partition.wrapping import check_separate_process_groups
+from penstock.run.asking import (
+    CallOptions,
+    CheckpointPeers,
+    PreparedPipe,
+    PreparedStep,
+    StepRequest,
+    build_cell_policy,
+)
+from penstock.run.call import (
+    DEFAULT_RNG_POLICY,
+    NO_OVERRIDES,
+    CaptureOverrides,
+    Execution,
+    LaneExecutor,
+)
+from penstock.run.capture.captures import GraphCache
+from penstock.run.capture.choosing import fall_back_to_threads, select_runtime
+from penstock.run.capture.watching import CaptureError, is_capturing
+from penstock.run.feed import Batch, build_stage_inputs
+from penstock.run.inline import InlineExecutor
 from penstock.run.memory import Memory
-from penstock.run.metering import held_by_ranks, weighed
-from penstock.run.passage import Passage
-from penstock.run.threads import Crew, Threads
-from penstock.run.ties import Ties
-from penstock.run.training import HasTimeline, StepResult, train
+from penstock.run.metering import count_resident_bytes, profile_step_memory
+from penstock.run.passage import AutogradCall
+from penstock.run.threads import ThreadExecutor, WorkerPool
+from penstock.run.ties import LocalTiedWeights
+from penstock.run.training import HasTimeline, StepResult, run_train_step
 from penstock.run.transport import Mailboxes
-from penstock.run.weighing import Ledger, loss_scale
-from penstock.stage.added import behind_call
-from penstock.stage.batchnorm import deferred_in
-from penstock.stage.compiled import turns_for
-from penstock.stage.loss import ending_in_loss
-from penstock.stage.reduction import reduction_of
+from penstock.run.weighing import LossAccumulator, read_loss_scale
+from penstock.stage.added import block_aux_losses
+from penstock.stage.batchnorm import find_deferred_batch_norms
+from penstock.stage.compiled import make_forward_lock
+from penstock.stage.loss import append_loss
+from penstock.stage.reduction import resolve_reduction
 from penstock.stage.stage import Stage
 from penstock.timeline import Timeline
 
 
-class OneProcess:
+class LocalEngine:
     """Answers a pipe's calls. A copy has threads of its own."""
 
-    def __init__(self, arranged: Arrangement) -> None:
-        self._arranged = arranged
-        self._split, self._programs = arranged.split, arranged.programs
-        self._replicas = arranged.replicas
-        self._deferred = deferred_in(self._split.stages_here)
-        self._made = _Made()
+    def __init__(self, prepared_pipe: PreparedPipe) -> None:
+        self._prepared_pipe = prepared_pipe
+        self._placed_partition, self._program_cache = (
+            prepared_pipe.placed_partition,
+            prepared_pipe.program_cache,
+        )
+        self._replicas = prepared_pipe.replicas
+        self._deferred_batchnorms = find_deferred_batch_norms(self._placed_partition.local_stages)
+        self._lazy_state = _LazyState()
 
-    def forward(self, settings: Settings, batch: Batch) -> Any:
+    def forward(self, options: CallOptions, batch: Batch) -> Any:
         """What the model computes of a batch; behind it, an autograd function."""
-        self._arranged.check()
-        self._replicas.check_call()
-        fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
-        size = settings.size(fed.chunks, torch.is_grad_enabled())
-        program, *phases = self._programs.on(fed.graph).halves(size)
-        stages = behind_call(self._split.partition.stages)
-        ran = chosen(settings.runtime, list(self._split.places.values()), self._replicas)
-        runtime, tracked = self._runtime(ran.runtime), torch.is_grad_enabled()
-        terms = Terms(AS_EVER._replace(watched=not captured_around()))
-        call = self._call(runtime, program, stages, tracked, terms)
-        passage = Passage(call, (phases[0], phases[1]), fed.given)
-        with self._replicas.held():
-            tensors = passage.tracked() if torch.is_grad_enabled() else passage.forward()[0]
-        return fed.together(passage.outputs(tensors))
+        self._prepared_pipe.check_model_unchanged()
+        self._replicas.check_forward_allowed()
+        fed = build_stage_inputs(
+            self._placed_partition.partition, options.chunks, batch, self._device_of
+        )
+        size = options.build_program_key(fed.chunks, torch.is_grad_enabled())
+        program, *phases = self._program_cache.for_graph(fed.graph).get_forward_backward_phases(
+            size
+        )
+        stages = block_aux_losses(self._placed_partition.partition.stages)
+        ran = select_runtime(
+            options.runtime, list(self._placed_partition.devices.values()), self._replicas
+        )
+        runtime, tracked = self._build_executor(ran.runtime), torch.is_grad_enabled()
+        terms = CaptureOverrides(DEFAULT_RNG_POLICY._replace(detect_outside_rng_use=not is_capturing()))
+        call = self._build_execution(runtime, program, stages, tracked, terms)
+        passage = AutogradCall(call, (phases[0], phases[1]), fed.by_stage)
+        with self._replicas.deferred_sync():
+            tensors = (
+                passage.apply_autograd_function()
+                if torch.is_grad_enabled()
+                else passage.forward()[0]
+            )
+        return fed.merge_outputs(passage.unflatten_outputs(tensors))
 
-    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
+    def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
         """Forward, loss and backward of a batch under the schedule."""
-        self._arranged.check()
-        fed = feed(self._split.partition, settings.chunks, batch, self._device_of)
-        scale = loss_scale(lesson.scaler, self._device_of(len(self._split.partition.stages) - 1))
-        with self._turn():
-            result = self._taken(Ready(settings, lesson, fed, scale))
+        self._prepared_pipe.check_model_unchanged()
+        fed = build_stage_inputs(
+            self._placed_partition.partition, options.chunks, batch, self._device_of
+        )
+        scale = read_loss_scale(
+            request.scaler, self._device_of(len(self._placed_partition.partition.stages) - 1)
+        )
+        with self._get_step_lock():
+            result = self._run_with_fallback(PreparedStep(options, request, fed, scale))
         if torch.is_grad_enabled():
-            if lesson.scaler is not None:
-                agree_on_overflow(self._split.partition.parameters(), None)
-            self._made.last = result.measured
+            if request.scaler is not None:
+                propagate_overflow(self._placed_partition.partition.parameters(), None)
+            self._lazy_state.last_measured = result.measured
         return result
 
-    def _taken(self, ready: Ready) -> StepResult:
+    def _run_with_fallback(self, prepared_step: PreparedStep) -> StepResult:
         """By what was asked for, or by what can."""
-        ran = chosen(ready.settings.runtime, list(self._split.places.values()), self._replicas)
-        if ran.runtime == "graph":
-            for layer in self._deferred:  # or what the last step left would make another kind
-                layer.begin(ready.fed.chunks)
-            try:
-                return replace(self._captures.step(ready, self._run), ran=ran)
-            except Uncapturable as reason:
-                ran = fallen_back(ready.settings.runtime, reason, self._made.warned)
-        return replace(self._run(ready, self._runtime(ran.runtime)), ran=ran)
-
-    def _run(self, ready: Ready, runtime: Runtime, terms: Terms = AS_USUAL) -> StepResult:
-        settings, lesson, fed = ready.settings, ready.lesson, ready.fed
-        program, phase = self._arranged.run_of_step(settings, fed)
-        rule = fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
-        stages = ending_in_loss(
-            self._split.partition.stages,
-            lesson.loss_fn,
-            rule.counting,
-            fed.target,
-            lesson.outputs,
+        ran = select_runtime(
+            prepared_step.options.runtime,
+            list(self._placed_partition.devices.values()),
+            self._replicas,
         )
-        ledger = Ledger(rule, fed.rows.shares(), fed.targets, ready.scale)
-        call = self._call(runtime, program, stages, False, terms)
-        result = train(call, program, phase, fed, ledger, self._replicas)
+        if ran.runtime == "graph":
+            for (
+                layer
+            ) in self._deferred_batchnorms:  # or what the last step left would make another kind
+                layer.begin_minibatch(prepared_step.stage_inputs.chunks)
+            try:
+                return replace(self._graph_cache.run_step(prepared_step, self._run_step), ran=ran)
+            except CaptureError as reason:
+                ran = fall_back_to_threads(
+                    prepared_step.options.runtime, reason, self._lazy_state.capture_warnings
+                )
+        return replace(self._run_step(prepared_step, self._build_executor(ran.runtime)), ran=ran)
+
+    def _run_step(
+        self,
+        prepared_step: PreparedStep,
+        executor: LaneExecutor,
+        overrides: CaptureOverrides = NO_OVERRIDES,
+    ) -> StepResult:
+        settings, lesson, fed = (
+            prepared_step.options,
+            prepared_step.request,
+            prepared_step.stage_inputs,
+        )
+        program, phase = self._prepared_pipe.select_step_program(settings, fed)
+        rule = fed.refine_reduction(resolve_reduction(lesson.loss_fn, settings.reduction))
+        stages = append_loss(
+            self._placed_partition.partition.stages,
+            lesson.loss_fn,
+            rule.target_counter,
+            fed.has_target,
+            lesson.return_outputs,
+        )
+        ledger = LossAccumulator(rule, fed.rows.fractions(), fed.targets, prepared_step.loss_scale)
+        call = self._build_execution(executor, program, stages, False, overrides)
+        result = run_train_step(call, program, phase, fed, ledger, self._replicas)
         if lesson.optimizer is not None:
             lesson.optimizer.step()
         return result
 
     @property
-    def _captures(self) -> Captures:
-        if self._made.captures is None:
-            places = list(self._split.places.values())
-            self._made.captures = Captures(self._split.partition, places, self._split.placement)
-        return self._made.captures
+    def _graph_cache(self) -> GraphCache:
+        if self._lazy_state.graph_cache is None:
+            places = list(self._placed_partition.devices.values())
+            self._lazy_state.graph_cache = GraphCache(
+                self._placed_partition.partition, places, self._placed_partition.placement
+            )
+        return self._lazy_state.graph_cache
 
-    def calling(self, kind: str, **facts: object) -> AbstractContextManager[object]:
+    def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
         """Nothing has to be told to anybody."""
         return nullcontext()
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping) -> Tensor:
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, options: ClipGradOptions
+    ) -> Tensor:
         """All are here."""
-        total = norm_over_ranks(parameters, None, how)
-        clip_to_norm(parameters, total, max_norm, how)
+        total = compute_total_grad_norm(parameters, None, options)
+        clip_grads_with_norm(parameters, total, max_norm, options)
         return total
 
-    def saves_with(self) -> Fellows:
+    def get_checkpoint_peers(self) -> CheckpointPeers:
         """There is one process."""
-        return Fellows()
+        return CheckpointPeers()
 
-    def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
+    def forecast(self, options: CallOptions, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
-        return self._arranged.forecast(settings, cost, self._made.last)
+        return self._prepared_pipe.forecast(options, cost, self._lazy_state.last_measured)
 
-    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+    def measure_memory(self, options: CallOptions, batch: Batch, request: StepRequest) -> Memory:
         """Of a step that is taken in this thread."""
-        self._arranged.check()
+        self._prepared_pipe.check_model_unchanged()
         if self._replicas:
             raise RunError(
                 "pipe.memory leaves no trace, and stages in DistributedDataParallel or fully_shard "
                 "would: weigh the pipe without them"
             )
-        partition, placement = self._split.partition, self._split.placement
+        partition, placement = self._placed_partition.partition, self._placed_partition.placement
         inside = (module for stage in partition.stages for module in stage.modules())
         with (
-            self._turn(),
-            rehearsed(list(dict.fromkeys([*partition.names(), *inside])), batch) as given,
+            self._get_step_lock(),
+            isolated_step(list(dict.fromkeys([*partition.names(), *inside])), batch) as given,
         ):
-            fed = feed(partition, settings.chunks, given, self._device_of)
-            program, _ = self._arranged.run_of_step(settings, fed)
-            run = partial(self._run, Ready(settings, lesson, fed, None))
-            readings = weighed(run, self._split.places, placement)
-        return Memory(program, readings, held_by_ranks(partition.stages, placement))
+            fed = build_stage_inputs(partition, options.chunks, given, self._device_of)
+            program, _ = self._prepared_pipe.select_step_program(options, fed)
+            run = partial(self._run_step, PreparedStep(options, request, fed, None))
+            readings = profile_step_memory(run, self._placed_partition.devices, placement)
+        return Memory(program, readings, count_resident_bytes(partition.stages, placement))
 
-    def _call(
+    def _build_execution(
         self,
-        runtime: Runtime,
+        executor: LaneExecutor,
         program: Program,
         stages: Sequence[Stage],
-        tracked: bool,
-        terms: Terms,
-    ) -> Call:
+        in_caller_graph: bool,
+        overrides: CaptureOverrides,
+    ) -> Execution:
         schedule = program.schedule
-        for layer in self._deferred:
-            layer.begin(schedule.chunks)
-        places, placement = self._split.places, self._split.placement
-        places = dict(enumerate(terms.places)) or places
-        ties = Ties(stages, list(places.values()), placement, tracked, schedule.chunks)
-        manner = manner_of(schedule, tracked or terms.closed)
-        return Call(stages, places, placement, manner, runtime, ties, terms.draws)
+        for layer in self._deferred_batchnorms:
+            layer.begin_minibatch(schedule.chunks)
+        places, placement = self._placed_partition.devices, self._placed_partition.placement
+        places = dict(enumerate(overrides.devices)) or places
+        ties = LocalTiedWeights(
+            stages, list(places.values()), placement, in_caller_graph, schedule.chunks
+        )
+        manner = build_cell_policy(schedule, in_caller_graph or overrides.require_known_leaves)
+        return Execution(stages, places, placement, manner, executor, ties, overrides.rng_policy)
 
-    def _runtime(self, runtime: str) -> Runtime:
-        where = list(self._split.places.values()), self._split.placement
-        if len(self._split.places) == 1 or runtime == "inline":
-            return Inline(Mailboxes(*where))  # of one rank, there is nothing to run beside
-        return Threads(self._crew_at_hand(), *where, self._turns())
+    def _build_executor(self, runtime: str) -> LaneExecutor:
+        where = list(self._placed_partition.devices.values()), self._placed_partition.placement
+        if len(self._placed_partition.devices) == 1 or runtime == "inline":
+            return InlineExecutor(Mailboxes(*where))  # of one rank, there is nothing to run beside
+        return ThreadExecutor(self._get_worker_pool(), *where, self._build_forward_lock())
 
-    def _turns(self) -> AbstractContextManager[object] | None:
+    def _build_forward_lock(self) -> AbstractContextManager[object] | None:
         """Stages in wrappers of data parallelism wait for other processes: they take none."""
-        return None if self._replicas else turns_for(self._modules)
+        return None if self._replicas else make_forward_lock(self._modules)
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        found = self._split.partition.computing()
+        found = self._placed_partition.partition.computing()
         return list(dict.fromkeys(module for one in found for module in one.modules()))
 
     def _device_of(self, stage: int) -> torch.device:
-        return self._split.place_of(stage).device
+        return self._placed_partition.stage_device(stage).device
 
-    def _turn(self) -> AbstractContextManager[object]:
+    def _get_step_lock(self) -> AbstractContextManager[object]:
         """Within, no other thread takes a step: it would find gradients of another unit."""
-        if self._made.crew is not None:
-            self._made.crew.check_caller()
-        return self._made.stepping
+        if self._lazy_state.worker_pool is not None:
+            self._lazy_state.worker_pool.check_caller()
+        return self._lazy_state.step_lock
 
-    def _crew_at_hand(self) -> Crew:
+    def _get_worker_pool(self) -> WorkerPool:
         """The threads: made at the first call, and ended with the pipe."""
-        with self._made.making:  # one crew, though several threads call
-            if self._made.crew is None or not self._made.crew.here:
-                check_apart(self._split.partition, self._split.placement)
-                self._made.crew = Crew(len(self._split.places))
-            return self._made.crew
+        with self._lazy_state.pool_lock:  # one crew, though several threads call
+            if (
+                self._lazy_state.worker_pool is None
+                or not self._lazy_state.worker_pool.is_in_this_process
+            ):
+                check_separate_process_groups(
+                    self._placed_partition.partition, self._placed_partition.placement
+                )
+                self._lazy_state.worker_pool = WorkerPool(len(self._placed_partition.devices))
+            return self._lazy_state.worker_pool
 
 
 @dataclass
-class _Made:
+class _LazyState:
     """What is made when it is first needed. A copy of the pipe makes its own."""
 
-    crew: Crew | None = None
-    captures: Captures | None = None
-    warned: set[str] = field(default_factory=set)  # why steps were not captured
-    making: Lock = field(default_factory=Lock)
-    stepping: AbstractContextManager[object] = field(default_factory=RLock)
-    last: HasTimeline | None = None
+    worker_pool: WorkerPool | None = None
+    graph_cache: GraphCache | None = None
+    capture_warnings: set[str] = field(default_factory=set)  # why steps were not captured
+    pool_lock: Lock = field(default_factory=Lock)
+    step_lock: AbstractContextManager[object] = field(default_factory=RLock)
+    last_measured: HasTimeline | None = None
 
-    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
-        return _Made, ()
+    def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
+        return _LazyState, ()

@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 from penstock.ir import Action, Compute, Op, Program
 from penstock.play import play
-from penstock.run.worker import Step, steps_of
+from penstock.run.worker import BoundAction, bind_lane
 
 
 class Phase(NamedTuple):
     """The steps of each rank, and all of them in the one order in which they could be played."""
 
-    lanes: tuple[tuple[Step, ...], ...]
-    order: tuple[tuple[int, Step], ...]
+    lanes: tuple[tuple[BoundAction, ...], ...]
+    execution_order: tuple[tuple[int, BoundAction], ...]
 
-    def only(self, wanted: Callable[[Action], bool]) -> Phase:
+    def filter_actions(self, predicate: Callable[[Action], bool]) -> Phase:
         """Those steps alone."""
         return Phase(
-            tuple(tuple(s for s in lane if wanted(s.action)) for lane in self.lanes),
-            tuple((rank, s) for rank, s in self.order if wanted(s.action)),
+            tuple(tuple(s for s in lane if predicate(s.action)) for lane in self.lanes),
+            tuple((rank, s) for rank, s in self.execution_order if predicate(s.action)),
         )
 
 
-def whole(program: Program) -> Phase:
+def bind_program(program: Program) -> Phase:
     """All of a program."""
-    lanes = tuple(steps_of(program, rank) for rank in range(program.schedule.ranks))
+    lanes = tuple(bind_lane(program, rank) for rank in range(program.schedule.ranks))
     order = tuple((span.rank, lanes[span.rank][span.step]) for span in play(program))
     return Phase(lanes, order)
 

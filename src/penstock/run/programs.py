@@ -8,61 +8,69 @@ from typing import NamedTuple
 from penstock.ir import Program, Schedule, StageGraph
 from penstock.lower import (
     forwards_first,
-    joined,
+    join_split_backwards,
     lower,
     recompute,
     recompute_mode,
-    without_recompute,
+    remove_recompute,
 )
-from penstock.run.phase import Phase, is_backward, is_forward, whole
-from penstock.schedules.choice import Choice
+from penstock.run.phase import Phase, bind_program, is_backward, is_forward
+from penstock.schedules.choice import ScheduleFactory
 
 
-class Size(NamedTuple):
+class ProgramKey(NamedTuple):
     """How many micro-batches there are, and which are recomputed: none, unless it `trains`."""
 
     chunks: int
-    trains: bool
+    allow_recompute: bool
     checkpoint: str
 
 
-class Programs:
+class ProgramCache:
     """Of one choice of a schedule. A copy makes its own."""
 
-    def __init__(self, choice: Choice, graph: StageGraph) -> None:
-        self._choice, self._graph = choice, graph
-        self._whole: dict[Size, tuple[Program, Phase]] = {}
-        self._halves: dict[Size, tuple[Program, Phase, Phase]] = {}
-        self._others: dict[StageGraph, Programs] = {}
+    def __init__(self, schedule_choice: ScheduleFactory, graph: StageGraph) -> None:
+        self._schedule_choice, self._graph = schedule_choice, graph
+        self._step_phases: dict[ProgramKey, tuple[Program, Phase]] = {}
+        self._forward_backward_phases: dict[ProgramKey, tuple[Program, Phase, Phase]] = {}
+        self._caches_by_graph: dict[StageGraph, ProgramCache] = {}
 
-    def __reduce__(self) -> tuple[type[Programs], tuple[Choice, StageGraph]]:
-        return Programs, (self._choice, self._graph)
+    def __reduce__(self) -> tuple[type[ProgramCache], tuple[ScheduleFactory, StageGraph]]:
+        return ProgramCache, (self._schedule_choice, self._graph)
 
-    def on(self, graph: StageGraph) -> Programs:
+    def for_graph(self, graph: StageGraph) -> ProgramCache:
         """Those where other stages feed each other: what a model sends may depend on its inputs."""
         if graph == self._graph:
             return self
-        if graph not in self._others:
-            self._others[graph] = Programs(replace(self._choice, graph=graph), graph)
-        return self._others[graph]
+        if graph not in self._caches_by_graph:
+            self._caches_by_graph[graph] = ProgramCache(
+                replace(self._schedule_choice, graph=graph), graph
+            )
+        return self._caches_by_graph[graph]
 
-    def whole(self, size: Size) -> tuple[Program, Phase]:
+    def get_step_phase(self, key: ProgramKey) -> tuple[Program, Phase]:
         """All in one go."""
-        if size not in self._whole:
-            program = lower(self._schedule(size), self._graph)
-            self._whole[size] = program, whole(program)
-        return self._whole[size]
+        if key not in self._step_phases:
+            program = lower(self._build_schedule(key), self._graph)
+            self._step_phases[key] = program, bind_program(program)
+        return self._step_phases[key]
 
-    def halves(self, size: Size) -> tuple[Program, Phase, Phase]:
+    def get_forward_backward_phases(self, key: ProgramKey) -> tuple[Program, Phase, Phase]:
         """All forwards, and the whole backwards that may follow."""
-        if size not in self._halves:
-            program = lower(forwards_first(joined(self._schedule(size))), self._graph)
-            phase = whole(program)
-            self._halves[size] = program, phase.only(is_forward), phase.only(is_backward)
-        return self._halves[size]
+        if key not in self._forward_backward_phases:
+            program = lower(
+                forwards_first(join_split_backwards(self._build_schedule(key))), self._graph
+            )
+            phase = bind_program(program)
+            self._forward_backward_phases[key] = (
+                program,
+                phase.filter_actions(is_forward),
+                phase.filter_actions(is_backward),
+            )
+        return self._forward_backward_phases[key]
 
-    def _schedule(self, size: Size) -> Schedule:
-        schedule = self._choice(size.chunks)
-        if size.trains:
-            return recompute(schedule, recompute_mode(size.checkpoint, size.chunks))
-        return without_recompute(schedule)
+    def _build_schedule(self, key: ProgramKey) -> Schedule:
+        schedule = self._schedule_choice(key.chunks)
+        if key.allow_recompute:
+            return recompute(schedule, recompute_mode(key.checkpoint, key.chunks))
+        return remove_recompute(schedule)

@@ -14,32 +14,32 @@ from threading import Lock
 from penstock.errors import RunError
 from penstock.ir import Message, Recv, Send
 from penstock.run.transport import Stopped
-from penstock.stage.parcel import Parcel
-from penstock.stage.places import Delivery, Place, carry
+from penstock.stage.parcel import Payload
+from penstock.stage.places import Device, InFlightPayload, transfer
 
 
-def _locked() -> Lock:
+def _create_locked_lock() -> Lock:
     lock = Lock()
     lock.acquire()
     return lock
 
 
 @dataclass
-class _Offer:
+class _PostedTransfer:
     """One end of a message, which waits for the other."""
 
     action: Send | Recv
-    delivery: Delivery | None
-    done: bool = False
-    woken: Lock = field(default_factory=_locked)
+    delivery: InFlightPayload | None
+    is_matched: bool = False
+    wakeup: Lock = field(default_factory=_create_locked_lock)
 
 
 @dataclass
-class _Road:
+class _RendezvousChannel:
     """From one rank to another: what is sent and not received, and the other way round."""
 
-    sent: deque[_Offer] = field(default_factory=deque)
-    asked: deque[_Offer] = field(default_factory=deque)
+    pending_sends: deque[_PostedTransfer] = field(default_factory=deque)
+    pending_recvs: deque[_PostedTransfer] = field(default_factory=deque)
 
 
 class Rendezvous:
@@ -60,22 +60,26 @@ class Rendezvous:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        devices: Sequence[Device],
         placement: Sequence[int],
         *,
-        waits: bool = True,
-        patience: float = 60.0,
+        blocking_recv: bool = True,
+        timeout: float = 60.0,
     ) -> None:
-        self.places, self.placement = places, placement
-        self.waits, self.patience = waits, patience
+        self.devices, self.placement = devices, placement
+        self.blocking_recv, self.timeout = blocking_recv, timeout
         self.stopped = False
         self._lock = Lock()
-        self._roads: defaultdict[tuple[int, int], _Road] = defaultdict(_Road)
-        self._waiting: dict[int, tuple[int, _Offer]] = {}  # by rank, for whom, and with what
+        self._channels: defaultdict[tuple[int, int], _RendezvousChannel] = defaultdict(
+            _RendezvousChannel
+        )
+        self._waiting: dict[
+            int, tuple[int, _PostedTransfer]
+        ] = {}  # by rank, for whom, and with what
 
-    def end(self, rank: int) -> Meeting:
+    def endpoint(self, rank: int) -> RendezvousEndpoint:
         """The rank's end."""
-        return Meeting(self, rank)
+        return RendezvousEndpoint(self, rank)
 
     def stop(self) -> None:
         """Wake up everybody who waits; nobody waits again."""
@@ -85,47 +89,51 @@ class Rendezvous:
     def _stop(self) -> None:
         self.stopped = True
         for _, offer in self._waiting.values():
-            offer.woken.release()
+            offer.wakeup.release()
         self._waiting.clear()
 
     # ---- what the ends ask for ------------------------------------------------------------
 
-    def meet(self, rank: int, peer: int, mine: _Offer, waits: bool) -> None:
+    def post(self, rank: int, peer: int, mine: _PostedTransfer, blocking: bool) -> None:
         """Meet the other end of the road, or wait for it: now, or with `wait`."""
         sends = isinstance(mine.action, Send)
         with self._lock:
             if self.stopped:
                 raise Stopped
-            road = self._roads[(rank, peer) if sends else (peer, rank)]
-            others, own = (road.asked, road.sent) if sends else (road.sent, road.asked)
+            road = self._channels[(rank, peer) if sends else (peer, rank)]
+            others, own = (
+                (road.pending_recvs, road.pending_sends)
+                if sends
+                else (road.pending_sends, road.pending_recvs)
+            )
             if not others:
                 own.append(mine)
-                if waits:
-                    self._begin_to_wait(rank, peer, mine)
+                if blocking:
+                    self._register_wait(rank, peer, mine)
             else:
                 theirs = others.popleft()
                 self._check_order(rank, peer, mine, theirs)
                 mine.delivery = theirs.delivery = mine.delivery or theirs.delivery
-                mine.done = theirs.done = True
-                mine.woken.release()
+                mine.is_matched = theirs.is_matched = True
+                mine.wakeup.release()
                 if peer in self._waiting and self._waiting[peer][1] is theirs:
                     del self._waiting[peer]
-                theirs.woken.release()
-        if waits:
+                theirs.wakeup.release()
+        if blocking:
             self._wait(rank, peer, mine)
 
-    def wait(self, rank: int, peer: int, mine: _Offer) -> Delivery:
+    def wait(self, rank: int, peer: int, mine: _PostedTransfer) -> InFlightPayload:
         """What was posted has come."""
         with self._lock:
-            if not mine.done:
+            if not mine.is_matched:
                 if self.stopped:
                     raise Stopped
-                self._begin_to_wait(rank, peer, mine)
+                self._register_wait(rank, peer, mine)
         self._wait(rank, peer, mine)
         assert mine.delivery is not None
         return mine.delivery
 
-    def _begin_to_wait(self, rank: int, peer: int, mine: _Offer) -> None:
+    def _register_wait(self, rank: int, peer: int, mine: _PostedTransfer) -> None:
         """Unless those whom it would wait for wait for it."""
         self._waiting[rank] = peer, mine
         chain, last = [rank], peer
@@ -133,23 +141,25 @@ class Rendezvous:
             chain.append(last)
             last = self._waiting[last][0]
         if last == rank:
-            waits = "; ".join(self._told(each) for each in chain)
+            waits = "; ".join(self._describe_wait(each) for each in chain)
             self._stop()
             raise RunError(f"these ranks wait for each other, and would for ever: {waits}")
 
-    def _wait(self, rank: int, peer: int, mine: _Offer) -> None:
-        if not mine.woken.acquire(timeout=self.patience):
+    def _wait(self, rank: int, peer: int, mine: _PostedTransfer) -> None:
+        if not mine.wakeup.acquire(timeout=self.timeout):
             with self._lock:
                 self._stop()
             raise RunError(
-                f"rank {rank} has waited {self.patience:g} s at {mine.action} for rank {peer}, "
+                f"rank {rank} has waited {self.timeout:g} s at {mine.action} for rank {peer}, "
                 "which never came to the other end: the program has lost it, or rank "
                 f"{peer} computes for longer than that; then give more patience"
             )
-        if not mine.done:
+        if not mine.is_matched:
             raise Stopped
 
-    def _check_order(self, rank: int, peer: int, mine: _Offer, theirs: _Offer) -> None:
+    def _check_order(
+        self, rank: int, peer: int, mine: _PostedTransfer, theirs: _PostedTransfer
+    ) -> None:
         if mine.action.message != theirs.action.message:
             self._stop()
             raise RunError(
@@ -157,33 +167,35 @@ class Rendezvous:
                 "two ranks order alone tells messages apart, so both must have them in the same"
             )
 
-    def _told(self, rank: int) -> str:
+    def _describe_wait(self, rank: int) -> str:
         peer, offer = self._waiting[rank]
         return f"rank {rank} at {offer.action} for rank {peer}"
 
 
-class Meeting:
+class RendezvousEndpoint:
     """A rank's end of a rendezvous."""
 
-    def __init__(self, meetings: Rendezvous, rank: int) -> None:
-        self._all, self._rank = meetings, rank
-        self._place = meetings.places[rank]
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._rendezvous, self._rank = rendezvous, rank
+        self._device = rendezvous.devices[rank]
 
-    def send(self, message: Message, parcel: Parcel) -> None:
+    def send(self, message: Message, payload: Payload) -> None:
         """Hand over, once the receiver is there."""
-        receiver = self._all.placement[message.dst]
-        delivery = carry(parcel, self._place, self._all.places[receiver])
-        self._all.meet(self._rank, receiver, _Offer(Send(message), delivery), waits=True)
+        receiver = self._rendezvous.placement[message.dst]
+        delivery = transfer(payload, self._device, self._rendezvous.devices[receiver])
+        self._rendezvous.post(
+            self._rank, receiver, _PostedTransfer(Send(message), delivery), blocking=True
+        )
 
-    def recv(self, message: Message) -> Callable[[], Parcel]:
+    def recv(self, message: Message) -> Callable[[], Payload]:
         """Be there for the sender."""
-        sender = self._all.placement[message.src]
-        offer = _Offer(Recv(message), None)
-        self._all.meet(self._rank, sender, offer, self._all.waits)
-        if self._all.waits:
-            return lambda: self._taken(offer)
-        return lambda: self._all.wait(self._rank, sender, offer).taken(self._place)
+        sender = self._rendezvous.placement[message.src]
+        offer = _PostedTransfer(Recv(message), None)
+        self._rendezvous.post(self._rank, sender, offer, self._rendezvous.blocking_recv)
+        if self._rendezvous.blocking_recv:
+            return lambda: self._take_payload(offer)
+        return lambda: self._rendezvous.wait(self._rank, sender, offer).receive_on(self._device)
 
-    def _taken(self, offer: _Offer) -> Parcel:
-        assert offer.delivery is not None
-        return offer.delivery.taken(self._place)
+    def _take_payload(self, posted_recv: _PostedTransfer) -> Payload:
+        assert posted_recv.delivery is not None
+        return posted_recv.delivery.receive_on(self._device)

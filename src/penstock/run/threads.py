@@ -15,65 +15,69 @@ import torch
 from penstock.errors import RunError
 from penstock.run.phase import Phase
 from penstock.run.transport import Mailboxes, Stopped, Transport
-from penstock.run.worker import Step, Worker
-from penstock.stage.context import Context
-from penstock.stage.places import Place
+from penstock.run.worker import BoundAction, Worker
+from penstock.stage.context import CallerContext
+from penstock.stage.places import Device
 
 Job = Callable[[], None]
 
 
-class Crew:
+class WorkerPool:
     """Threads that do one job each, all at the same time; they end when nobody holds the crew."""
 
     def __init__(self, size: int) -> None:
         self._pid = os.getpid()
-        self._orders: list[SimpleQueue[_Order | None]] = [SimpleQueue() for _ in range(size)]
-        self._one_at_a_time = threading.Lock()
+        self._job_queues: list[SimpleQueue[_QueuedJob | None]] = [
+            SimpleQueue() for _ in range(size)
+        ]
+        self._run_lock = threading.Lock()
         threads = [
-            threading.Thread(target=_work, args=(orders,), name=f"penstock-{rank}", daemon=True)
-            for rank, orders in enumerate(self._orders)
+            threading.Thread(
+                target=_worker_loop, args=(orders,), name=f"penstock-{rank}", daemon=True
+            )
+            for rank, orders in enumerate(self._job_queues)
         ]
         for thread in threads:
             thread.start()
-        self._idents = {thread.ident for thread in threads}
-        weakref.finalize(self, _end, self._orders, threads, self._pid)
+        self._thread_idents = {thread.ident for thread in threads}
+        weakref.finalize(self, _shut_down, self._job_queues, threads, self._pid)
 
     @property
-    def here(self) -> bool:
+    def is_in_this_process(self) -> bool:
         """Do the threads exist in this process? A fork has none."""
         return self._pid == os.getpid()
 
     def check_caller(self) -> None:
         """It is none of the crew: that one would wait for itself."""
-        if threading.get_ident() in self._idents:
+        if threading.get_ident() in self._thread_idents:
             raise RunError(
                 "a pipe was called by one of its own workers, in a layer or a hook, and would wait "
                 "for itself: call it after the step, or make another Pipe for this"
             )
 
-    def do(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+    def run_jobs(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
         """Do the jobs, one a thread, and wait for all. When one fails, `stop` the others.
 
         The first error is raised here, as it was raised there.
         """
         self.check_caller()
-        if not self.here:
+        if not self.is_in_this_process:
             raise RunError(
                 "this pipe was called in another process, whose threads a fork does not have: call "
                 "it, forward and backward, in one process"
             )
-        with self._one_at_a_time:  # all ranks must see calls in the same order
-            self._do(jobs, stop)
+        with self._run_lock:  # all ranks must see calls in the same order
+            self._run_jobs(jobs, stop)
 
-    def _do(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
+    def _run_jobs(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
         failures: list[BaseException] = []
-        orders = [_Order(job, stop, failures) for job in jobs]
+        orders = [_QueuedJob(job, stop, failures) for job in jobs]
         while not all(order.done.is_set() for order in orders):
             try:  # Ctrl-C may come at any line, and every order is given and awaited all the same
-                for queue, order in zip(self._orders, orders, strict=True):
-                    if not order.given:
+                for queue, order in zip(self._job_queues, orders, strict=True):
+                    if not order.is_queued:
                         queue.put(order)
-                        order.given = True
+                        order.is_queued = True
                 for order in orders:
                     while not order.done.wait(timeout=1):  # a signal may come just before it
                         pass
@@ -87,58 +91,60 @@ class Crew:
                 del failures, orders, order
 
 
-class Threads:
+class ThreadExecutor:
     """The runtime of one call, in a crew's threads. They may have to take turns at forwards."""
 
     def __init__(
         self,
-        crew: Crew,
-        places: Sequence[Place],
+        pool: WorkerPool,
+        devices: Sequence[Device],
         placement: Sequence[int],
-        turn: AbstractContextManager[object] | None = None,
+        forward_lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._crew = crew
-        self._turn = turn or nullcontext()
-        self._mailboxes = Mailboxes(places, placement)
+        self._pool = pool
+        self._forward_lock = forward_lock or nullcontext()
+        self._mailboxes = Mailboxes(devices, placement)
 
-    def end(self, rank: int) -> Transport:
+    def endpoint(self, rank: int) -> Transport:
         """The rank's mailbox."""
-        return self._mailboxes.end(rank)
+        return self._mailboxes.endpoint(rank)
 
-    def carry_out(self, workers: Sequence[Worker], phase: Phase, context: Context) -> None:
+    def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
         """All lanes at the same time; when one fails, the others stop."""
         for worker in workers:
-            worker.turn = self._turn
+            worker.forward_lock = self._forward_lock
         jobs = [
-            partial(self._lane, worker, steps, context)
+            partial(self._run_lane, worker, steps, context)
             for worker, steps in zip(workers, phase.lanes, strict=True)
         ]
-        self._crew.do(jobs, self._mailboxes.stop)
+        self._pool.run_jobs(jobs, self._mailboxes.stop)
 
-    def _lane(self, worker: Worker, steps: Sequence[Step], context: Context) -> None:
+    def _run_lane(
+        self, worker: Worker, actions: Sequence[BoundAction], context: CallerContext
+    ) -> None:
         # inference_mode(False) would switch autograd's threads on again
-        inference = context.inference
-        mode = torch.inference_mode() if inference else torch.set_grad_enabled(context.grad)
-        with mode, worker.place.entered():
-            for step in steps:
+        inference = context.inference_mode
+        mode = torch.inference_mode() if inference else torch.set_grad_enabled(context.grad_enabled)
+        with mode, worker.device.activate():
+            for step in actions:
                 if self._mailboxes.stopped:
                     raise Stopped
-                worker.do(step)
+                worker.execute(step)
 
 
-class _Order:
+class _QueuedJob:
     """A job, and what became of it."""
 
     def __init__(self, job: Job, stop: Callable[[], None], failures: list[BaseException]) -> None:
-        self.given = self._begun = False
+        self.is_queued = self._is_started = False
         self.done = threading.Event()
         self._job, self._stop, self._failures = job, stop, failures
 
-    def carry_out(self) -> None:
+    def run_once(self) -> None:
         """Once, though it may be given twice; when it fails, the others are stopped."""
-        if self._begun:
+        if self._is_started:
             return
-        self._begun = True
+        self._is_started = True
         try:
             self._job()
         except BaseException as error:
@@ -149,11 +155,13 @@ class _Order:
             self.done.set()
 
 
-def _end(
-    orders: Sequence[SimpleQueue[_Order | None]], threads: Sequence[threading.Thread], pid: int
+def _shut_down(
+    job_queues: Sequence[SimpleQueue[_QueuedJob | None]],
+    threads: Sequence[threading.Thread],
+    pid: int,
 ) -> None:
     """Let the threads end, and wait for them unless this is one of them, or another process."""
-    for queue in orders:
+    for queue in job_queues:
         queue.put(None)
     if pid == os.getpid():
         for thread in threads:
@@ -161,14 +169,14 @@ def _end(
                 thread.join(timeout=5)
 
 
-def _work(orders: SimpleQueue[_Order | None]) -> None:
+def _worker_loop(job_queue: SimpleQueue[_QueuedJob | None]) -> None:
     # A backward runs in the thread that asks for it. Autograd's own thread for a GPU may be the
     # one that waits for this worker, and one thread for all ranks would be a queue.
     torch.autograd.set_multithreading_enabled(False)
     torch.get_num_threads()  # a thread follows `torch.set_num_threads` only once it has asked
     while True:
-        order = orders.get()
+        order = job_queue.get()
         if order is None:
             return
-        order.carry_out()
+        order.run_once()
         del order

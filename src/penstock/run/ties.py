@@ -15,63 +15,67 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from penstock.stage.places import Place
+from penstock.stage.places import Device
 from penstock.stage.stage import Stage
-from penstock.stage.stand_ins import Doubles, StandIns, real
+from penstock.stage.stand_ins import ProxyPool, StageProxies, unwrap_proxy
 
 
-class Ties:
+class LocalTiedWeights:
     """Of one call: `stand_ins` for each stage. With `hooked`, for parameters with hooks, too."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        places: Sequence[Place],
+        devices: Sequence[Device],
         placement: Sequence[int],
-        hooked: bool,
+        proxy_hooked: bool,
         chunks: int,
     ) -> None:
-        modules = [modules_of(stage) for stage in stages]
+        modules = [unwrap_stage_modules(stage) for stage in stages]
         ranks = [placement[stage.index] for stage in stages]
-        held = [held_by(those) for those in modules]
-        shared = held_by_several(held)
-        owners = _owners(stages, ranks, held) if shared and len(places) > 1 else {}
-        self._doubles = [
-            Doubles(place.device, {key for key, owner in owners.items() if owner != rank}, hooked)
-            for rank, place in enumerate(places)
+        held = [collect_module_and_tensor_ids(those) for those in modules]
+        shared = find_shared_ids(held)
+        owners = _find_owner_ranks(stages, ranks, held) if shared and len(devices) > 1 else {}
+        self._proxy_pools = [
+            ProxyPool(
+                place.device, {key for key, owner in owners.items() if owner != rank}, proxy_hooked
+            )
+            for rank, place in enumerate(devices)
         ]
-        self.stand_ins = {
-            stage.index: StandIns(those, self._doubles[rank], shared if chunks > 1 else owners)
+        self.proxies = {
+            stage.index: StageProxies(
+                those, self._proxy_pools[rank], shared if chunks > 1 else owners
+            )
             for stage, rank, those in zip(stages, ranks, modules, strict=True)
         }
 
-    def settle(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Hand over what the stand-ins have learned: in one backward, rank after rank.
 
         So the hooks of an owner see the sum of what all other ranks add, once.
         """
-        learned = [pair for doubles in self._doubles for pair in doubles.learned()]
+        learned = [pair for doubles in self._proxy_pools for pair in doubles.take_gradients()]
         if learned:
             owners = [owner for owner, _ in learned]
             torch.autograd.backward(owners, [g.to(owner.device) for owner, g in learned])
 
 
-def modules_of(stage: Stage) -> list[nn.Module]:
+def unwrap_stage_modules(stage: Stage) -> list[nn.Module]:
     """The stage's own, though another call may be computing with stand-ins for them."""
-    return [real(module) for module in stage.modules()]
+    return [unwrap_proxy(module) for module in stage.modules()]
 
 
-def held_by_several(held: Sequence[set[int]]) -> set[int]:
+def find_shared_ids(ids_by_stage: Sequence[set[int]]) -> set[int]:
     """The ids that several stages have."""
-    once: set[int] = set().union(*held)
-    if len(once) == sum(map(len, held)):
+    once: set[int] = set().union(*ids_by_stage)
+    if len(once) == sum(map(len, ids_by_stage)):
         return set()  # as for most models
-    counts = Counter(key for ids in held for key in ids)
+    counts = Counter(key for ids in ids_by_stage for key in ids)
     return {key for key, times in counts.items() if times > 1}
 
 
-def _owners(
-    stages: Sequence[Stage], ranks: Sequence[int], held: Sequence[set[int]]
+def _find_owner_ranks(
+    stages: Sequence[Stage], ranks: Sequence[int], ids_by_stage: Sequence[set[int]]
 ) -> dict[int, int]:
     """The ids of modules, parameters and buffers that several ranks have, with their owners.
 
@@ -79,7 +83,7 @@ def _owners(
     """
     first = {id(layer): rank for s, rank in zip(stages, ranks, strict=True) for layer in s.layers}
     owners: dict[int, int] = {}
-    for rank, ids in zip(ranks, held, strict=True):
+    for rank, ids in zip(ranks, ids_by_stage, strict=True):
         for key in ids:
             owner = first.setdefault(key, rank)
             if owner != rank:
@@ -87,9 +91,9 @@ def _owners(
     return owners
 
 
-def held_by(modules: Sequence[nn.Module]) -> set[int]:
+def collect_module_and_tensor_ids(modules: Sequence[nn.Module]) -> set[int]:
     """The ids of the modules and of their tensors."""
-    ids = {id(real(t)) for m in modules for t in m._parameters.values() if t is not None}
-    ids.update([id(real(t)) for m in modules for t in m._buffers.values() if t is not None])
+    ids = {id(unwrap_proxy(t)) for m in modules for t in m._parameters.values() if t is not None}
+    ids.update([id(unwrap_proxy(t)) for m in modules for t in m._buffers.values() if t is not None])
     ids.update(map(id, modules))
     return ids

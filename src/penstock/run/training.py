@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.batch import Rows, gather
+from penstock.batch import MicrobatchRows, gather
 from penstock.gradients.replicas import Replicas
 from penstock.ir import Program
-from penstock.run.call import Call
-from penstock.run.feed import Fed
-from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
+from penstock.run.call import Execution
+from penstock.run.feed import StageInputs
+from penstock.run.passage import (
+    Cell,
+    build_input_payloads,
+    collect_tensors_by_cell,
+    propagate_version_bumps,
+)
 from penstock.run.phase import Phase
-from penstock.run.weighing import Ledger
+from penstock.run.weighing import LossAccumulator
 from penstock.timeline import Timeline
 
 
@@ -29,7 +34,7 @@ class HasTimeline(Protocol):
         """When everything ran."""
 
 
-class Ran(NamedTuple):
+class RuntimeUsed(NamedTuple):
     """What carried a step out, and why it was that, if another was asked for."""
 
     runtime: str
@@ -47,7 +52,7 @@ class StepResult:
     outputs: Any
     metrics: dict[str, Any]
     measured: HasTimeline
-    ran: Ran = Ran("processes")  # noqa: RUF009 (a value)
+    ran: RuntimeUsed = RuntimeUsed("processes")  # noqa: RUF009 (a value)
 
     @property
     def timeline(self) -> Timeline:
@@ -58,86 +63,101 @@ class StepResult:
         return f"StepResult(loss={self.loss.item():.6g})"
 
 
-def train(
-    call: Call,
+def run_train_step(
+    execution: Execution,
     program: Program,
     phase: Phase,
-    fed: Fed,
-    ledger: Ledger,
+    stage_inputs: StageInputs,
+    loss_accumulator: LossAccumulator,
     replicas: Replicas,
 ) -> StepResult:
     """Run the phase over micro-batches; the ledger says what their losses come to.
 
     The gradients of stages that have replicas are reduced once.
     """
-    given = tensors_by_cell(fed.given)
-    call.desk.inputs = from_outside(fed.given)
-    call.desk.answer, call.desk.prepare = ledger.answer, ledger.prepare
-    with replicas.held() as held:
+    given = collect_tensors_by_cell(stage_inputs.by_stage)
+    execution.cell_io.inputs = build_input_payloads(stage_inputs.by_stage)
+    execution.cell_io.compute_output_gradients, execution.cell_io.before_backward = (
+        loss_accumulator.compute_output_gradients,
+        loss_accumulator.before_backward,
+    )
+    with replicas.deferred_sync() as held:
         try:
-            call.run(phase)
+            execution.run(phase)
         except BaseException:
-            ledger.give_up()
+            loss_accumulator.restore_gradients()
             raise
-        ledger.finish()
-        held.factor = ledger.factor
-    for cell, parcel in call.desk.inputs.items():
-        pass_changes_on(given[cell], parcel.tensors)
-    pass_gradients_on(given, call, ledger.factor)
-    scores = ledger.scores
-    asked = [score.beside.output[0] for score in scores if score.beside.output]
+        loss_accumulator.finish_gradients()
+        held.rescale_factor = loss_accumulator.rescale_factor
+    for cell, parcel in execution.cell_io.inputs.items():
+        propagate_version_bumps(given[cell], parcel.tensors)
+    backpropagate_to_inputs(given, execution, loss_accumulator.rescale_factor)
+    scores = loss_accumulator.microbatch_losses
+    asked = [score.extras.output[0] for score in scores if score.extras.output]
     return StepResult(
-        ledger.total(),
-        gather(asked, fed.rows) if asked else None,
-        metrics_of(ledger, fed.rows),
-        call.measured(program),
+        loss_accumulator.compute_total_loss(),
+        gather(asked, stage_inputs.rows) if asked else None,
+        combine_metrics(loss_accumulator, stage_inputs.rows),
+        execution.build_measured_run(program),
     )
 
 
-def metrics_of(ledger: Ledger, rows: Rows) -> dict[str, Any]:
+def combine_metrics(loss_accumulator: LossAccumulator, rows: MicrobatchRows) -> dict[str, Any]:
     """Those of the micro-batches put together, name by name."""
-    device = ledger.scores[0].loss.device
-    columns = [score.beside.metrics for score in ledger.scores]
-    return {name: _joined([c[name] for c in columns], ledger, rows, device) for name in columns[0]}
+    device = loss_accumulator.microbatch_losses[0].loss.device
+    columns = [score.extras.metrics for score in loss_accumulator.microbatch_losses]
+    return {
+        name: _combine_metric([c[name] for c in columns], loss_accumulator, rows, device)
+        for name in columns[0]
+    }
 
 
-def _joined(column: Sequence[Any], ledger: Ledger, rows: Rows, device: torch.device) -> Any:
+def _combine_metric(
+    values: Sequence[Any],
+    loss_accumulator: LossAccumulator,
+    rows: MicrobatchRows,
+    device: torch.device,
+) -> Any:
     """Numbers as the losses, all else as outputs are."""
-    flat = [pytree.tree_flatten(value) for value in column]
+    flat = [pytree.tree_flatten(value) for value in values]
     if any(spec != flat[0][1] for _, spec in flat):
-        return list(column)
+        return list(values)
 
-    def join(leaves: tuple[Any, ...]) -> Any:
-        if all(map(_is_number, leaves)):
-            return ledger.combined([_number(leaf, device) for leaf in leaves])
+    def combine_leaves(leaves: tuple[Any, ...]) -> Any:
+        if all(map(_is_scalar, leaves)):
+            return loss_accumulator.combine([_to_scalar_tensor(leaf, device) for leaf in leaves])
         return gather(leaves, rows)
 
-    leaves = [join(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    leaves = [
+        combine_leaves(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def _is_number(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _number(value: Any, device: torch.device) -> Tensor:
+def _to_scalar_tensor(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value
     kind = torch.float64 if isinstance(value, float) else torch.int64
     return torch.full((), value, dtype=kind, device=device)
 
 
-def pass_gradients_on(
-    given: Mapping[Cell, Sequence[Tensor]], call: Call, factor: Tensor | None
+def backpropagate_to_inputs(
+    tensors_by_cell: Mapping[Cell, Sequence[Tensor]],
+    execution: Execution,
+    rescale_factor: Tensor | None,
 ) -> None:
     """If what was given was computed by something that learns: let it learn, once."""
     found = [
-        (tensor, gradient if factor is None else _times(gradient, factor))
-        for cell, parcel in sorted(call.desk.input_gradients.items())
-        if cell in given  # else it came from another process
-        for tensor, gradient in zip(given[cell], parcel.tensors, strict=True)
+        (tensor, gradient if rescale_factor is None else _scale_gradient(gradient, rescale_factor))
+        for cell, parcel in sorted(execution.cell_io.input_gradients.items())
+        if cell in tensors_by_cell  # else it came from another process
+        for tensor, gradient in zip(tensors_by_cell[cell], parcel.tensors, strict=True)
         if gradient is not None
     ]
     if found:
@@ -145,5 +165,5 @@ def pass_gradients_on(
         torch.autograd.backward(tensors, gradients)
 
 
-def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+def _scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
     return (gradient * factor.to(gradient.device)).to(gradient.dtype)

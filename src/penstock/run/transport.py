@@ -7,8 +7,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from penstock.ir import Message
-from penstock.stage.parcel import Parcel
-from penstock.stage.places import Delivery, Place, carry
+from penstock.stage.parcel import Payload
+from penstock.stage.places import Device, InFlightPayload, transfer
 
 
 class Stopped(Exception):
@@ -18,38 +18,38 @@ class Stopped(Exception):
 class Transport(Protocol):
     """One rank's end."""
 
-    def send(self, message: Message, parcel: Parcel) -> None:
+    def send(self, message: Message, payload: Payload) -> None:
         """Hand over; does not wait for the receiver."""
 
-    def recv(self, message: Message) -> Callable[[], Parcel]:
+    def recv(self, message: Message) -> Callable[[], Payload]:
         """Ask for a message; the call that it gives waits for it."""
 
 
-class Boxes(Protocol):
+class TransportFactory(Protocol):
     """What joins the ranks of one process."""
 
-    def end(self, rank: int) -> Transport:
+    def endpoint(self, rank: int) -> Transport:
         """The rank's end."""
 
 
 class Mailboxes:
     """One box a rank, in one process. Anybody puts in, its owner takes out."""
 
-    def __init__(self, places: Sequence[Place], placement: Sequence[int]) -> None:
-        self.places, self.placement = places, placement
+    def __init__(self, devices: Sequence[Device], placement: Sequence[int]) -> None:
+        self.devices, self.placement = devices, placement
         self.stopped = False
-        self.boxes: list[SimpleQueue[tuple[Message, Delivery] | None]] = [
-            SimpleQueue() for _ in places
+        self.queues: list[SimpleQueue[tuple[Message, InFlightPayload] | None]] = [
+            SimpleQueue() for _ in devices
         ]
 
-    def end(self, rank: int) -> Mailbox:
+    def endpoint(self, rank: int) -> Mailbox:
         """The rank's end."""
         return Mailbox(self, rank)
 
     def stop(self) -> None:
         """Wake up everybody who waits, and let nobody begin another step."""
         self.stopped = True
-        for box in self.boxes:
+        for box in self.queues:
             box.put(None)
 
 
@@ -57,26 +57,26 @@ class Mailbox:
     """A rank's end of the mailboxes."""
 
     def __init__(self, mailboxes: Mailboxes, rank: int) -> None:
-        self._all, self._rank = mailboxes, rank
-        self._place = mailboxes.places[rank]
-        self._box = mailboxes.boxes[rank]
-        self._early: dict[Message, Delivery] = {}
+        self._mailboxes, self._rank = mailboxes, rank
+        self._device = mailboxes.devices[rank]
+        self._queue = mailboxes.queues[rank]
+        self._early_arrivals: dict[Message, InFlightPayload] = {}
 
-    def send(self, message: Message, parcel: Parcel) -> None:
+    def send(self, message: Message, payload: Payload) -> None:
         """Put it into the box of its destination's rank."""
-        receiver = self._all.placement[message.dst]
-        delivery = carry(parcel, self._place, self._all.places[receiver])
-        self._all.boxes[receiver].put((message, delivery))
+        receiver = self._mailboxes.placement[message.dst]
+        delivery = transfer(payload, self._device, self._mailboxes.devices[receiver])
+        self._mailboxes.queues[receiver].put((message, delivery))
 
-    def recv(self, message: Message) -> Callable[[], Parcel]:
+    def recv(self, message: Message) -> Callable[[], Payload]:
         """The boxes take what comes: there is nothing to prepare."""
-        return lambda: self._wait(message).taken(self._place)
+        return lambda: self._wait(message).receive_on(self._device)
 
-    def _wait(self, message: Message) -> Delivery:
-        while message not in self._early:
-            arrived = self._box.get()
+    def _wait(self, message: Message) -> InFlightPayload:
+        while message not in self._early_arrivals:
+            arrived = self._queue.get()
             if arrived is None:
-                self._box.put(None)
+                self._queue.put(None)
                 raise Stopped
-            self._early[arrived[0]] = arrived[1]
-        return self._early.pop(message)
+            self._early_arrivals[arrived[0]] = arrived[1]
+        return self._early_arrivals.pop(message)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import KindError, RunError
-from penstock.stage.loss import NOTHING, Beside
-from penstock.stage.parcel import Parcel, put_together
-from penstock.stage.reduction import IGNORED, Reduction
-from penstock.stage.tape import Tape
+from penstock.errors import PenstockTypeError, RunError
+from penstock.stage.loss import NO_EXTRAS, LossExtras
+from penstock.stage.parcel import Payload, unflatten_values
+from penstock.stage.reduction import DEFAULT_IGNORE_INDEX, LossReduction
+from penstock.stage.tape import StageRunner
 
 
-def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
+def read_loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
     """The factor of a `torch.amp.GradScaler`; None without one.
 
     >>> loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0), torch.device("cpu"))
@@ -33,37 +33,37 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
     if scaler is None:
         return None
     if not isinstance(scaler, torch.amp.GradScaler):
-        raise KindError(f"scaler is a torch.amp.GradScaler, not {type(scaler).__name__}")
+        raise PenstockTypeError(f"scaler is a torch.amp.GradScaler, not {type(scaler).__name__}")
     scale: Tensor = scaler.scale(torch.ones((), device=device))
     return scale
 
 
-class Score(NamedTuple):
+class MicrobatchLoss(NamedTuple):
     """What one micro-batch came to."""
 
     loss: Tensor
-    beside: Beside = NOTHING
-    added: Tensor | None = None  # by layers
+    extras: LossExtras = NO_EXTRAS
+    aux_loss: Tensor | None = None  # by layers
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplicaShare:
     """What a pipe counts for, whose batch is a part of one: others have the rest, in copies of it.
 
     Gradients are those of the whole batch's loss, times the number of copies: their mean over the
     copies is then the gradient, also of steps that were added up before.
     """
 
-    copies: int = 1
-    rows: float = 1.0  # its share of all rows
-    counted: float | None = None  # what the targets of all count for
+    replica_count: int = 1
+    row_share: float = 1.0  # its share of all rows
+    global_target_count: float | None = None  # what the targets of all count for
 
-    def of_rows(self) -> float:
+    def compute_row_factor(self) -> float:
         """The factor of gradients of a mean by rows."""
-        return self.rows * self.copies
+        return self.row_share * self.replica_count
 
 
-class Ledger:
+class LossAccumulator:
     """The scores of one step, and what is made of them.
 
     `shares` are the micro-batches' parts of the rows. Gradients are multiplied by `scale`.
@@ -71,96 +71,113 @@ class Ledger:
 
     def __init__(
         self,
-        reduction: Reduction,
-        shares: Sequence[float],
+        reduction: LossReduction,
+        row_shares: Sequence[float],
         targets: Sequence[tuple[Any, ...]],
-        scale: Tensor | None = None,
+        loss_scale: Tensor | None = None,
     ) -> None:
-        self._sums, self._scale = reduction.sums, scale
-        self._rows = shares
-        self._shares: Sequence[float] = [1] * len(shares) if reduction.sums else shares
-        self._scores: dict[int, Score] = {}
-        self._first: Beside | None = None
-        self._unit: Tensor | None = None  # what the gradients' weights are divided by
-        self._aside: Aside | None = None
-        self._part = Part()
-        self._all_weights: Tensor | None = None
+        self._is_sum, self._loss_scale = reduction.is_sum, loss_scale
+        self._row_shares = row_shares
+        self._loss_shares: Sequence[float] = (
+            [1] * len(row_shares) if reduction.is_sum else row_shares
+        )
+        self._microbatch_losses: dict[int, MicrobatchLoss] = {}
+        self._first_extras: LossExtras | None = None
+        self._gradient_divisor: Tensor | None = None  # what the gradients' weights are divided by
+        self._previous_gradients: PreviousGradients | None = None
+        self._replica_share = ReplicaShare()
+        self._global_weight: Tensor | None = None
         self._targets = targets
         given = [target for values in targets for target in values if isinstance(target, Tensor)]
-        if reduction.counting is not None and len(given) == len(shares):
-            self._unit = torch.stack([reduction.counting(target) for target in given]).sum()
+        if reduction.target_counter is not None and len(given) == len(row_shares):
+            self._gradient_divisor = torch.stack(
+                [reduction.target_counter(target) for target in given]
+            ).sum()
 
     @property
-    def sums(self) -> bool:
+    def is_sum(self) -> bool:
         """Is the step's loss the sum of theirs?"""
-        return self._sums
+        return self._is_sum
 
     @property
-    def counted(self) -> Tensor | None:
+    def target_count(self) -> Tensor | None:
         """Before the step: what all targets count for, if that is known."""
-        return self._unit
+        return self._gradient_divisor
 
-    def take_part(self, part: Part) -> None:
+    def set_replica_share(self, replica_share: ReplicaShare) -> None:
         """Before the step: this is a part of a larger batch."""
-        self._part = part
-        if self._unit is not None and part.counted is not None:
-            self._unit = torch.full_like(self._unit, part.counted / part.copies)
+        self._replica_share = replica_share
+        if self._gradient_divisor is not None and replica_share.global_target_count is not None:
+            self._gradient_divisor = torch.full_like(
+                self._gradient_divisor,
+                replica_share.global_target_count / replica_share.replica_count,
+            )
 
     @property
-    def scores(self) -> list[Score]:
+    def microbatch_losses(self) -> list[MicrobatchLoss]:
         """In the order of the micro-batches."""
-        return [self._scores[i] for i in range(len(self._shares))]
+        return [self._microbatch_losses[i] for i in range(len(self._loss_shares))]
 
     # ---- while the step runs --------------------------------------------------------------
 
-    def answer(self, microbatch: int, made: Parcel) -> Parcel:
+    def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
         """The gradients with which a micro-batch's backward begins: of its loss, and of no other.
 
         What layers have added stands last. It is a mean by rows, whatever the loss is.
         """
-        score = Score(*put_together(made.tensors, made.layout))  # type: ignore[arg-type]
-        self._check_alike(score.beside)
-        self._scores[microbatch] = score
-        seeds: list[Tensor | None] = [None for _ in made.tensors]
-        seeds[0] = self._seed(microbatch, score)
-        if score.added is not None:
-            share = self._rows[microbatch] * self._part.of_rows()
-            seeds[-1] = self._scaled(torch.full_like(score.added, share))
-        return Parcel(tuple(seeds))
+        score = MicrobatchLoss(*unflatten_values(outputs.tensors, outputs.layout))  # type: ignore[arg-type]
+        self._check_consistent_extras(score.extras)
+        self._microbatch_losses[microbatch] = score
+        seeds: list[Tensor | None] = [None for _ in outputs.tensors]
+        seeds[0] = self._compute_loss_gradient(microbatch, score)
+        if score.aux_loss is not None:
+            share = self._row_shares[microbatch] * self._replica_share.compute_row_factor()
+            seeds[-1] = self._apply_loss_scale(torch.full_like(score.aux_loss, share))
+        return Payload(tuple(seeds))
 
-    def prepare(self, tape: Tape, microbatch: int) -> None:
+    def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
         """Before a cell's backward: set earlier gradients aside, if these are of another unit."""
-        if self._aside is not None:
-            self._aside.take(tape, microbatch)
+        if self._previous_gradients is not None:
+            self._previous_gradients.set_aside(stage_runner, microbatch)
 
-    def _seed(self, microbatch: int, score: Score) -> Tensor:
-        loss, weight = score.loss, score.beside.weight
+    def _compute_loss_gradient(self, microbatch: int, microbatch_loss: MicrobatchLoss) -> Tensor:
+        loss, weight = microbatch_loss.loss, microbatch_loss.extras.weight
         if weight is None:
-            factor = self._part.copies if self._sums else self._part.of_rows()
-            return self._scaled(torch.full_like(loss, self._shares[microbatch] * factor))
-        if self._unit is None:
-            self._unit = weight.masked_fill(weight == 0, 1) * len(self._shares)
-            self._aside = Aside()
-        return self._scaled(weight / self._unit).to(loss.dtype)
+            factor = (
+                self._replica_share.replica_count
+                if self._is_sum
+                else self._replica_share.compute_row_factor()
+            )
+            return self._apply_loss_scale(
+                torch.full_like(loss, self._loss_shares[microbatch] * factor)
+            )
+        if self._gradient_divisor is None:
+            self._gradient_divisor = weight.masked_fill(weight == 0, 1) * len(self._loss_shares)
+            self._previous_gradients = PreviousGradients()
+        return self._apply_loss_scale(weight / self._gradient_divisor).to(loss.dtype)
 
-    def _scaled(self, seed: Tensor) -> Tensor:
-        return seed if self._scale is None else (seed * self._scale).to(seed.dtype)
+    def _apply_loss_scale(self, gradient: Tensor) -> Tensor:
+        return (
+            gradient
+            if self._loss_scale is None
+            else (gradient * self._loss_scale).to(gradient.dtype)
+        )
 
-    def _check_alike(self, new: Beside) -> None:
-        first = self._first = self._first or new
-        if new.weight is not None and self._sums:
+    def _check_consistent_extras(self, extras: LossExtras) -> None:
+        first = self._first_extras = self._first_extras or extras
+        if extras.weight is not None and self._is_sum:
             raise RunError(
                 "loss_fn gave a weight, and reduction='sum' has no use for it: leave the weight "
                 "out, or take reduction='mean'"
             )
-        if (first.weight is None) != (new.weight is None):
+        if (first.weight is None) != (extras.weight is None):
             raise RunError(
                 "loss_fn gave a weight for one micro-batch and none for another: give one for all "
                 "of them, or for none"
             )
-        if first.metrics.keys() != new.metrics.keys():
+        if first.metrics.keys() != extras.metrics.keys():
             raise RunError(
-                f"loss_fn gave the metrics {_named(first)} for one micro-batch and {_named(new)} "
+                f"loss_fn gave the metrics {_format_metric_names(first)} for one micro-batch and {_format_metric_names(extras)} "
                 "for another: give the same for all of them"
             )
 
@@ -169,92 +186,99 @@ class Ledger:
     @property
     def _weights(self) -> list[Tensor]:
         """None at all, if the loss has none."""
-        found = [score.beside.weight for score in self.scores]
+        found = [score.extras.weight for score in self.microbatch_losses]
         return [weight for weight in found if weight is not None]
 
     @property
-    def weight(self) -> Tensor | None:
+    def total_weight(self) -> Tensor | None:
         """What the step's loss counts for among those of several copies; None: by its rows."""
         weights = self._weights
-        return _total(weights) if weights else None
+        return _sum_tensors(weights) if weights else None
 
-    def combined(self, numbers: Sequence[Tensor]) -> Tensor:
+    def combine(self, values: Sequence[Tensor]) -> Tensor:
         """One number of those of the micro-batches, as for their losses."""
         weights = self._weights
         if not weights:
-            return _total([n * share for n, share in zip(numbers, self._shares, strict=True)])
-        pairs = zip(numbers, weights, strict=True)
+            return _sum_tensors(
+                [n * share for n, share in zip(values, self._loss_shares, strict=True)]
+            )
+        pairs = zip(values, weights, strict=True)
         terms = [(n.to(w.device) * w).masked_fill(w == 0, 0) for n, w in pairs]
-        mean = _total(terms) / _total(weights)
-        return mean.to(numbers[0].dtype) if numbers[0].is_floating_point() else mean
+        mean = _sum_tensors(terms) / _sum_tensors(weights)
+        return mean.to(values[0].dtype) if values[0].is_floating_point() else mean
 
-    def loss(self) -> Tensor:
+    def compute_loss(self) -> Tensor:
         """The step's, without what layers have added."""
-        total = self.combined([score.loss for score in self.scores])
-        if not self._sums and not self._weights and _ignores(self._targets):
+        total = self.combine([score.loss for score in self.microbatch_losses])
+        if not self._is_sum and not self._weights and _has_ignored_targets(self._targets):
             warnings.warn(
-                f"there is a {IGNORED} among the targets, which PyTorch's losses ignore, and this "
+                f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses ignore, and this "
                 "loss, which is not one of them alone, gives no weight, so that each micro-batch "
                 "counts by its rows: return (loss, weight), with the number of targets that count",
                 stacklevel=5,
             )
         return total.detach()
 
-    def added(self) -> list[Tensor]:
+    def compute_aux_losses(self) -> list[Tensor]:
         """What layers have added to it, of each micro-batch."""
-        shares = zip(self.scores, self._rows, strict=True)
-        return [score.added.detach() * share for score, share in shares if score.added is not None]
+        shares = zip(self.microbatch_losses, self._row_shares, strict=True)
+        return [
+            score.aux_loss.detach() * share for score, share in shares if score.aux_loss is not None
+        ]
 
-    def total(self) -> Tensor:
+    def compute_total_loss(self) -> Tensor:
         """The step's loss, with what layers have added."""
-        total = self.loss()
-        for added in self.added():
+        total = self.compute_loss()
+        for added in self.compute_aux_losses():
             total = total + added.to(total.device)
         return total
 
-    def give_all_weights(self, weights: Tensor) -> None:
+    def set_global_weight(self, global_weight: Tensor) -> None:
         """After the step: those of all copies together."""
-        self._all_weights = weights
+        self._global_weight = global_weight
 
     @property
-    def in_own_unit(self) -> bool:
+    def needs_rescale(self) -> bool:
         """Are this step's gradients of another unit than earlier ones, until its end?"""
-        return self._aside is not None
+        return self._previous_gradients is not None
 
     @property
-    def factor(self) -> Tensor | None:
+    def rescale_factor(self) -> Tensor | None:
         """What this step's gradients are to be multiplied by; None if they are right already."""
-        if self._aside is None:
+        if self._previous_gradients is None:
             return None
-        assert self._unit is not None
-        if self._all_weights is None:
-            return self._unit / _total(self._weights)
-        return self._unit / (self._all_weights.to(self._unit.device) / self._part.copies)
+        assert self._gradient_divisor is not None
+        if self._global_weight is None:
+            return self._gradient_divisor / _sum_tensors(self._weights)
+        return self._gradient_divisor / (
+            self._global_weight.to(self._gradient_divisor.device)
+            / self._replica_share.replica_count
+        )
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Add this step's gradients to the earlier ones."""
-        if self._aside is not None:
-            factor = self.factor
+        if self._previous_gradients is not None:
+            factor = self.rescale_factor
             assert factor is not None
-            self._aside.give_back(factor)
+            self._previous_gradients.add_rescaled(factor)
 
-    def give_up(self) -> None:
+    def restore_gradients(self) -> None:
         """The step has failed: gradients are as they were before it."""
-        if self._aside is not None:
-            self._aside.put_back()
+        if self._previous_gradients is not None:
+            self._previous_gradients.restore()
 
 
-class Aside:
+class PreviousGradients:
     """Gradients of earlier steps, while one runs whose own are of another unit."""
 
     def __init__(self) -> None:
-        self._kept: dict[Tensor, Tensor | None] = {}
-        self._one_at_a_time = threading.Lock()
+        self._gradient_by_leaf: dict[Tensor, Tensor | None] = {}
+        self._lock = threading.Lock()
 
-    def take(self, tape: Tape, microbatch: int) -> None:
+    def set_aside(self, stage_runner: StageRunner, microbatch: int) -> None:
         """Those that the cell's backward would add to, once; another cell may add to others."""
-        leaves = dict.fromkeys(tape.leaves(microbatch))
-        with self._one_at_a_time:
+        leaves = dict.fromkeys(stage_runner.find_leaves(microbatch))
+        with self._lock:
             for leaf in leaves:
                 if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
                     raise RunError(
@@ -262,17 +286,17 @@ class Aside:
                         "that loss_fn gives are not all known when it runs: remove the hook, or "
                         "take reduction='sum' and divide by the whole batch's weight in loss_fn"
                     )
-                if leaf not in self._kept:
-                    self._kept[leaf], leaf.grad = leaf.grad, None
+                if leaf not in self._gradient_by_leaf:
+                    self._gradient_by_leaf[leaf], leaf.grad = leaf.grad, None
 
     @torch.no_grad()
-    def give_back(self, factor: Tensor) -> None:
+    def add_rescaled(self, rescale_factor: Tensor) -> None:
         """All together, this step's multiplied by the factor."""
-        for leaf, earlier in self._kept.items():
+        for leaf, earlier in self._gradient_by_leaf.items():
             new, leaf.grad = leaf.grad, earlier
             if new is None:
                 continue
-            new.mul_(factor.to(new.device))
+            new.mul_(rescale_factor.to(new.device))
             if earlier is None:
                 leaf.grad = new
             elif earlier.is_sparse and not new.is_sparse:
@@ -280,27 +304,27 @@ class Aside:
             else:
                 earlier.add_(new)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """The earlier ones alone."""
-        for leaf, earlier in self._kept.items():
+        for leaf, earlier in self._gradient_by_leaf.items():
             leaf.grad = earlier
 
 
-def _ignores(targets: Sequence[tuple[Any, ...]]) -> bool:
+def _has_ignored_targets(targets: Sequence[tuple[Any, ...]]) -> bool:
     """Those on the host alone are looked at: others would have to be waited for."""
     values = [value for target in targets for value in target]
     if not all(isinstance(value, Tensor) for value in values):
         values = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
     found = [t for t in values if t.dtype == torch.int64 and not t.is_cuda]
-    return any(bool((t == IGNORED).any()) for t in found)
+    return any(bool((t == DEFAULT_IGNORE_INDEX).any()) for t in found)
 
 
-def _total(numbers: Sequence[Tensor]) -> Tensor:
-    total = numbers[0]
-    for number in numbers[1:]:
+def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0]
+    for number in tensors[1:]:
         total = total + number
     return total
 
 
-def _named(beside: Beside) -> str:
-    return ", ".join(map(repr, beside.metrics)) or "(none)"
+def _format_metric_names(extras: LossExtras) -> str:
+    return ", ".join(map(repr, extras.metrics)) or "(none)"

@@ -6,57 +6,59 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from penstock.errors import Whereabouts
+from penstock.errors import ErrorLocation
 from penstock.ir import Action, Compute, Message, Op, Program, Recv, Send, consumes, produces
 from penstock.run.transport import Transport
 from penstock.stage.graph import Gradients
-from penstock.stage.parcel import Parcel
-from penstock.stage.places import Moment, Place
+from penstock.stage.parcel import Payload
+from penstock.stage.places import Device, Timestamp
 from penstock.stage.stage import OUTSIDE
-from penstock.stage.tape import Tape
+from penstock.stage.tape import StageRunner
 
 
-class Step(NamedTuple):
+class BoundAction(NamedTuple):
     """An action at its place in the lane, with the messages it takes and makes."""
 
-    at: int
+    lane_index: int
     action: Action
-    takes: tuple[Message, ...]
-    makes: tuple[Message, ...]
+    consumed_messages: tuple[Message, ...]
+    produced_messages: tuple[Message, ...]
 
 
-class Mark(NamedTuple):
+class TimedAction(NamedTuple):
     """When a step was carried out."""
 
-    step: Step
-    start: Moment
-    end: Moment
+    bound_action: BoundAction
+    start: Timestamp
+    end: Timestamp
 
 
-class Marks(list[Mark]):
+class TimedActionLog(list[TimedAction]):
     """Those of a rank, in order. When nobody looks at them any more, its place forgets them."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
-        self._place = place
+        self._device = device
 
     def __del__(self) -> None:
-        self._place.forget(moment for _, *both in self for moment in both)
+        self._device.recycle_timestamps(moment for _, *both in self for moment in both)
 
 
-def steps_of(program: Program, rank: int) -> tuple[Step, ...]:
+def bind_lane(program: Program, rank: int) -> tuple[BoundAction, ...]:
     """A lane, ready to be carried out: the rule has been asked for every action."""
 
-    def ready(at: int, action: Action) -> Step:
+    def bind_action(lane_index: int, action: Action) -> BoundAction:
         if not isinstance(action, Compute):
-            return Step(at, action, (), ())
+            return BoundAction(lane_index, action, (), ())
         graph = program.graph
-        return Step(at, action, tuple(consumes(action, graph)), tuple(produces(action, graph)))
+        return BoundAction(
+            lane_index, action, tuple(consumes(action, graph)), tuple(produces(action, graph))
+        )
 
-    return tuple(ready(at, action) for at, action in enumerate(program.lanes[rank]))
+    return tuple(bind_action(at, action) for at, action in enumerate(program.lanes[rank]))
 
 
-class Desk:
+class CellIO:
     """What comes from outside into cells, and what they give out: forward and backward.
 
     Each cell (stage, micro-batch) takes at most one parcel and gives at most one, each way.
@@ -65,110 +67,125 @@ class Desk:
     """
 
     def __init__(self) -> None:
-        self.answer: Callable[[int, Parcel], Parcel] | None = None
-        self.prepare: Callable[[Tape, int], None] | None = None
-        self.inputs: dict[tuple[int, int], Parcel] = {}
-        self.outputs: dict[tuple[int, int], Parcel] = {}
-        self.gradients: dict[tuple[int, int], Parcel] = {}
-        self.input_gradients: dict[tuple[int, int], Parcel] = {}
+        self.compute_output_gradients: Callable[[int, Payload], Payload] | None = None
+        self.before_backward: Callable[[StageRunner, int], None] | None = None
+        self.inputs: dict[tuple[int, int], Payload] = {}
+        self.outputs: dict[tuple[int, int], Payload] = {}
+        self.output_gradients: dict[tuple[int, int], Payload] = {}
+        self.input_gradients: dict[tuple[int, int], Payload] = {}
 
 
 class Worker:
     """One rank of one call: its tapes, its messages, and when it did what."""
 
     def __init__(
-        self, rank: int, place: Place, tapes: Mapping[int, Tape], transport: Transport, desk: Desk
+        self,
+        rank: int,
+        device: Device,
+        stage_runners: Mapping[int, StageRunner],
+        transport: Transport,
+        cell_io: CellIO,
     ) -> None:
-        self.rank, self.place = rank, place
-        self.tapes = tapes
-        self.marks = Marks(place)
-        self._last: Moment | None = None  # the end of the last step, if nothing came since
-        self._transport, self._desk = transport, desk
-        self._made: dict[Message, Parcel] = {}  # not sent yet, or for a stage of this rank
-        self._asked: dict[Message, Callable[[], Parcel]] = {}
-        self.retain = False
-        self.turn: AbstractContextManager[object] = nullcontext()  # to compute forward
+        self.rank, self.device = rank, device
+        self.stage_runners = stage_runners
+        self.timed_actions = TimedActionLog(device)
+        self._last_end: Timestamp | None = None  # the end of the last step, if nothing came since
+        self._transport, self._cell_io = transport, cell_io
+        self._ready_payloads: dict[
+            Message, Payload
+        ] = {}  # not sent yet, or for a stage of this rank
+        self._posted_recvs: dict[Message, Callable[[], Payload]] = {}
+        self.retain_graph = False
+        self.forward_lock: AbstractContextManager[object] = nullcontext()  # to compute forward
 
-    def do(self, step: Step) -> None:
+    def execute(self, bound_action: BoundAction) -> None:
         """Carry out one step."""
-        action = step.action
+        action = bound_action.action
         if isinstance(action, Recv):
-            self._asked[action.message] = self._transport.recv(action.message)
+            self._posted_recvs[action.message] = self._transport.recv(action.message)
             return
         if isinstance(action, Send):
-            start = self.place.now() if self._last is None else self._last  # it follows at once
-            self._transport.send(action.message, self._made.pop(action.message))
-            self._last = self.place.sent(start)
+            start = (
+                self.device.record_timestamp() if self._last_end is None else self._last_end
+            )  # it follows at once
+            self._transport.send(action.message, self._ready_payloads.pop(action.message))
+            self._last_end = self.device.record_send_end(start)
         else:
-            taken = {m.src: self._taken(m) for m in step.takes}
-            start = self.place.now(self._last)
-            self._compute(action, taken, step.makes)
-            self._last = self.place.now()
-        self.marks.append(Mark(step, start, self._last))
+            taken = {m.src: self._take_payload(m) for m in bound_action.consumed_messages}
+            start = self.device.record_timestamp(self._last_end)
+            self._compute(action, taken, bound_action.produced_messages)
+            self._last_end = self.device.record_timestamp()
+        self.timed_actions.append(TimedAction(bound_action, start, self._last_end))
 
-    def _taken(self, message: Message) -> Parcel:
-        wait = self._asked.pop(message, None)
+    def _take_payload(self, message: Message) -> Payload:
+        wait = self._posted_recvs.pop(message, None)
         if wait is None:
-            return self._made.pop(message)
-        self._last = None
+            return self._ready_payloads.pop(message)
+        self._last_end = None
         return wait()
 
     def _compute(
-        self, action: Compute, taken: dict[int, Parcel], makes: tuple[Message, ...]
+        self, action: Compute, received: dict[int, Payload], produced_messages: tuple[Message, ...]
     ) -> None:
         op, stage, microbatch = action
-        tape = self.tapes[stage]
+        tape = self.stage_runners[stage]
         try:
             if op is Op.F:
-                with self.turn:
-                    made = self._forward(tape, microbatch, taken)
+                with self.forward_lock:
+                    made = self._forward(tape, microbatch, received)
             elif op is Op.R:
-                with self.turn:
+                with self.forward_lock:
                     tape.recompute(microbatch)
                 return
             elif op is Op.W:
                 tape.backward_weights(microbatch)
                 return
             else:
-                made = self._backward(tape, microbatch, taken)
+                made = self._backward(tape, microbatch, received)
         except BaseException as error:
             names, called = tape.stage.names, str(tape.stage)
-            where = Whereabouts(stage, names, microbatch, str(action), called)
+            where = ErrorLocation(stage, names, microbatch, str(action), called)
             error.whereabouts = where  # type: ignore[attr-defined]
-            error.add_note(f"{where} on rank {self.rank} ({self.place!r})")
+            error.add_note(f"{where} on rank {self.rank} ({self.device!r})")
             raise
-        for message in makes:
-            self._made[message] = made[message.dst]
+        for message in produced_messages:
+            self._ready_payloads[message] = made[message.dst]
 
-    def _forward(self, tape: Tape, microbatch: int, taken: dict[int, Parcel]) -> dict[int, Parcel]:
-        cell = tape.stage.index, microbatch
-        given = self._desk.inputs.get(cell)
+    def _forward(
+        self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
+    ) -> dict[int, Payload]:
+        cell = stage_runner.stage.index, microbatch
+        given = self._cell_io.inputs.get(cell)
         if given is not None:
-            taken[OUTSIDE] = given
-        made = tape.forward(microbatch, taken)
+            received[OUTSIDE] = given
+        made = stage_runner.forward(microbatch, received)
         if OUTSIDE in made:
-            self._desk.outputs[cell] = made[OUTSIDE]
-            if self._desk.answer is not None:
-                self._desk.gradients[cell] = self._desk.answer(microbatch, made[OUTSIDE])
+            self._cell_io.outputs[cell] = made[OUTSIDE]
+            if self._cell_io.compute_output_gradients is not None:
+                self._cell_io.output_gradients[cell] = self._cell_io.compute_output_gradients(
+                    microbatch, made[OUTSIDE]
+                )
         return made
 
-    def _backward(self, tape: Tape, microbatch: int, taken: dict[int, Parcel]) -> dict[int, Parcel]:
-        cell = tape.stage.index, microbatch
-        gradients = self._gradients(tape, microbatch, taken)
-        found = tape.backward(microbatch, gradients, self.retain)
-        made = {source: Parcel(tensors) for source, tensors in found.items()}
+    def _backward(
+        self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
+    ) -> dict[int, Payload]:
+        cell = stage_runner.stage.index, microbatch
+        gradients = self._collect_output_gradients(stage_runner, microbatch, received)
+        found = stage_runner.backward(microbatch, gradients, self.retain_graph)
+        made = {source: Payload(tensors) for source, tensors in found.items()}
         if OUTSIDE in made:
-            self._desk.input_gradients[cell] = made[OUTSIDE]
+            self._cell_io.input_gradients[cell] = made[OUTSIDE]
         return made
 
-    def _gradients(
-        self, tape: Tape, microbatch: int, taken: Mapping[int, Parcel]
+    def _collect_output_gradients(
+        self, stage_runner: StageRunner, microbatch: int, received: Mapping[int, Payload]
     ) -> dict[int, Gradients]:
         """Those of a cell's outputs, with which its backward begins."""
-        if self._desk.prepare is not None:
-            self._desk.prepare(tape, microbatch)
-        gradients = {source: parcel.tensors for source, parcel in taken.items()}
-        given = self._desk.gradients.get((tape.stage.index, microbatch))
+        if self._cell_io.before_backward is not None:
+            self._cell_io.before_backward(stage_runner, microbatch)
+        gradients = {source: parcel.tensors for source, parcel in received.items()}
+        given = self._cell_io.output_gradients.get((stage_runner.stage.index, microbatch))
         if given is not None:
             gradients[OUTSIDE] = given.tensors
         return gradients

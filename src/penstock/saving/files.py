@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.saving.naming import Named, named
-from penstock.saving.one_file import DTYPES
+from penstock.saving.naming import PretrainedNameMap, map_stored_names
+from penstock.saving.one_file import DTYPE_NAMES
 
-_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-class FilesReader(StorageReader):
+class SafetensorsReader(StorageReader):
     """Reads tensors by their names out of safetensors files, and nothing else of them."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._files, self._file_of = files, dict[str, Path]()
+        self._files, self._path_by_name = files, dict[str, Path]()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """It is used once."""
@@ -40,14 +40,14 @@ class FilesReader(StorageReader):
         """From the headers alone."""
         found: dict[str, Any] = {}
         for path in self._files:
-            with open_file(path) as file:
+            with open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118  (it is no dict)
                     part = file.get_slice(name)
                     size = torch.Size(part.get_shape())
                     whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-                    dtype = _dtype(path, name, part.get_dtype())
+                    dtype = _parse_dtype(path, name, part.get_dtype())
                     found[name] = TensorStorageMetadata(TensorProperties(dtype), size, [whole])
-                    self._file_of[name] = path
+                    self._path_by_name[name] = path
         return Metadata(found)
 
     def set_up_storage_reader(
@@ -65,15 +65,15 @@ class FilesReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """The parts that the plan names, file by file."""
-        items = sorted(plan.items, key=lambda item: str(self._file_of[item.storage_index.fqn]))
-        for path in dict.fromkeys(self._file_of[item.storage_index.fqn] for item in items):
-            with open_file(path) as file:
+        items = sorted(plan.items, key=lambda item: str(self._path_by_name[item.storage_index.fqn]))
+        for path in dict.fromkeys(self._path_by_name[item.storage_index.fqn] for item in items):
+            with open_safetensors(path) as file:
                 for item in items:
                     name = item.storage_index.fqn
-                    if self._file_of[name] != path:
+                    if self._path_by_name[name] != path:
                         continue
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(_read(file, name, item.storage_offsets, item.lengths))
+                    target.copy_(_read_slice(file, name, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -85,7 +85,9 @@ class FilesReader(StorageReader):
         return True
 
 
-def _read(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def _read_slice(
+    file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
     part = file.get_slice(name)
     if not lengths or list(lengths) == part.get_shape():
         whole: torch.Tensor = file.get_tensor(name)
@@ -94,7 +96,7 @@ def _read(file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]) 
     return cut
 
 
-def open_file(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """The file, opened by the safetensors library."""
     try:
         from safetensors import safe_open
@@ -103,19 +105,19 @@ def open_file(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def _dtype(path: Path, name: str, called: str) -> torch.dtype:
-    if called not in _NAMED:
+def _parse_dtype(path: Path, name: str, dtype_name: str) -> torch.dtype:
+    if dtype_name not in _DTYPE_BY_NAME:
         raise ArgumentError(
-            f"'{path}' has {name} as {called}, which is none of PyTorch's dtypes here: convert it, "
-            f"to {', '.join(sorted(_NAMED))}"
+            f"'{path}' has {name} as {dtype_name}, which is none of PyTorch's dtypes here: convert it, "
+            f"to {', '.join(sorted(_DTYPE_BY_NAME))}"
         )
-    return _NAMED[called]
+    return _DTYPE_BY_NAME[dtype_name]
 
 
-class PretrainedReader(FilesReader):
+class PretrainedReader(SafetensorsReader):
     """The same under a model's names, where the files have others, or have it in other parts."""
 
-    named: Named
+    name_map: PretrainedNameMap
 
     def __init__(
         self, files: Sequence[Path], model: nn.Module, shapes: Mapping[str, torch.Size | None]
@@ -126,12 +128,12 @@ class PretrainedReader(FilesReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is put together has the shape that it has in the model."""
         stored = super().read_metadata().state_dict_metadata
-        self.named = named(self.model, stored, self._shapes)
-        return Metadata({name: self._entry(name, stored) for name in self.named.recipes})
+        self.name_map = map_stored_names(self.model, stored, self._shapes)
+        return Metadata({name: self._metadata_for(name, stored) for name in self.name_map.recipes})
 
-    def _entry(self, name: str, stored: Mapping[str, Any]) -> Any:
-        recipe = self.named.recipes[name]
-        if recipe.converts is None:
+    def _metadata_for(self, name: str, stored: Mapping[str, Any]) -> Any:
+        recipe = self.name_map.recipes[name]
+        if recipe.converter is None:
             return stored[recipe.sources[0]]
         size = self._shapes[name] or torch.Size([])
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
@@ -142,20 +144,22 @@ class PretrainedReader(FilesReader):
         with ExitStack() as opened:
             files: dict[Path, Any] = {}
 
-            def file_with(source: str) -> Any:
-                path = self._file_of[source]
+            def open_file_of(source: str) -> Any:
+                path = self._path_by_name[source]
                 if path not in files:
-                    files[path] = opened.enter_context(open_file(path))
+                    files[path] = opened.enter_context(open_safetensors(path))
                 return files[path]
 
             for item in plan.items:
-                recipe = self.named.recipes[item.storage_index.fqn]
+                recipe = self.name_map.recipes[item.storage_index.fqn]
                 target = planner.resolve_tensor(item).detach()
-                if recipe.converts is None:
+                if recipe.converter is None:
                     source = recipe.sources[0]
-                    part = _read(file_with(source), source, item.storage_offsets, item.lengths)
+                    part = _read_slice(
+                        open_file_of(source), source, item.storage_offsets, item.lengths
+                    )
                 else:
-                    made = recipe.made(lambda key: file_with(key).get_tensor(key), self.model)
+                    made = recipe.build(lambda key: open_file_of(key).get_tensor(key), self.model)
                     at = zip(item.storage_offsets, item.lengths, strict=True)
                     part = made[tuple(slice(begin, begin + length) for begin, length in at)]
                 target.copy_(part)

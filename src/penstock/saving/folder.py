@@ -24,11 +24,11 @@ from pathlib import Path
 
 from penstock.errors import ArgumentError
 
-LATEST = "latest"
-_NEW = ".latest.new"
-_SAVE = re.compile(r"save-(\d+)")
-_MARKER = ".penstock-save"
-_TEMPORARY = re.compile(r"\.(new|removed)-save-\d+")
+LATEST_LINK = "latest"
+_LATEST_LINK_TMP = ".latest.new"
+_SAVE_DIRECTORY = re.compile(r"save-(\d+)")
+_MARKER_FILE = ".penstock-save"
+_TEMPORARY_DIRECTORY = re.compile(r"\.(new|removed)-save-\d+")
 
 
 def saved(folder: str | os.PathLike[str]) -> Path | None:
@@ -39,7 +39,7 @@ def saved(folder: str | os.PathLike[str]) -> Path | None:
     >>> saved("nothing/here") is None
     True
     """
-    link = Path(folder) / LATEST
+    link = Path(folder) / LATEST_LINK
     try:
         found = Path(folder) / os.readlink(link)
     except OSError:  # it is not there, or no link
@@ -47,61 +47,67 @@ def saved(folder: str | os.PathLike[str]) -> Path | None:
     return found if (found / ".metadata").exists() else None
 
 
-def next_place(folder: Path) -> Path:
+def create_save_directory(folder: Path) -> Path:
     """Create the folder of the next save and return its path; remove saves that were killed."""
-    if (folder / LATEST).exists() and not (folder / LATEST).is_symlink():
+    if (folder / LATEST_LINK).exists() and not (folder / LATEST_LINK).is_symlink():
         raise ArgumentError(
-            f"'{folder / LATEST}' is no link that a save has made, and saving would replace it: "
+            f"'{folder / LATEST_LINK}' is no link that a save has made, and saving would replace it: "
             "save to another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    sync(folder.parent)
-    clean(folder)
-    taken = [int(found[1]) for found in map(_SAVE.fullmatch, os.listdir(folder)) if found]
+    fsync_directory(folder.parent)
+    remove_incomplete_saves(folder)
+    taken = [int(found[1]) for found in map(_SAVE_DIRECTORY.fullmatch, os.listdir(folder)) if found]
     place = folder / f"save-{max(taken, default=0) + 1:06d}"
     # The folder gets its name only once it carries the marker: a save that is killed in between
     # would leave a folder that looks like the user's own.
     new = folder / f".new-{place.name}"
     new.mkdir()
-    write_synced(new / _MARKER, b"A checkpoint that penstock has written, and may remove.\n")
+    write_file_synced(
+        new / _MARKER_FILE, b"A checkpoint that penstock has written, and may remove.\n"
+    )
     new.rename(place)
     return place
 
 
-def commit(place: Path) -> None:
+def commit_save(save_directory: Path) -> None:
     """Make the save at `place` the one that counts, then remove those before it."""
-    folder = place.parent
+    folder = save_directory.parent
     previous = saved(folder)
-    sync(place)
-    (folder / _NEW).symlink_to(place.name)
-    os.replace(folder / _NEW, folder / LATEST)
-    sync(folder)
-    clean(folder)
+    fsync_directory(save_directory)
+    (folder / _LATEST_LINK_TMP).symlink_to(save_directory.name)
+    os.replace(folder / _LATEST_LINK_TMP, folder / LATEST_LINK)
+    fsync_directory(folder)
+    remove_incomplete_saves(folder)
     for path in folder.iterdir():
         # The checkpoint that the link named before may be older than the marker.
-        if path != place and _SAVE.fullmatch(path.name) and (_is_marked(path) or path == previous):
-            _remove(path)
+        if (
+            path != save_directory
+            and _SAVE_DIRECTORY.fullmatch(path.name)
+            and (_is_marked(path) or path == previous)
+        ):
+            _remove_save(path)
 
 
-def clean(folder: Path) -> None:
+def remove_incomplete_saves(folder: Path) -> None:
     """Remove what killed saves have left. What cannot be removed is left for later."""
-    (folder / _NEW).unlink(missing_ok=True)
+    (folder / _LATEST_LINK_TMP).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
+        if _TEMPORARY_DIRECTORY.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif _SAVE.fullmatch(path.name) and _is_marked(path) and not _is_whole(path):
-            _remove(path)
+        elif _SAVE_DIRECTORY.fullmatch(path.name) and _is_marked(path) and not _is_complete(path):
+            _remove_save(path)
 
 
 def _is_marked(path: Path) -> bool:
-    return (path / _MARKER).is_file()
+    return (path / _MARKER_FILE).is_file()
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     return (path / ".metadata").exists() and (path / "extra.pt").exists()
 
 
-def _remove(path: Path) -> None:
+def _remove_save(path: Path) -> None:
     """Rename, then remove: a removal that is killed half-way must not lose the marker first."""
     removed = path.parent / f".removed-{path.name}"
     try:
@@ -111,7 +117,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_file_synced(path: Path, data: bytes) -> None:
     """A small file, on the disk when this returns."""
     with open(path, "wb") as file:
         file.write(data)
@@ -119,7 +125,7 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync(folder: Path) -> None:
+def fsync_directory(folder: Path) -> None:
     """The names in it reach the disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:

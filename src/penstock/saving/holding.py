@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.tied import plain
-from penstock.saving.savers import Alone, Savers
+from penstock.partition.tied import strip_compile_prefix
+from penstock.saving.savers import LocalSaveGroup, SaveGroup
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalState:
     """The layers of this process, under the unsplit model's names, and with whom it saves.
 
     same     every further name of a tied tensor, with the one that it is saved under: of the
@@ -24,30 +24,37 @@ class Holding:
     """
 
     module: nn.Module
-    same: Mapping[str, str]
-    savers: Savers = field(default_factory=Alone)
+    tied_names: Mapping[str, str]
+    save_group: SaveGroup = field(default_factory=LocalSaveGroup)
     replica: int = 0
-    first: bool = True
-    model: nn.Module | None = None
+    saves_rng_state: bool = True
+    pretrained_model: nn.Module | None = None
 
-    def name(self, name: str) -> str:
+    def saved_name(self, name: str) -> str:
         """The one that it is saved under."""
-        return self.same.get(name, name)
+        return self.tied_names.get(name, name)
 
-    def names(self, name: str) -> list[str]:
+    def all_names(self, name: str) -> list[str]:
         """All that the tensor has, the one that it is saved under first."""
-        kept = self.name(name)
-        return [kept, *(other for other, one in self.same.items() if one == kept)]
+        kept = self.saved_name(name)
+        return [kept, *(other for other, one in self.tied_names.items() if one == kept)]
 
-    def state(self) -> dict[str, tuple[str, Any]]:
+    def unique_state(self) -> dict[str, tuple[str, Any]]:
         """What the state_dict has, each tied tensor once: its key there, and the value.
 
         A rank that has only another name's copy of a tied tensor has it under that name.
         """
-        values = {plain(key): (key, value) for key, value in self.module.state_dict().items()}
-        return {n: v for n, v in values.items() if self.name(n) == n or self.name(n) not in values}
+        values = {
+            strip_compile_prefix(key): (key, value)
+            for key, value in self.module.state_dict().items()
+        }
+        return {
+            n: v
+            for n, v in values.items()
+            if self.saved_name(n) == n or self.saved_name(n) not in values
+        }
 
-    def parameters(self) -> dict[nn.Parameter, str]:
+    def parameter_names(self) -> dict[nn.Parameter, str]:
         """The name that each is saved under."""
         found = self.module.named_parameters(remove_duplicate=False)
-        return {parameter: self.name(plain(name)) for name, parameter in found}
+        return {parameter: self.saved_name(strip_compile_prefix(name)) for name, parameter in found}

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from penstock.errors import ArgumentError
-from penstock.saving.folder import sync
+from penstock.saving.folder import fsync_directory
 
-DTYPES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -45,12 +45,12 @@ DTYPES = {
 }
 
 
-class OneFileWriter(StorageWriter):
+class SafetensorsWriter(StorageWriter):
     """Writes `path`, beside it first; `same` are the further names of tied tensors."""
 
-    def __init__(self, path: Path, same: Mapping[str, str]) -> None:
-        self._path, self._same = path, same
-        self._part = path.with_name(f".{path.name}.part")
+    def __init__(self, path: Path, tied_names: Mapping[str, str]) -> None:
+        self._path, self._tied_names = path, tied_names
+        self._partial_path = path.with_name(f".{path.name}.part")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """It is used once."""
@@ -59,17 +59,17 @@ class OneFileWriter(StorageWriter):
         """What a killed export has left goes."""
         if is_coordinator:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self.undo()
+            self.remove_partial_file()
 
-    def undo(self) -> None:
+    def remove_partial_file(self) -> None:
         """Remove what was written."""
-        self._part.unlink(missing_ok=True)
+        self._partial_path.unlink(missing_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to prepare, but everything has to be a tensor that the format knows."""
         for item in plan.items:
             data = item.tensor_data
-            if data is None or data.properties.dtype not in DTYPES:
+            if data is None or data.properties.dtype not in DTYPE_NAMES:
                 kind = "no tensor" if data is None else f"of dtype {data.properties.dtype}"
                 raise ArgumentError(
                     f"'{item.index.fqn}' is {kind}, which a safetensors file cannot hold: use "
@@ -85,17 +85,17 @@ class OneFileWriter(StorageWriter):
             for item in one.items
             if item.tensor_data is not None
         }
-        notes = {other: kept for other, kept in self._same.items() if kept in facts}
-        begin, header = header_of(facts, {"format": "pt", **notes})
-        with open(self._part, "wb") as file:
+        notes = {other: kept for other, kept in self._tied_names.items() if kept in facts}
+        begin, header = build_header(facts, {"format": "pt", **notes})
+        with open(self._partial_path, "wb") as file:
             file.write(header)
-            file.truncate(len(header) + sum(map(_bytes, facts.values())))
+            file.truncate(len(header) + sum(map(_byte_count, facts.values())))
         places = {name: len(header) + at for name, at in begin.items()}
         return [replace(one, storage_data=places) for one in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """One tensor at a time, or the part of it that is here."""
-        opened = os.open(self._part, os.O_WRONLY)
+        opened = os.open(self._partial_path, os.O_WRONLY)
         try:
             for item in plan.items:
                 data = planner.resolve_data(item)
@@ -112,8 +112,8 @@ class OneFileWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All have written: the file takes its name."""
-        os.replace(self._part, self._path)
-        sync(self._path.parent)
+        os.replace(self._partial_path, self._path)
+        fsync_directory(self._path.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -121,22 +121,22 @@ class OneFileWriter(StorageWriter):
         return True
 
 
-def header_of(
-    facts: Mapping[str, TensorWriteData], notes: Mapping[str, str]
+def build_header(
+    tensors: Mapping[str, TensorWriteData], metadata: Mapping[str, str]
 ) -> tuple[dict[str, int], bytes]:
     """Where each tensor begins after the header, and the header.
 
     Wide elements stand first, so that each tensor begins at a multiple of its element's size.
     """
-    names = sorted(facts, key=lambda name: (-facts[name].properties.dtype.itemsize, name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].properties.dtype.itemsize, name))
     begin: dict[str, int] = {}
-    entries: dict[str, Any] = {"__metadata__": dict(notes)}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in names:
-        begin[name], end = at, at + _bytes(facts[name])
+        begin[name], end = at, at + _byte_count(tensors[name])
         entries[name] = {
-            "dtype": DTYPES[facts[name].properties.dtype],
-            "shape": list(facts[name].size),
+            "dtype": DTYPE_NAMES[tensors[name].properties.dtype],
+            "shape": list(tensors[name].size),
             "data_offsets": [at, end],
         }
         at = end
@@ -145,26 +145,30 @@ def header_of(
     return begin, len(text).to_bytes(8, "little") + text
 
 
-def _bytes(data: TensorWriteData) -> int:
+def _byte_count(data: TensorWriteData) -> int:
     return prod(data.size) * data.properties.dtype.itemsize
 
 
-def _write_chunk(opened: int, chunk: torch.Tensor, begin: int, data: TensorWriteData) -> None:
+def _write_chunk(
+    file_descriptor: int, chunk: torch.Tensor, file_offset: int, tensor_data: TensorWriteData
+) -> None:
     """Run by run: a run is what stands together both in the chunk and in the tensor."""
     memory = memoryview((ctypes.c_char * chunk.nbytes).from_address(chunk.data_ptr())).cast("B")
     width = chunk.element_size()
     done = 0
-    for start, length in runs(data.size, data.chunk.offsets, data.chunk.sizes):
+    for start, length in contiguous_runs(
+        tensor_data.size, tensor_data.chunk.offsets, tensor_data.chunk.sizes
+    ):
         left = memory[done : done + length * width]
-        at = begin + start * width
+        at = file_offset + start * width
         while left:
-            wrote = os.pwrite(opened, left, at)
+            wrote = os.pwrite(file_descriptor, left, at)
             left, at = left[wrote:], at + wrote
         done += length * width
 
 
-def runs(
-    size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+def contiguous_runs(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Where the rows of a chunk stand in a whole tensor, in elements: start and length.
 
@@ -175,12 +179,12 @@ def runs(
     """
     if not prod(sizes):
         return
-    inner = len(size)
-    while inner and sizes[inner - 1] == size[inner - 1]:
+    inner = len(shape)
+    while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     cut = max(inner - 1, 0)  # from this dimension on, a run is in one piece
-    strides = [prod(size[d + 1 :]) for d in range(len(size))]
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     length = prod(sizes[cut:])
-    last = offsets[cut] * strides[cut] if size else 0
+    last = offsets[cut] * strides[cut] if shape else 0
     for at in product(*(range(o, o + s) for o, s in zip(offsets[:cut], sizes[:cut], strict=True))):
         yield sum(i * stride for i, stride in zip(at, strides, strict=False)) + last, length

@@ -16,31 +16,31 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from penstock.errors import ArgumentError, KindError
-from penstock.saving.holding import Holding
+from penstock.errors import ArgumentError, PenstockTypeError
+from penstock.saving.holding import LocalState
 
-Optimizers = Optimizer | Sequence[Optimizer] | None
+OptimizerArgument = Optimizer | Sequence[Optimizer] | None
 
-STATE, GROUPS = "state", "param_groups"
+STATE_KEY, PARAM_GROUPS_KEY = "state", "param_groups"
 
 
-def listed(optimizer: Optimizers) -> list[Optimizer]:
+def as_optimizer_list(optimizer: OptimizerArgument) -> list[Optimizer]:
     """One, several or none, as a list."""
     if optimizer is None:
         return []
     several: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     strange = [type(one).__name__ for one in several if not isinstance(one, Optimizer)]
     if strange:
-        raise KindError(
+        raise PenstockTypeError(
             f"optimizer is a torch.optim.Optimizer or a list of them, and not {strange[0]}: what "
             "else there is to save, such as a scheduler's state_dict(), goes into extra="
         )
     return several
 
 
-def check_known(holding: Holding, optimizers: Sequence[Optimizer]) -> None:
+def check_optimizer_parameters(local_state: LocalState, optimizers: Sequence[Optimizer]) -> None:
     """Every parameter of the optimizers is the pipe's, and in one place of them."""
-    known = holding.parameters()
+    known = local_state.parameter_names()
     seen: set[nn.Parameter] = set()
     for parameter in (
         p for one in optimizers for group in one.param_groups for p in group["params"]
@@ -59,38 +59,40 @@ def check_known(holding: Holding, optimizers: Sequence[Optimizer]) -> None:
         seen.add(parameter)
 
 
-def state_of(holding: Holding, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def flatten_optimizer_state(
+    local_state: LocalState, optimizers: Sequence[Optimizer]
+) -> dict[str, Any]:
     """The state and the settings of each parameter; of a tied one, each rank has the same."""
-    check_known(holding, optimizers)
-    names = holding.parameters()
+    check_optimizer_parameters(local_state, optimizers)
+    names = local_state.parameter_names()
     found: dict[str, Any] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             settings = {key: value for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
                 name = names[parameter]
-                found.update({f"{GROUPS}.{name}.{key}": v for key, v in settings.items()})
+                found.update({f"{PARAM_GROUPS_KEY}.{name}.{key}": v for key, v in settings.items()})
                 state = optimizer.state.get(parameter, {})
-                found.update({f"{STATE}.{name}.{key}": v for key, v in _flat(state)})
+                found.update({f"{STATE_KEY}.{name}.{key}": v for key, v in _flatten(state)})
     return found
 
 
-def _flat(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def blank(
-    holding: Holding, optimizers: Sequence[Optimizer], stored: Mapping[str, Any]
+def allocate_optimizer_state(
+    local_state: LocalState, optimizers: Sequence[Optimizer], stored: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Room for what is stored of these optimizers' parameters: tensors to read into."""
-    check_known(holding, optimizers)
-    names = holding.parameters()
+    check_optimizer_parameters(local_state, optimizers)
+    names = local_state.parameter_names()
     held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    settings = _by_name(GROUPS, stored, names.values())
+    settings = _group_by_parameter(PARAM_GROUPS_KEY, stored, names.values())
     missing = [names[parameter] for parameter in held if names[parameter] not in settings]
     if missing:
         raise ArgumentError(
@@ -98,14 +100,17 @@ def blank(
             "optimizer=, or with the optimizers that it was saved with"
         )
     room: dict[str, Any] = {}
-    for kind, found in ((GROUPS, settings), (STATE, _by_name(STATE, stored, names.values()))):
+    for kind, found in (
+        (PARAM_GROUPS_KEY, settings),
+        (STATE_KEY, _group_by_parameter(STATE_KEY, stored, names.values())),
+    ):
         for parameter in held:
             for key, value in found.get(names[parameter], {}).items():
-                room[f"{kind}.{names[parameter]}.{key}"] = _room(parameter, value)
+                room[f"{kind}.{names[parameter]}.{key}"] = _allocate_entry(parameter, value)
     return room
 
 
-def _room(parameter: nn.Parameter, stored: Any) -> Any:
+def _allocate_entry(parameter: nn.Parameter, stored: Any) -> Any:
     if not isinstance(stored, TensorStorageMetadata):
         return None
     dtype = stored.properties.dtype
@@ -115,11 +120,13 @@ def _room(parameter: nn.Parameter, stored: Any) -> Any:
     return torch.empty(stored.size, dtype=dtype, device=device)
 
 
-def restore(holding: Holding, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+def restore_optimizer_state(
+    local_state: LocalState, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+) -> None:
     """Put what was read into the optimizers."""
-    names = holding.parameters()
-    states = _by_name(STATE, state, names.values())
-    settings = _by_name(GROUPS, state, names.values())
+    names = local_state.parameter_names()
+    states = _group_by_parameter(STATE_KEY, state, names.values())
+    settings = _group_by_parameter(PARAM_GROUPS_KEY, state, names.values())
     for optimizer in optimizers:
         groups: list[dict[str, Any]] = []
         numbered: dict[int, Any] = {}
@@ -127,14 +134,16 @@ def restore(holding: Holding, optimizers: Sequence[Optimizer], state: Mapping[st
             mine = [names[parameter] for parameter in group["params"]]
             first = sum(len(one["params"]) for one in groups)
             numbers = list(range(first, first + len(mine)))
-            groups.append({**group, **_common(mine, settings), "params": numbers})
+            groups.append({**group, **_common_group_settings(mine, settings), "params": numbers})
             for number, name in zip(numbers, mine, strict=True):
                 if name in states:
-                    numbered[number] = _nested(states[name])
+                    numbered[number] = _unflatten(states[name])
         optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _common(names: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _common_group_settings(
+    names: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Those of a group: its parameters were all saved with the same."""
     for name in names:
         for key, value in settings[name].items():
@@ -147,21 +156,21 @@ def _common(names: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     return dict(settings[names[0]]) if names else {}
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
 
 
-def _by_name(
-    kind: str, flat: Mapping[str, Any], names: Collection[str]
+def _group_by_parameter(
+    section: str, flat: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """What belongs to each of the names: `state.0.weight.step` to `0.weight`, as `step`."""
     known = set(names)
     found: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         begin, *parts = key.split(".")
-        if begin != kind:
+        if begin != section:
             continue
         for end in range(1, len(parts)):
             if (name := ".".join(parts[:end])) in known:
@@ -170,7 +179,7 @@ def _by_name(
     return found
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Dots are levels, as they were before."""
     found: dict[str, Any] = {}
     for key, value in flat.items():

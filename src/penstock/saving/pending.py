@@ -10,22 +10,22 @@ from threading import Thread
 _log = logging.getLogger("penstock")
 
 
-class Saving:
+class SaveHandle:
     """A save on its way to the disk, or there. It counts when `wait` has returned."""
 
-    def __init__(self, path: Path, work: Callable[[], None], background: bool) -> None:
+    def __init__(self, path: Path, write: Callable[[], None], background: bool) -> None:
         self.path = path
-        self._work = work
+        self._write = write
         self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name="penstock saving") if background else None
         if self._thread is not None:
             self._thread.start()
         else:
-            work()
+            write()
 
     def _run(self) -> None:
         try:
-            self._work()
+            self._write()
         except BaseException as error:
             self._error = error
             _log.error("penstock: a save in the background failed: %s", error)
@@ -44,17 +44,17 @@ class Saving:
         return self.path
 
 
-class Pending:
+class PendingSave:
     """One pipe's last save, if it is in the background. A copy of the pipe has its own."""
 
     def __init__(self) -> None:
-        self.last: Saving | None = None
+        self.handle: SaveHandle | None = None
 
     def wait(self) -> None:
         """For the save that is under way; raises what went wrong with it."""
-        last, self.last = self.last, None
+        last, self.handle = self.handle, None
         if last is not None:
             last.wait()
 
-    def __reduce__(self) -> tuple[type[Pending], tuple[()]]:
-        return Pending, ()
+    def __reduce__(self) -> tuple[type[PendingSave], tuple[()]]:
+        return PendingSave, ()

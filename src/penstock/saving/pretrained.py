@@ -19,46 +19,61 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import KindError
+from penstock.errors import PenstockTypeError
 from penstock.saving import writing
-from penstock.saving.folder import sync
-from penstock.saving.naming import INDEX, WEIGHTS, adapted, adapters_of, is_pretrained
-from penstock.saving.one_file import OneFileWriter
-from penstock.saving.savers import Savers, decided, each, together
+from penstock.saving.folder import fsync_directory
+from penstock.saving.naming import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    extract_adapter_state,
+    is_peft_model,
+    is_pretrained,
+)
+from penstock.saving.one_file import SafetensorsWriter
+from penstock.saving.savers import SaveGroup, run_and_gather, run_on_each_rank, run_on_rank_zero
 
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_SHARD_FILE = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-def write(
-    model: nn.Module | None, state: Callable[[], dict[str, Any]], savers: Savers, folder: Path
+def write_pretrained(
+    model: nn.Module | None,
+    get_state: Callable[[], dict[str, Any]],
+    save_group: SaveGroup,
+    folder: Path,
 ) -> None:
     """The state is what this process saves of the model."""
     doing = f"saving to '{folder}'"
     if model is None or not is_pretrained(model):
-        raise KindError(
+        raise PenstockTypeError(
             "save_pretrained is for models of transformers and peft, which have a save_pretrained "
             f"and a config, and this is {'a Sequential' if model is None else type(model).__name__}"
             ": use pipe.save(folder) or pipe.export(file)"
         )
-    if adapted(model):
-        found = together(savers, doing, lambda: _on_host(adapters_of(model, _tensors(state()))))
+    if is_peft_model(model):
+        found = run_and_gather(
+            save_group,
+            doing,
+            lambda: _copy_to_cpu(extract_adapter_state(model, _select_tensors(get_state()))),
+        )
         whole = {name: tensor for part in found for name, tensor in part.items()}
-        decided(savers, doing, lambda: _write_adapters(model, folder, whole))
+        run_on_rank_zero(save_group, doing, lambda: _write_adapters(model, folder, whole))
         return
-    decided(savers, doing, lambda: _write_all_but_weights(model, folder))
-    writer = OneFileWriter(folder / WEIGHTS, {})
-    mine = each(savers, doing, lambda: _as_stored(model, state()))
+    run_on_rank_zero(save_group, doing, lambda: _write_config_files(model, folder))
+    writer = SafetensorsWriter(folder / WEIGHTS_FILE, {})
+    mine = run_on_each_rank(
+        save_group, doing, lambda: _revert_weight_conversion(model, get_state())
+    )
     try:
-        planned = writing.plan(savers, doing, writer, mine)
-        writing.write(savers, doing, writer, planned)
+        planned = writing.plan_save(save_group, doing, writer, mine)
+        writing.execute_save(save_group, doing, writer, planned)
     except BaseException:
-        if savers.rank == 0:
-            writer.undo()
+        if save_group.rank == 0:
+            writer.remove_partial_file()
         raise
-    decided(savers, doing, lambda: _remove_shards(folder))
+    run_on_rank_zero(save_group, doing, lambda: _remove_old_shards(folder))
 
 
-def _as_stored(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+def _revert_weight_conversion(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Under the names, and in the parts, in which transformers has it in files."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: value for name, value in state.items() if name not in ignored}
@@ -70,11 +85,11 @@ def _as_stored(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _select_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _on_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
 
@@ -82,21 +97,23 @@ def _write_adapters(model: Any, folder: Path, adapters: dict[str, torch.Tensor])
     """peft takes adapters out of a state by the names that they have in the model."""
     ours: dict[str, torch.Tensor] = {}
     for name in model.state_dict():
-        found = adapters_of(model, {name: torch.empty(0, device="meta")})
+        found = extract_adapter_state(model, {name: torch.empty(0, device="meta")})
         for key in found.keys() & adapters.keys():
             ours[name] = adapters[key]
-    with _beside(folder) as place, _quiet():
+    with _staging_directory(folder) as place, _progress_bar_disabled():
         model.save_pretrained(place, state_dict=ours)
 
 
-def _write_all_but_weights(model: Any, folder: Path) -> None:
-    with _beside(folder) as place, _quiet():
+def _write_config_files(model: Any, folder: Path) -> None:
+    with _staging_directory(folder) as place, _progress_bar_disabled():
         model.save_pretrained(place, state_dict={})
-        (place / WEIGHTS).unlink(missing_ok=True)  # of older versions, which write an empty one
+        (place / WEIGHTS_FILE).unlink(
+            missing_ok=True
+        )  # of older versions, which write an empty one
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
+def _staging_directory(folder: Path) -> Iterator[Path]:
     """A folder to write to, whose files are then moved, each at once."""
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
@@ -107,13 +124,13 @@ def _beside(folder: Path) -> Iterator[Path]:
                 goal = folder / path.relative_to(place)
                 goal.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, goal)
-        sync(folder)
+        fsync_directory(folder)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _progress_bar_disabled() -> Iterator[None]:
     """No bar for no weights."""
     logs: Any = sys.modules.get("transformers.utils.logging")
     shown = logs is not None and logs.is_progress_bar_enabled()
@@ -126,9 +143,9 @@ def _quiet() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _remove_shards(folder: Path) -> None:
+def _remove_old_shards(folder: Path) -> None:
     """Of a model that was saved there before, in several files."""
-    (folder / INDEX).unlink(missing_ok=True)
+    (folder / INDEX_FILE).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if _SHARD.fullmatch(path.name):
+        if _SHARD_FILE.fullmatch(path.name):
             path.unlink()

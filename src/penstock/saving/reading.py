@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 
 from penstock.errors import ArgumentError
 from penstock.saving import optimizers as states
-from penstock.saving.files import FilesReader, PretrainedReader
+from penstock.saving.files import PretrainedReader, SafetensorsReader
 from penstock.saving.folder import saved
-from penstock.saving.holding import Holding
-from penstock.saving.naming import Differences, weights_in
-from penstock.saving.writing import EXTRA
+from penstock.saving.holding import LocalState
+from penstock.saving.naming import KeyMismatch, find_weights_file
+from penstock.saving.writing import EXTRA_FILE
 
-MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+MODEL_KEY, OPTIMIZER_KEY, RNG_KEY = "model", "optimizer", "random"
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """What is stored at a path: facts about each entry, by name, and how to read it."""
 
     path: Path
@@ -41,17 +41,17 @@ class Source:
         """What is known of each, without reading it."""
         return self.metadata.state_dict_metadata
 
-    def below(self, prefix: str) -> dict[str, Any]:
+    def entries_under(self, prefix: str) -> dict[str, Any]:
         """The entries that begin so, without it."""
         found = self.entries.items()
         return {k.removeprefix(prefix): v for k, v in found if k.startswith(prefix)}
 
 
-def found_at(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The checkpoint that is meant: in a folder of saves, the last."""
     if path.is_file() or (path / ".metadata").exists():
         return path
-    last = saved(path) or weights_in(path)
+    last = saved(path) or find_weights_file(path)
     if last is not None:
         return last
     missing = "is not there" if not path.exists() else "has no checkpoint in it yet"
@@ -62,7 +62,9 @@ def found_at(path: Path) -> Path:
     )
 
 
-def opened(path: Path, names: Collection[str], holding: Holding) -> Source:
+def open_checkpoint(
+    path: Path, names: Collection[str], local_state: LocalState
+) -> CheckpointSource:
     """What is stored there, perhaps of a model with these names; only headers are read.
 
     (A model may have a layer that is called "model".)
@@ -70,20 +72,24 @@ def opened(path: Path, names: Collection[str], holding: Holding) -> Source:
     reader: StorageReader
     if path.is_dir():
         reader = FileSystemReader(path)
-    elif holding.model is not None:
-        mine = {n: value.shape for n, (_, value) in holding.state().items() if _is_tensor(value)}
-        further = (*holding.same, *holding.same.values())
+    elif local_state.pretrained_model is not None:
+        mine = {
+            n: value.shape
+            for n, (_, value) in local_state.unique_state().items()
+            if _is_tensor(value)
+        }
+        further = (*local_state.tied_names, *local_state.tied_names.values())
         shapes = {n: mine.get(n) for n in (*names, *further)}
-        reader = PretrainedReader(_files(path), holding.model, shapes)
+        reader = PretrainedReader(_safetensors_files(path), local_state.pretrained_model, shapes)
     else:
-        reader = FilesReader(_files(path))
+        reader = SafetensorsReader(_safetensors_files(path))
     metadata = reader.read_metadata()
     ours = not isinstance(reader, PretrainedReader)
-    below = ours and any(f"{MODEL}.{name}" in metadata.state_dict_metadata for name in names)
-    return Source(path, reader, metadata, f"{MODEL}." if below else "")
+    below = ours and any(f"{MODEL_KEY}.{name}" in metadata.state_dict_metadata for name in names)
+    return CheckpointSource(path, reader, metadata, f"{MODEL_KEY}." if below else "")
 
 
-def _files(path: Path) -> list[Path]:
+def _safetensors_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     shards = json.loads(path.read_text())["weight_map"].values()
@@ -94,42 +100,49 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def check_all(source: Source, names: Collection[str], same: Mapping[str, str]) -> None:
+def check_stored_names(
+    source: CheckpointSource, names: Collection[str], tied_names: Mapping[str, str]
+) -> None:
     """What is stored of the model is somewhere in it: `names` are those of all ranks."""
     if source.path.is_dir() and not source.prefix:
         return  # by others: what is there beside the model cannot be told from it
     if isinstance(source.reader, PretrainedReader):
-        _check_pretrained(source, source.reader, names, same)
+        _check_pretrained_names(source, source.reader, names, tied_names)
         return
-    known = {*names, *same, *same.values()}
-    stored = source.below(source.prefix)
-    strange = [name for name in stored if name not in known and not _within(name, known)]
+    known = {*names, *tied_names, *tied_names.values()}
+    stored = source.entries_under(source.prefix)
+    strange = [
+        name for name in stored if name not in known and not _is_below_known_name(name, known)
+    ]
     if strange:
         raise ArgumentError(
-            f"'{source.path}' has {_some(strange)}, which the model has not: it was saved from "
+            f"'{source.path}' has {_format_names(strange)}, which the model has not: it was saved from "
             "another model"
         )
 
 
-def _check_pretrained(
-    source: Source, reader: PretrainedReader, names: Collection[str], same: Mapping[str, str]
+def _check_pretrained_names(
+    source: CheckpointSource,
+    reader: PretrainedReader,
+    names: Collection[str],
+    tied_names: Mapping[str, str],
 ) -> None:
     """The base model has to be there as it is; what is around it may be another: that is told."""
-    named = reader.named
-    there = {same.get(name, name) for name in named.recipes}
-    gone = [n for n in names if n in named.covers and same.get(n, n) not in there]
-    missing = Differences.of(reader.model, gone, names, "missing")
-    strange = Differences.of(reader.model, named.besides, named.stored, "unexpected")
+    named = reader.name_map
+    there = {tied_names.get(name, name) for name in named.recipes}
+    gone = [n for n in names if n in named.expected and tied_names.get(n, n) not in there]
+    missing = KeyMismatch.classify(reader.model, gone, names, "missing")
+    strange = KeyMismatch.classify(reader.model, named.unexpected, named.stored, "unexpected")
     told = []
     for inside, outside, what in (
-        (missing.inside, missing.outside, "has nothing for"),
-        (strange.inside, strange.outside, "has what the model has not,"),
+        (missing.in_base_model, missing.outside_base_model, "has nothing for"),
+        (strange.in_base_model, strange.outside_base_model, "has what the model has not,"),
     ):
         if inside:
             raise ArgumentError(
-                f"'{source.path}' {what} {_some(inside)}: it was saved from another model"
+                f"'{source.path}' {what} {_format_names(inside)}: it was saved from another model"
             )
-        told += [f"{what} {_some(outside)}"] if outside else []
+        told += [f"{what} {_format_names(outside)}"] if outside else []
     if told:
         warnings.warn(
             f"'{source.path}' {'; and it '.join(told)}: what is not there stays as it is, and the "
@@ -138,41 +151,47 @@ def _check_pretrained(
         )
 
 
-def _within(name: str, known: set[str]) -> bool:
+def _is_below_known_name(name: str, known: set[str]) -> bool:
     """Of a value in several parts, such as a module's extra state."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in known for end in range(1, len(parts)))
 
 
-def read_model(holding: Holding, source: Source) -> None:
+def load_model(local_state: LocalState, source: CheckpointSource) -> None:
     """Into this process's own parameters and buffers."""
-    stored = source.below(source.prefix)
-    state = holding.state()
+    stored = source.entries_under(source.prefix)
+    state = local_state.unique_state()
     if isinstance(source.reader, PretrainedReader):  # what is missing there is allowed to
-        state = {n: v for n, v in state.items() if any(o in stored for o in holding.names(n))}
+        state = {
+            n: v for n, v in state.items() if any(o in stored for o in local_state.all_names(n))
+        }
     chosen = {
-        name: next((one for one in [name, *holding.names(name)] if one in stored), name)
+        name: next((one for one in [name, *local_state.all_names(name)] if one in stored), name)
         for name in state
     }
-    _check_fits(state, source, chosen)
+    _check_stored_shapes(state, source, chosen)
     wanted = {chosen[name]: value for name, (_, value) in state.items()}
-    nested = {MODEL: wanted} if source.prefix else wanted
-    read(source, nested)
+    nested = {MODEL_KEY: wanted} if source.prefix else wanted
+    read_entries(source, nested)
     if isinstance(source.reader, PretrainedReader):
-        _check_ties(holding, source, {chosen[n]: value for n, (_, value) in state.items()})
-    holding.module.load_state_dict(
-        {**holding.module.state_dict(), **{k: wanted[chosen[n]] for n, (k, _) in state.items()}}
+        _check_tied_values(
+            local_state, source, {chosen[n]: value for n, (_, value) in state.items()}
+        )
+    local_state.module.load_state_dict(
+        {**local_state.module.state_dict(), **{k: wanted[chosen[n]] for n, (k, _) in state.items()}}
     )
 
 
-def _check_ties(holding: Holding, source: Source, found: Mapping[str, Any]) -> None:
+def _check_tied_values(
+    local_state: LocalState, source: CheckpointSource, loaded: Mapping[str, Any]
+) -> None:
     """What the model has once may be stored twice, and then it has to be the same."""
-    for name, value in found.items():
-        for other in holding.names(name):
+    for name, value in loaded.items():
+        for other in local_state.all_names(name):
             if other == name or other not in source.entries:
                 continue
             room = {other: torch.empty_like(value)}
-            read(source, room)
+            read_entries(source, room)
             if not torch.equal(room[other], value):
                 raise ArgumentError(
                     f"'{source.path}' has other numbers for '{other}' than for '{name}', and the "
@@ -180,12 +199,12 @@ def _check_ties(holding: Holding, source: Source, found: Mapping[str, Any]) -> N
                 )
 
 
-def _check_fits(
-    state: Mapping[str, tuple[str, Any]], source: Source, chosen: Mapping[str, str]
+def _check_stored_shapes(
+    state: Mapping[str, tuple[str, Any]], source: CheckpointSource, stored_names: Mapping[str, str]
 ) -> None:
     missing, other = [], []
     for name, (_, value) in state.items():
-        stored = source.entries.get(source.prefix + chosen[name])
+        stored = source.entries.get(source.prefix + stored_names[name])
         if not isinstance(value, torch.Tensor):
             continue
         if stored is None:
@@ -194,44 +213,50 @@ def _check_fits(
             other.append(f"{name}, {tuple(stored.size)} there and {tuple(value.shape)} here")
     if missing:
         raise ArgumentError(
-            f"'{source.path}' has nothing for {_some(missing)}: it was saved from another model"
+            f"'{source.path}' has nothing for {_format_names(missing)}: it was saved from another model"
         )
     if other:
         raise ArgumentError(
-            f"'{source.path}' has other shapes: {_some(other)}: it was saved from another model"
+            f"'{source.path}' has other shapes: {_format_names(other)}: it was saved from another model"
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
 
-def read_optimizers(holding: Holding, source: Source, optimizers: Sequence[Optimizer]) -> None:
+def load_optimizers(
+    local_state: LocalState, source: CheckpointSource, optimizers: Sequence[Optimizer]
+) -> None:
     """Into this process's optimizers."""
-    room = {OPTIMIZER: states.blank(holding, optimizers, source.below(f"{OPTIMIZER}."))}
-    read(source, room)
-    states.restore(holding, optimizers, room[OPTIMIZER])
+    room = {
+        OPTIMIZER_KEY: states.allocate_optimizer_state(
+            local_state, optimizers, source.entries_under(f"{OPTIMIZER_KEY}.")
+        )
+    }
+    read_entries(source, room)
+    states.restore_optimizer_state(local_state, optimizers, room[OPTIMIZER_KEY])
 
 
-def read_random(holding: Holding, source: Source) -> None:
+def load_rng_state(local_state: LocalState, source: CheckpointSource) -> None:
     """The generator of random numbers stands where it stood, if this replica was saved."""
-    stored = source.below(f"{RANDOM}.").get(str(holding.replica))
+    stored = source.entries_under(f"{RNG_KEY}.").get(str(local_state.replica))
     if isinstance(stored, TensorStorageMetadata):
-        room = {RANDOM: {str(holding.replica): torch.empty(stored.size, dtype=torch.uint8)}}
-        read(source, room)
-        torch.set_rng_state(room[RANDOM][str(holding.replica)])
+        room = {RNG_KEY: {str(local_state.replica): torch.empty(stored.size, dtype=torch.uint8)}}
+        read_entries(source, room)
+        torch.set_rng_state(room[RNG_KEY][str(local_state.replica)])
 
 
-def read_extra(source: Source) -> Any:
+def load_extra(source: CheckpointSource) -> Any:
     """What the user has saved beside; None for a checkpoint that has nothing of the kind."""
-    path = source.path / EXTRA
+    path = source.path / EXTRA_FILE
     if not path.exists():
         return None
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def read(source: Source, state: dict[str, Any]) -> None:
+def read_entries(source: CheckpointSource, state: dict[str, Any]) -> None:
     """Fill the state with what is stored under its names: this process alone, and only that."""
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state, source.metadata, True)

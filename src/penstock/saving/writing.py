@@ -22,67 +22,73 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from penstock.errors import RunError
-from penstock.saving.folder import commit, write_synced
-from penstock.saving.savers import Savers, decided, together
+from penstock.saving.folder import commit_save, write_file_synced
+from penstock.saving.savers import SaveGroup, run_and_gather, run_on_rank_zero
 
-EXTRA = "extra.pt"
+EXTRA_FILE = "extra.pt"
 
 
-class Planner(DefaultSavePlanner):
+class SnapshotSavePlanner(DefaultSavePlanner):
     """Gives the tensors as they are, or, after `copy`, as they were then."""
 
-    _copies: Mapping[MetadataIndex, torch.Tensor | BytesIO] = {}
+    _snapshot: Mapping[MetadataIndex, torch.Tensor | BytesIO] = {}
 
-    def copy(self, plan: SavePlan) -> None:
+    def take_snapshot(self, plan: SavePlan) -> None:
         """To the host, all that the plan writes."""
         found = {item.index: self.resolve_data(item) for item in plan.items}
-        self._copies = {
+        self._snapshot = {
             index: data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
             for index, data in found.items()
         }
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
         """What is to be written."""
-        if write_item.index in self._copies:
-            return self._copies[write_item.index]
+        if write_item.index in self._snapshot:
+            return self._snapshot[write_item.index]
         data = super().resolve_data(write_item)
         return data.detach() if isinstance(data, torch.Tensor) else data
 
 
 @dataclass(frozen=True)
-class Planned:
+class AgreedSavePlan:
     """What this process writes, and what all write together."""
 
-    planner: Planner
-    mine: SavePlan
+    planner: SnapshotSavePlanner
+    local_plan: SavePlan
     metadata: Metadata
 
 
-def plan(savers: Savers, doing: str, writer: StorageWriter, state: dict[str, Any]) -> Planned:
+def plan_save(
+    save_group: SaveGroup, description: str, writer: StorageWriter, state: dict[str, Any]
+) -> AgreedSavePlan:
     """Agree who writes what: each tensor once, though several ranks have it."""
-    planner = Planner()
+    planner = SnapshotSavePlanner()
 
-    def local() -> SavePlan:
-        planner.set_up_planner(state, writer.storage_meta(), savers.rank == 0)
-        writer.set_up_storage_writer(savers.rank == 0)
+    def make_local_plan() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), save_group.rank == 0)
+        writer.set_up_storage_writer(save_group.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    locals_ = together(savers, doing, local)
+    locals_ = run_and_gather(save_group, description, make_local_plan)
 
-    def whole() -> tuple[list[SavePlan], Metadata]:
+    def make_global_plan() -> tuple[list[SavePlan], Metadata]:
         plans, metadata = planner.create_global_plan(locals_)
         return writer.prepare_global_plan(plans), metadata
 
-    plans, metadata = decided(savers, doing, whole)
-    return Planned(planner, planner.finish_plan(plans[savers.rank]), metadata)
+    plans, metadata = run_on_rank_zero(save_group, description, make_global_plan)
+    return AgreedSavePlan(planner, planner.finish_plan(plans[save_group.rank]), metadata)
 
 
-def write(savers: Savers, doing: str, writer: StorageWriter, planned: Planned) -> None:
+def execute_save(
+    save_group: SaveGroup, description: str, writer: StorageWriter, save_plan: AgreedSavePlan
+) -> None:
     """Write; if all could, it counts."""
-    results = together(
-        savers, doing, lambda: writer.write_data(planned.mine, planned.planner).wait()
+    results = run_and_gather(
+        save_group,
+        description,
+        lambda: writer.write_data(save_plan.local_plan, save_plan.planner).wait(),
     )
-    decided(savers, doing, lambda: writer.finish(planned.metadata, results))
+    run_on_rank_zero(save_group, description, lambda: writer.finish(save_plan.metadata, results))
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -91,31 +97,31 @@ class CheckpointWriter(FileSystemWriter):
     same: further names of what is saved, which lead to the same bytes
     """
 
-    def __init__(self, place: Path, same: Mapping[str, str], extra: bytes) -> None:
-        super().__init__(place, overwrite=False)
-        self._place, self._same, self._extra = place, same, extra
+    def __init__(self, directory: Path, tied_names: Mapping[str, str], extra: bytes) -> None:
+        super().__init__(directory, overwrite=False)
+        self._directory, self._tied_names, self._extra = directory, tied_names, extra
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """By the first rank, when all have written."""
-        self._check_here(results)
-        self._add_names(metadata, results)
+        self._check_files_visible(results)
+        self._add_tied_names(metadata, results)
         super().finish(metadata, results)
-        write_synced(self._place / EXTRA, self._extra)
-        commit(self._place)
+        write_file_synced(self._directory / EXTRA_FILE, self._extra)
+        commit_save(self._directory)
 
-    def _check_here(self, results: list[list[WriteResult]]) -> None:
-        here = set(os.listdir(self._place))
+    def _check_files_visible(self, results: list[list[WriteResult]]) -> None:
+        here = set(os.listdir(self._directory))
         for rank, written in enumerate(results):
             missing = {one.storage_data.relative_path for one in written} - here
             if missing:
                 raise RunError(
                     f"rank {rank} has written '{missing.pop()}', and rank 0 does not find it in "
-                    f"'{self._place}': save to a folder that all machines share"
+                    f"'{self._directory}': save to a folder that all machines share"
                 )
 
-    def _add_names(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _add_tied_names(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Under a further name, a tied tensor is read from where it stands under the first."""
-        for other, kept in self._same.items():
+        for other, kept in self._tied_names.items():
             if kept not in metadata.state_dict_metadata:  # a buffer that is in no state_dict
                 continue
             metadata.state_dict_metadata[other] = metadata.state_dict_metadata[kept]

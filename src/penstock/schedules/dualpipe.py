@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from penstock.ir import Compute, Op, Schedule
-from penstock.schedules.parts import assemble, check_sizes, spell, vee
+from penstock.schedules.parts import check_sizes, lane_from_letters, schedule_from_lanes, vee
 
 
 def dualpipe_v(ranks: int, chunks: int) -> Schedule:
@@ -35,14 +35,14 @@ def dualpipe_v(ranks: int, chunks: int) -> Schedule:
         paired = "fBFb" * (whole - 2 * ranks + rank + 1) + "BFb" * ahead
         last = "Bb" * (rank + 1)
         draining = last[: rank + 1] + last[rank + 1 :].translate(_SPLIT) + "wi" * ahead
-        lane = spell(filling + paired + draining + "w" * (rank + 1), rank, ranks)
+        lane = lane_from_letters(filling + paired + draining + "w" * (rank + 1), rank, ranks)
         lanes.append(lane)
         # On the last rank the first forward of the middle is ready before its backward: no pair.
         first = len(filling) + (2 if ahead == 0 else 0)
         middle = lane[first : len(filling) + len(paired)]
         pairs |= {(a, b) for a, b in pairwise(middle) if (a.op, b.op) == (Op.F, Op.B)}
     kept = frozenset((a, b) for a, b in pairs if max(a.microbatch, b.microbatch) < chunks)
-    return replace(assemble(vee(ranks), chunks, lanes), overlaps=kept)
+    return replace(schedule_from_lanes(vee(ranks), chunks, lanes), overlaps=kept)
 
 
 _SPLIT = str.maketrans("Bb", "Ii")

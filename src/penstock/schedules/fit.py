@@ -14,16 +14,24 @@ from itertools import product
 from math import isnan
 from typing import NamedTuple
 
-from penstock.cost import Cost, exceeds, one_a_rank, stays_within
+from penstock.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
 from penstock.errors import ArgumentError
 from penstock.ir import Compute, Op, Schedule, StageGraph
-from penstock.play import check_belongs, play
+from penstock.play import check_stages_match, play
 from penstock.schedules.dualpipe import dualpipe_v
 from penstock.schedules.gpipe import looped_bfs, naive
-from penstock.schedules.listing import Bench, Choice, behind, follow, never, run, when_full
+from penstock.schedules.listing import (
+    ActionChooser,
+    SchedulerState,
+    follow_order,
+    never,
+    run_list_scheduler,
+    when_full,
+    when_lagging,
+)
 from penstock.schedules.one_f_one_b import eager_one_f_one_b, interleaved
 from penstock.schedules.parts import Placement, check_sizes, loop, vee
-from penstock.schedules.polish import polish
+from penstock.schedules.polish import improve_by_swaps
 from penstock.schedules.v_shape import v_half, v_min, zb_v
 from penstock.schedules.zero_bubble import interleaved_zb, zb_h2
 
@@ -51,36 +59,36 @@ def fit(
     placement = tuple(placement)
     cost = cost or Cost.even(placement)
     graph = graph or StageGraph.chain(len(placement))
-    caps = _caps(placement, chunks, cost, graph, memory)
+    caps = _memory_caps(placement, chunks, cost, graph, memory)
     goal = lower_bound(placement, chunks, cost, graph) * (1 + 1e-12)
     size = 3 * len(placement) * chunks
-    relatives = list(_relatives(placement, chunks))
-    best = _Best(graph, cost, [s for s in relatives if _fits(s, cost, caps)])
-    for way in _ways(placement, relatives, cost):
-        if best.schedule and (best.end <= goal or effort < size):
+    relatives = list(_named_schedules(placement, chunks))
+    best = _BestSchedule(graph, cost, [s for s in relatives if _fits_caps(s, cost, caps)])
+    for way in _strategies(placement, relatives, cost):
+        if best.schedule and (best.makespan <= goal or effort < size):
             return best.schedule
         effort -= size
-        best.try_out(way.make(placement, chunks, caps, graph))
+        best.consider(way.build(placement, chunks, caps, graph))
     assert best.schedule, "some way that looks out for memory always ends"
-    return polish(best.schedule, graph, cost, caps, swaps=min(200, effort // size))
+    return improve_by_swaps(best.schedule, graph, cost, caps, swaps=min(200, effort // size))
 
 
-class _Best:
+class _BestSchedule:
     """The quickest so far."""
 
     def __init__(self, graph: StageGraph, cost: Cost, schedules: Sequence[Schedule]) -> None:
         self._graph, self._cost = graph, cost
-        self.end = float("inf")
+        self.makespan = float("inf")
         self.schedule: Schedule | None = None
         for schedule in schedules:
-            self.try_out(schedule)
+            self.consider(schedule)
 
-    def try_out(self, schedule: Schedule | None) -> None:
+    def consider(self, schedule: Schedule | None) -> None:
         """Keep it if it is quicker. (None: that way got stuck.)"""
         if schedule:
             end = max(span.end for span in play(schedule, self._graph, self._cost))
-            if end < self.end:
-                self.end, self.schedule = end, schedule
+            if end < self.makespan:
+                self.makespan, self.schedule = end, schedule
 
 
 def lower_bound(
@@ -105,17 +113,17 @@ def lower_bound(
     first = [float("inf")] * (max(placement) + 1)
     for s, rank in enumerate(placement):
         first[rank] = min(first[rank], down[s])
-    loads = _loads(placement, cost)
+    loads = _seconds_per_rank(placement, cost)
     busiest = max(start + chunks * load for start, load in zip(first, loads, strict=True))
     return max(busiest, *(up[s] + cost.I[s] + cost.W[s] for s in range(len(placement))))
 
 
-def _loads(placement: Sequence[int], cost: Cost) -> list[float]:
+def _seconds_per_rank(placement: Sequence[int], cost: Cost) -> list[float]:
     """The time that one micro-batch takes each rank."""
-    return _per_rank(placement, [sum(fiw) for fiw in zip(cost.F, cost.I, cost.W, strict=True)])
+    return _sum_per_rank(placement, [sum(fiw) for fiw in zip(cost.F, cost.I, cost.W, strict=True)])
 
 
-def _per_rank(placement: Sequence[int], numbers: Sequence[float]) -> list[float]:
+def _sum_per_rank(placement: Sequence[int], numbers: Sequence[float]) -> list[float]:
     """What the numbers of its stages add up to, for each rank."""
     totals = [0.0] * (max(placement) + 1)
     for rank, number in zip(placement, numbers, strict=True):
@@ -123,7 +131,7 @@ def _per_rank(placement: Sequence[int], numbers: Sequence[float]) -> list[float]
     return totals
 
 
-def _caps(
+def _memory_caps(
     placement: Placement,
     chunks: int,
     cost: Cost,
@@ -135,11 +143,11 @@ def _caps(
     check_sizes(ranks, chunks)
     if set(placement) != set(range(ranks)):
         raise ArgumentError(f"placement {placement}: each rank from 0 to {ranks - 1} needs a stage")
-    check_belongs(placement, graph, cost)
-    shares = _per_rank(placement, cost.activation)
+    check_stages_match(placement, graph, cost)
+    shares = _sum_per_rank(placement, cost.activation)
     if memory is None:
         return [ranks * share for share in shares]
-    caps = one_a_rank(memory, ranks)
+    caps = expand_memory_caps(memory, ranks)
     short = [
         f"rank {rank}: {cap:g} < {share:g}"
         for rank, (cap, share) in enumerate(zip(caps, shares, strict=True))
@@ -156,7 +164,7 @@ def _caps(
 # ---- ways to choose -----------------------------------------------------------------------
 
 
-class Policy(NamedTuple):
+class OrderPolicy(NamedTuple):
     """One way to choose an order.
 
     `pace` 1 starts micro-batches as far apart as the busiest rank needs for one of them; 0 starts
@@ -169,57 +177,61 @@ class Policy(NamedTuple):
     weights_when_full: bool  # or only when there is nothing else
 
 
-POLICIES = (
+ORDER_POLICIES = (
     *(
-        Policy(0.0, *rest)
+        OrderPolicy(0.0, *rest)
         for rest in product(("turns", "F", "I", "either"), (False, True), (False, True))
     ),
-    *(Policy(pace, "F", deepest, False) for pace in (0.8, 0.9) for deepest in (False, True)),
+    *(OrderPolicy(pace, "F", deepest, False) for pace in (0.8, 0.9) for deepest in (False, True)),
 )
 
 
-class _Way(NamedTuple):
+class _Strategy(NamedTuple):
     """A way to choose, and the costs to plan with: an order made for others may still be best."""
 
-    choose: Choice
+    choose: ActionChooser
     cost: Cost
     pace: float = 0.0
     patience: float = 0.0
 
-    def make(
+    def build(
         self, placement: Placement, chunks: int, caps: Sequence[float], graph: StageGraph
     ) -> Schedule | None:
         """The schedule, unless this way gets stuck under the caps."""
-        bench = Bench(placement, chunks, self.cost, caps, graph, self.pace)
-        run(bench, self.choose, self.patience)
+        bench = SchedulerState(placement, chunks, self.cost, caps, graph, self.pace)
+        run_list_scheduler(bench, self.choose, self.patience)
         if not bench.is_complete():
             return None
         return Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
 
 
-def _fits(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
+def _fits_caps(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
     lanes = zip(schedule.lanes, caps, strict=True)
-    return all(stays_within(lane, cost, cap) for lane, cap in lanes)
+    return all(fits_in_memory(lane, cost, cap) for lane, cap in lanes)
 
 
-def _ways(placement: Placement, relatives: list[Schedule], cost: Cost) -> Iterator[_Way]:
+def _strategies(
+    placement: Placement, named_schedules: list[Schedule], cost: Cost
+) -> Iterator[_Strategy]:
     even = replace(Cost.even(placement), activation=cost.activation)
     plans = [cost] if cost == even else [cost, even]
-    for schedule, plan in product(relatives, plans):
+    for schedule, plan in product(named_schedules, plans):
         order = [
             [a._replace(op=Op.I) if a.op is Op.B else a for a in lane if a.op is not Op.W]
             for lane in schedule.lanes
         ]
-        for due in (never, when_full, behind(lambda rank: rank)):
-            yield _Way(follow(order, due), plan)
-    for policy, plan in product(POLICIES, plans):
-        pace = policy.pace * max(_loads(placement, plan))
-        yield _Way(_by_policy(policy), plan, pace)
+        for due in (never, when_full, when_lagging(lambda rank: rank)):
+            yield _Strategy(follow_order(order, due), plan)
+    for policy, plan in product(ORDER_POLICIES, plans):
+        pace = policy.pace * max(_seconds_per_rank(placement, plan))
+        yield _Strategy(_choose_by_policy(policy), plan, pace)
         if plan is cost:
-            yield _Way(_by_policy(policy), plan, pace, patience=sum(plan.F) / len(placement) / 4)
+            yield _Strategy(
+                _choose_by_policy(policy), plan, pace, patience=sum(plan.F) / len(placement) / 4
+            )
 
 
-def _relatives(placement: Placement, chunks: int) -> Iterator[Schedule]:
+def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:
     """The named schedules of the same placement."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
@@ -234,10 +246,10 @@ def _relatives(placement: Placement, chunks: int) -> Iterator[Schedule]:
             yield zb_h2(ranks, chunks)
 
 
-def _by_policy(policy: Policy) -> Choice:
-    def choose(bench: Bench, rank: int, options: list[Compute]) -> Compute | None:
-        preferred = _preferred(policy, bench.lanes[rank])
-        weights = -1 if policy.weights_when_full and bench.is_full(rank) else 2
+def _choose_by_policy(policy: OrderPolicy) -> ActionChooser:
+    def choose(state: SchedulerState, rank: int, options: list[Compute]) -> Compute | None:
+        preferred = _preferred_ops(policy, state.lanes[rank])
+        weights = -1 if policy.weights_when_full and state.is_full(rank) else 2
 
         def key(action: Compute) -> tuple[int, int, int]:
             op, stage, microbatch = action
@@ -246,13 +258,13 @@ def _by_policy(policy: Policy) -> Choice:
                 (turn, -stage, microbatch) if policy.deepest_first else (turn, microbatch, -stage)
             )
 
-        fitting = [a for a in options if a.op is not Op.F or bench.is_safe(rank, a)]
+        fitting = [a for a in options if a.op is not Op.F or state.is_safe(rank, a)]
         return min(fitting, key=key, default=None)
 
     return choose
 
 
-def _preferred(policy: Policy, lane: list[Compute]) -> str:
+def _preferred_ops(policy: OrderPolicy, lane: list[Compute]) -> str:
     if policy.prefer == "either":
         return "FI"
     if policy.prefer != "turns":

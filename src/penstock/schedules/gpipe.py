@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.ir import Compute, Op, Schedule
-from penstock.schedules.parts import assemble, check_sizes, loop
+from penstock.schedules.parts import check_sizes, loop, schedule_from_lanes
 
 
 def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
@@ -24,7 +24,7 @@ def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
             lanes[rank].append(Compute(Op.F, stage, microbatch))
         for stage, rank in reversed(list(enumerate(placement))):
             lanes[rank].append(Compute(Op.B, stage, microbatch))
-    return assemble(placement, chunks, lanes)
+    return schedule_from_lanes(placement, chunks, lanes)
 
 
 def gpipe(ranks: int, chunks: int) -> Schedule:
@@ -39,7 +39,7 @@ def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
     for lane in forward.lanes:
         backward = [Compute(Op.B, stage, microbatch) for _, stage, microbatch in reversed(lane)]
         lanes.append([*lane, *backward])
-    return assemble(forward.placement, chunks, lanes)
+    return schedule_from_lanes(forward.placement, chunks, lanes)
 
 
 def clocked(placement: Sequence[int], chunks: int) -> Schedule:
@@ -63,7 +63,7 @@ def clocked(placement: Sequence[int], chunks: int) -> Schedule:
         lanes[placement[stage]].append(Compute(Op.F, stage, microbatch))
     for stage, microbatch in reversed(cells):
         lanes[placement[stage]].append(Compute(Op.B, stage, microbatch))
-    return assemble(tuple(placement), chunks, lanes)
+    return schedule_from_lanes(tuple(placement), chunks, lanes)
 
 
 def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
@@ -78,4 +78,4 @@ def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
         ]
         for rank in range(ranks)
     ]
-    return assemble(placement, chunks, lanes)
+    return schedule_from_lanes(placement, chunks, lanes)

@@ -9,19 +9,23 @@
 from __future__ import annotations
 
 from penstock.ir import Op, Schedule
-from penstock.schedules.parts import check_sizes, in_turn, loop
+from penstock.schedules.parts import check_sizes, loop, one_f_one_b_lanes
 
 
 def one_f_one_b(ranks: int, chunks: int) -> Schedule:
     """GPipe's bubble with the activations of at most `ranks` micro-batches."""
     check_sizes(ranks, chunks)
-    return Schedule(loop(ranks, 1), chunks, in_turn(ranks, chunks, 1, hops=1, backward=Op.B))
+    return Schedule(
+        loop(ranks, 1), chunks, one_f_one_b_lanes(ranks, chunks, 1, hops=1, backward=Op.B)
+    )
 
 
 def eager_one_f_one_b(ranks: int, chunks: int) -> Schedule:
     """1F1B that runs further ahead, so that messages have a whole turn to travel."""
     check_sizes(ranks, chunks)
-    return Schedule(loop(ranks, 1), chunks, in_turn(ranks, chunks, 1, hops=2, backward=Op.B))
+    return Schedule(
+        loop(ranks, 1), chunks, one_f_one_b_lanes(ranks, chunks, 1, hops=2, backward=Op.B)
+    )
 
 
 def interleaved(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
@@ -31,5 +35,5 @@ def interleaved(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
     """
     check_sizes(ranks, chunks, stages_per_rank)
     hops = 1 if stages_per_rank == 1 else 2
-    lanes = in_turn(ranks, chunks, stages_per_rank, hops, backward=Op.B)
+    lanes = one_f_one_b_lanes(ranks, chunks, stages_per_rank, hops, backward=Op.B)
     return Schedule(loop(ranks, stages_per_rank), chunks, lanes)

@@ -30,7 +30,9 @@ def vee(ranks: int) -> Placement:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def assemble(placement: Placement, chunks: int, lanes: Iterable[Iterable[Compute]]) -> Schedule:
+def schedule_from_lanes(
+    placement: Placement, chunks: int, lanes: Iterable[Iterable[Compute]]
+) -> Schedule:
     """A schedule of the first `chunks` micro-batches of these lanes.
 
     Micro-batches do not depend on each other, so a sound schedule stays sound when some are left
@@ -40,7 +42,7 @@ def assemble(placement: Placement, chunks: int, lanes: Iterable[Iterable[Compute
     return Schedule(placement, chunks, tuple(kept))
 
 
-def one_each(
+def alternate_forward_backward(
     forwards: Sequence[Cell], backwards: Sequence[Cell], ahead: int, backward: Op
 ) -> list[Compute]:
     """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
@@ -52,7 +54,7 @@ def one_each(
     return lane
 
 
-def in_turn(
+def one_f_one_b_lanes(
     ranks: int, chunks: int, stages_per_rank: int, hops: int, backward: Op
 ) -> tuple[tuple[Compute, ...], ...]:
     """Lanes of a loop, whose forwards run ahead of the backwards by (v - 1) p + hops (p - r - 1).
@@ -62,13 +64,13 @@ def in_turn(
     """
     lanes = []
     for rank in range(ranks):
-        forwards, backwards = rounds(rank, ranks, chunks, stages_per_rank)
+        forwards, backwards = cell_order(rank, ranks, chunks, stages_per_rank)
         ahead = (stages_per_rank - 1) * ranks + hops * (ranks - rank - 1)
-        lanes.append(one_each(forwards, backwards, ahead, backward))
-    return assemble(loop(ranks, stages_per_rank), chunks, lanes).lanes
+        lanes.append(alternate_forward_backward(forwards, backwards, ahead, backward))
+    return schedule_from_lanes(loop(ranks, stages_per_rank), chunks, lanes).lanes
 
 
-def rounds(
+def cell_order(
     rank: int, ranks: int, chunks: int, stages_per_rank: int
 ) -> tuple[list[Cell], list[Cell]]:
     """In which order a rank of a loop sees its cells, forward and backward, in whole rounds.
@@ -86,7 +88,7 @@ def rounds(
     return forwards, backwards
 
 
-def spell(letters: str, rank: int, ranks: int) -> list[Compute]:
+def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
     """A lane of a V, letter by letter: f i b w for the rank's first stage, F I B W for its second.
 
     Each letter takes the next micro-batch of its kind; a w or W takes the oldest W that is owed.

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from penstock.cost import Cost, stays_within
+from penstock.cost import Cost, fits_in_memory
 from penstock.ir import Compute, Schedule, StageGraph, consumes, follows, produces
 from penstock.play import Deadlock, Span, play
 
-_HAIR = 1e-9
+_TIME_TOLERANCE = 1e-9
 
 
-def polish(
+def improve_by_swaps(
     schedule: Schedule, graph: StageGraph, cost: Cost, caps: Sequence[float], swaps: int
 ) -> Schedule:
     """Try up to `swaps` swaps; keep those that help, and some that change nothing.
@@ -25,27 +25,27 @@ def polish(
     The latter get past a plateau. The draws are always the same, and so is the result.
     """
     draw = Random(0)
-    spans = _played(schedule, graph, cost)
+    spans = _simulate_spans(schedule, graph, cost)
     assert spans, "only a schedule that ends can be polished"
     improving = True
     while improving and swaps > 0:
         improving = False
-        places = sorted(set(_critical(schedule, graph, cost, spans)))
+        places = sorted(set(_swaps_on_critical_path(schedule, graph, cost, spans)))
         draw.shuffle(places)
         for rank, step in places[:swaps]:
-            candidate = _swap(schedule, rank, step)
-            if not _is_legal(candidate.lanes[rank], step, cost, caps[rank]):
+            candidate = _swap_neighbours(schedule, rank, step)
+            if not _is_legal_swap(candidate.lanes[rank], step, cost, caps[rank]):
                 continue
             swaps -= 1
-            found = _played(candidate, graph, cost)
-            gain = _end(spans) - _end(found) if found else -1.0
-            if gain > _HAIR or (gain > -_HAIR and draw.random() < 0.2):
+            found = _simulate_spans(candidate, graph, cost)
+            gain = _last_end(spans) - _last_end(found) if found else -1.0
+            if gain > _TIME_TOLERANCE or (gain > -_TIME_TOLERANCE and draw.random() < 0.2):
                 schedule, spans, improving = candidate, found, True
                 break
     return schedule
 
 
-def _played(schedule: Schedule, graph: StageGraph, cost: Cost) -> list[Span]:
+def _simulate_spans(schedule: Schedule, graph: StageGraph, cost: Cost) -> list[Span]:
     """The spans; none if the schedule deadlocks."""
     try:
         return list(play(schedule, graph, cost))
@@ -53,26 +53,26 @@ def _played(schedule: Schedule, graph: StageGraph, cost: Cost) -> list[Span]:
         return []
 
 
-def _end(spans: Sequence[Span]) -> float:
+def _last_end(spans: Sequence[Span]) -> float:
     return max(span.end for span in spans)
 
 
-def _swap(schedule: Schedule, rank: int, step: int) -> Schedule:
+def _swap_neighbours(schedule: Schedule, rank: int, index: int) -> Schedule:
     lane = list(schedule.lanes[rank])
-    lane[step : step + 2] = lane[step + 1], lane[step]
+    lane[index : index + 2] = lane[index + 1], lane[index]
     lanes = (*schedule.lanes[:rank], tuple(lane), *schedule.lanes[rank + 1 :])
     return replace(schedule, lanes=lanes)
 
 
-def _is_legal(lane: Sequence[Compute], step: int, cost: Cost, cap: float) -> bool:
+def _is_legal_swap(lane: Sequence[Compute], index: int, cost: Cost, cap: float) -> bool:
     """After a swap at `step`: is the first independent of the second, and does the lane fit?"""
-    first, second = lane[step : step + 2]
+    first, second = lane[index : index + 2]
     if second in follows(first):
         return False
-    return stays_within(lane, cost, cap)
+    return fits_in_memory(lane, cost, cap)
 
 
-def _critical(
+def _swaps_on_critical_path(
     schedule: Schedule, graph: StageGraph, cost: Cost, spans: Sequence[Span]
 ) -> Iterator[tuple[int, int]]:
     """Each action of the critical path with its neighbours: (rank, step of the first of two)."""
@@ -92,5 +92,7 @@ def _critical(
             maker = makers[message]
             causes.append((maker, cost.send if maker.rank != here.rank else 0.0))
         start = here.start
-        late = (cause for cause, delay in causes if abs(cause.end + delay - start) < _HAIR)
+        late = (
+            cause for cause, delay in causes if abs(cause.end + delay - start) < _TIME_TOLERANCE
+        )
         here = next(late, None)

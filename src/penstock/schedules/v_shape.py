@@ -14,8 +14,8 @@ from __future__ import annotations
 from itertools import product
 
 from penstock.ir import Compute, Op, Schedule
-from penstock.schedules.listing import fill, never, when_full
-from penstock.schedules.parts import assemble, check_sizes, spell, vee
+from penstock.schedules.listing import insert_weight_grads, never, when_full
+from penstock.schedules.parts import check_sizes, lane_from_letters, schedule_from_lanes, vee
 
 
 def zb_v(ranks: int, chunks: int) -> Schedule:
@@ -33,9 +33,9 @@ def zb_v(ranks: int, chunks: int) -> Schedule:
         turn = "Ff" * rank + "FI" * below  # until the first i comes
         steady = "fiFI" * (whole - ranks - below + 1)  # while there are new ones
         drain = "iFI" * (below - 1) + "iI" * rank + "i" * below
-        orders.append(spell(down + turn + steady + drain, rank, ranks))
-    lanes = assemble(vee(ranks), chunks, orders).lanes
-    return fill(vee(ranks), chunks, lanes, when_full, memory=ranks)
+        orders.append(lane_from_letters(down + turn + steady + drain, rank, ranks))
+    lanes = schedule_from_lanes(vee(ranks), chunks, orders).lanes
+    return insert_weight_grads(vee(ranks), chunks, lanes, when_full, memory=ranks)
 
 
 def v_half(ranks: int, chunks: int) -> Schedule:
@@ -62,7 +62,7 @@ _Times = tuple[int, int, int, int]  # of f, F, I and i on one rank
 def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
     check_sizes(ranks, chunks)
     orders = []
-    for rank, (f, F, I, i) in enumerate(_path(ranks, hops)):
+    for rank, (f, F, I, i) in enumerate(_find_path(ranks, hops)):
         last = 2 * ranks - 1 - rank
         starts = {(Op.F, rank): f, (Op.F, last): F, (Op.I, last): I, (Op.I, rank): i}
         turns = [
@@ -71,10 +71,10 @@ def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
             for k in range(chunks)
         ]
         orders.append([action for _, action in sorted(turns)])
-    return fill(vee(ranks), chunks, orders, never, memory)
+    return insert_weight_grads(vee(ranks), chunks, orders, never, memory)
 
 
-def _path(ranks: int, hops: _Times) -> list[_Times]:
+def _find_path(ranks: int, hops: _Times) -> list[_Times]:
     """Of the paths without clashes that keep least alive, the one that turns quickest at rank 0."""
     down, up, down_again, up_again = hops
     best: tuple[tuple[int, int, int], list[_Times]] | None = None
@@ -88,14 +88,14 @@ def _path(ranks: int, hops: _Times) -> list[_Times]:
             path.append((r * down, F + left * up, I + r * down_again, i + left * up_again))
         if any(len({time % _PERIOD for time in times}) < 4 for times in path):
             continue
-        score = max(map(_alive, path)), top, low + top + low_again
+        score = max(map(_peak_live, path)), top, low + top + low_again
         if best is None or score < best[0]:
             best = score, path
     assert best is not None, "some turns are free of clashes for every number of ranks"
     return best[1]
 
 
-def _alive(times: _Times) -> int:
+def _peak_live(times: _Times) -> int:
     """The most activations that a rank keeps alive, once the pattern repeats."""
     f, F, I, i = times
     holes = set(range(_PERIOD)) - {time % _PERIOD for time in times}

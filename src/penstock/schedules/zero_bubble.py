@@ -13,8 +13,8 @@ zb-h1, 2 ranks, 3 micro-batches:
 from __future__ import annotations
 
 from penstock.ir import Op, Schedule
-from penstock.schedules.listing import behind, fill
-from penstock.schedules.parts import check_sizes, in_turn, loop
+from penstock.schedules.listing import insert_weight_grads, when_lagging
+from penstock.schedules.parts import check_sizes, loop, one_f_one_b_lanes
 
 
 def zb_h1(ranks: int, chunks: int) -> Schedule:
@@ -25,12 +25,14 @@ def zb_h1(ranks: int, chunks: int) -> Schedule:
 def zb_h2(ranks: int, chunks: int) -> Schedule:
     """Nearly twice the memory, for no bubble but the skew between ranks."""
     check_sizes(ranks, chunks)
-    orders = in_turn(ranks, chunks, 1, hops=2, backward=Op.I)
-    return fill(loop(ranks, 1), chunks, orders, behind(lambda rank: 2 * rank))
+    orders = one_f_one_b_lanes(ranks, chunks, 1, hops=2, backward=Op.I)
+    return insert_weight_grads(loop(ranks, 1), chunks, orders, when_lagging(lambda rank: 2 * rank))
 
 
 def interleaved_zb(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaved, with less running ahead and the Ws in the holes: 1F1B's memory again."""
     check_sizes(ranks, chunks, stages_per_rank)
-    orders = in_turn(ranks, chunks, stages_per_rank, hops=1, backward=Op.I)
-    return fill(loop(ranks, stages_per_rank), chunks, orders, behind(lambda rank: rank))
+    orders = one_f_one_b_lanes(ranks, chunks, stages_per_rank, hops=1, backward=Op.I)
+    return insert_weight_grads(
+        loop(ranks, stages_per_rank), chunks, orders, when_lagging(lambda rank: rank)
+    )

@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import KindError, RunError
+from penstock.errors import PenstockTypeError, RunError
 from penstock.stage.checkpointing import is_checkpointing, is_recomputing
-from penstock.stage.context import of_torch_checkpoint
-from penstock.stage.stage import OUTSIDE, Compute, Stage
+from penstock.stage.context import is_from_torch_checkpoint
+from penstock.stage.stage import OUTSIDE, Stage, StageFunction
 
-Take = Callable[[Tensor], object]
+LossCallback = Callable[[Tensor], object]
 
 
-class _InThisThread(threading.local):
+class _AuxLossState(threading.local):
     def __init__(self) -> None:
-        self.take: Take | None = None
+        self.callback: LossCallback | None = None
 
 
-_here = _InThisThread()
+_thread_state = _AuxLossState()
 
 
 def add_loss(value: Tensor) -> None:
@@ -45,11 +45,11 @@ def add_loss(value: Tensor) -> None:
     ...         add_loss(1e-3 * y.square().mean())
     ...         return y
     """
-    _check_number(value)
-    if _repeated_by_torch():
+    _check_scalar(value)
+    if _is_torch_checkpoint_recompute():
         return
-    if _here.take is not None:
-        _here.take(value.reshape(()))
+    if _thread_state.callback is not None:
+        _thread_state.callback(value.reshape(()))
     elif value.requires_grad and torch.is_grad_enabled():
         raise RunError(
             "a layer added a loss where nobody takes it: train with pipe.step, or call the model "
@@ -67,131 +67,139 @@ def added_losses() -> Iterator[list[Tensor]]:
     tensor(0.5000)
     """
     found: list[Tensor] = []
-    with taken_by(found.append):
+    with collect_aux_losses(found.append):
         yield found
 
 
-class taken_by:  # noqa: N801 (a context, as a function would give; every cell enters one)
+class collect_aux_losses:  # noqa: N801 (a context, as a function would give; every cell enters one)
     """Within, in this thread, whoever is told of each."""
 
-    __slots__ = ("_before", "_take")
+    __slots__ = ("_callback", "_previous")
 
-    def __init__(self, take: Take) -> None:
-        self._take = take
+    def __init__(self, callback: LossCallback) -> None:
+        self._callback = callback
 
     def __enter__(self) -> None:
-        self._before, _here.take = _here.take, self._take
+        self._previous, _thread_state.callback = _thread_state.callback, self._callback
 
     def __exit__(self, *_: object) -> None:
-        _here.take = self._before
+        _thread_state.callback = self._previous
 
 
-def _check_number(value: Any) -> None:
+def _check_scalar(value: Any) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-        raise KindError(f"an added loss is a tensor with one number, not {found}: reduce it first")
+        raise PenstockTypeError(
+            f"an added loss is a tensor with one number, not {found}: reduce it first"
+        )
 
 
-def _repeated_by_torch() -> bool:
+def _is_torch_checkpoint_recompute() -> bool:
     """Is this the recomputation of a `torch.utils.checkpoint`, whose forward has added it?"""
     if torch._C._current_graph_task_id() == -1:
         return False
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return of_torch_checkpoint(hooks)
+    return is_from_torch_checkpoint(hooks)
 
 
 # ---- on the way to the last stage ---------------------------------------------------------
 
 
-class _Carried(NamedTuple):
+class _CarriedLoss(NamedTuple):
     """What was added so far, beside the values of a message."""
 
     loss: Tensor
 
 
-class Tally:
+class AuxLossCounter:
     """What the layers of a stage add in one step: as much in a recomputation as in a forward."""
 
     def __init__(self) -> None:
-        self._sizes: Counter[int] = Counter()  # of forwards that were not yet recomputed
+        self._forward_counts: Counter[int] = Counter()  # of forwards that were not yet recomputed
 
-    def count(self, added: Sequence[Tensor]) -> None:
+    def count(self, aux_losses: Sequence[Tensor]) -> None:
         """What layers have added now, and what came from stages before."""
-        self._sizes[len(added)] += is_checkpointing() - is_recomputing()
-        if self._sizes[len(added)] < 0:
+        self._forward_counts[len(aux_losses)] += is_checkpointing() - is_recomputing()
+        if self._forward_counts[len(aux_losses)] < 0:
             raise RunError(
-                f"these layers add {len(added)} losses in their recomputation, and did not in "
+                f"these layers add {len(aux_losses)} losses in their recomputation, and did not in "
                 "their forward: call penstock.add_loss alike in both, it is counted once"
             )
 
 
-class Adding:
+class AuxLossStageFunction:
     """A stage's computation; what its layers add goes on, with what came from stages before."""
 
-    def __init__(self, compute: Compute) -> None:
-        self._compute, self._tally = compute, Tally()
+    def __init__(self, compute: StageFunction) -> None:
+        self._compute, self._counter = compute, AuxLossCounter()
 
-    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+    def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """As the stage's, with the added losses for the last of its destinations."""
-        arrived, added = unpacked(arrived)
-        with taken_by(added.append):
-            departing = self._compute(arrived)
-        self._tally.count(added)
+        inputs, added = split_aux_losses(inputs)
+        with collect_aux_losses(added.append):
+            departing = self._compute(inputs)
+        self._counter.count(added)
         if not added:
             return departing
         dst = max(departing)
         assert dst != OUTSIDE, "a stage that feeds none"
-        return {**departing, dst: (*departing[dst], _Carried(summed(added)))}
+        return {**departing, dst: (*departing[dst], _CarriedLoss(sum_losses(added)))}
 
 
-def behind_call(stages: Sequence[Stage]) -> Sequence[Stage]:
+def block_aux_losses(stages: Sequence[Stage]) -> Sequence[Stage]:
     """The stages behind `pipe(x)`: where a loss that is added would be missed, nobody may add one.
 
     It is not missed in a forward without gradients, unless the caller waits for it.
     """
-    take = _refuse if torch.is_grad_enabled() or _here.take is not None else _drop
-    return [replace(stage, compute=_Alone(stage.compute, take)) for stage in stages]
+    take = (
+        _reject_loss
+        if torch.is_grad_enabled() or _thread_state.callback is not None
+        else _drop_loss
+    )
+    return [
+        replace(stage, compute=_NoAuxLossStageFunction(stage.compute, take)) for stage in stages
+    ]
 
 
-class _Alone:
+class _NoAuxLossStageFunction:
     """A stage's computation, from which added losses do not go on."""
 
-    def __init__(self, compute: Compute, take: Take) -> None:
-        self._compute, self._take = compute, take
+    def __init__(self, compute: StageFunction, callback: LossCallback) -> None:
+        self._compute, self._callback = compute, callback
 
-    def __call__(self, arrived: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
+    def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
         """As the stage's."""
-        with taken_by(self._take):
-            return self._compute(arrived)
+        with collect_aux_losses(self._callback):
+            return self._compute(inputs)
 
 
-def _drop(loss: Tensor) -> None:
+def _drop_loss(loss: Tensor) -> None:
     pass
 
 
-def _refuse(loss: Tensor) -> None:
+def _reject_loss(loss: Tensor) -> None:
     raise RunError(
         "a layer added a loss behind pipe(x), which has none to add it to: train with "
         "pipe.step(x, target=y)"
     )
 
 
-def unpacked(
-    arrived: Mapping[int, tuple[Any, ...]],
+def split_aux_losses(
+    inputs: Mapping[int, tuple[Any, ...]],
 ) -> tuple[Mapping[int, tuple[Any, ...]], list[Tensor]]:
     """What arrived, without the added losses, and those."""
-    added = [v[-1].loss for v in arrived.values() if v and isinstance(v[-1], _Carried)]
+    added = [v[-1].loss for v in inputs.values() if v and isinstance(v[-1], _CarriedLoss)]
     if added:
-        arrived = {
-            source: values[:-1] if isinstance(values[-1], _Carried) else values
-            for source, values in arrived.items()
+        inputs = {
+            source: values[:-1] if isinstance(values[-1], _CarriedLoss) else values
+            for source, values in inputs.items()
         }
-    return arrived, added
+    return inputs, added
 
 
-def summed(added: Sequence[Tensor]) -> Tensor:
+def sum_losses(losses: Sequence[Tensor]) -> Tensor:
     """One number, where the first of them is."""
-    total = added[0]
-    for loss in added[1:]:
+    total = losses[0]
+    for loss in losses[1:]:
         total = total + loss.to(total.device)
     return total

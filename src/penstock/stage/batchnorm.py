@@ -15,7 +15,7 @@ from penstock.stage.checkpointing import is_recomputing
 from penstock.stage.stage import Stage
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredStatsBatchNorm(_BatchNorm):
     """Normalises each micro-batch by itself, and tracks the statistics of all of them together.
 
     After `chunks` forwards the running statistics advance, by those of the whole mini-batch.
@@ -30,15 +30,15 @@ class DeferredBatchNorm(_BatchNorm):
         chunks: int = 1,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
-        self.begin(chunks)
+        self.begin_minibatch(chunks)
 
-    def begin(self, chunks: int) -> None:
+    def begin_minibatch(self, chunks: int) -> None:
         """A mini-batch of so many micro-batches begins."""
         self.chunks = chunks
-        self._tracked = 0
+        self._microbatches_seen = 0
         self._rows = 0
         self._mean: Tensor | None = None
-        self._spread: Tensor | None = None  # sum of squared distances from the mean
+        self._sum_squared_deviations: Tensor | None = None  # sum of squared distances from the mean
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -52,49 +52,51 @@ class DeferredBatchNorm(_BatchNorm):
             )
         self._check_input_dim(input)
         if not is_recomputing():
-            self._track(input)
+            self._accumulate_microbatch(input)
         return functional.batch_norm(
             input, None, None, self.weight, self.bias, training=True, eps=self.eps
         )
 
     @torch.no_grad()
-    def _track(self, input: Tensor) -> None:
+    def _accumulate_microbatch(self, input: Tensor) -> None:
         assert self.running_mean is not None
         dims = [dim for dim in range(input.dim()) if dim != 1]
         values = input.detach().to(self.running_mean.dtype)
         rows = values.numel() // values.size(1)
-        self._tracked += 1
+        self._microbatches_seen += 1
         if rows:
-            self._take(values, dims, rows)
-        if self._tracked == self.chunks and self._rows:
-            self._commit()
+            self._merge_statistics(values, dims, rows)
+        if self._microbatches_seen == self.chunks and self._rows:
+            self._update_running_stats()
 
-    def _take(self, values: Tensor, dims: list[int], rows: int) -> None:
+    def _merge_statistics(self, values: Tensor, dims: list[int], rows: int) -> None:
         mean = values.mean(dims)
         spread = values.var(dims, unbiased=False) * rows
-        if self._mean is None or self._spread is None:
-            self._rows, self._mean, self._spread = rows, mean, spread
+        if self._mean is None or self._sum_squared_deviations is None:
+            self._rows, self._mean, self._sum_squared_deviations = rows, mean, spread
         else:  # two groups put together
             both = self._rows + rows
             gap = mean - self._mean
-            self._spread = self._spread + spread + gap * gap * (self._rows * rows / both)
+            self._sum_squared_deviations = (
+                self._sum_squared_deviations + spread + gap * gap * (self._rows * rows / both)
+            )
             self._mean = self._mean + gap * (rows / both)
             self._rows = both
 
-    def _commit(self) -> None:
+    def _update_running_stats(self) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         assert self._mean is not None
-        assert self._spread is not None
+        assert self._sum_squared_deviations is not None
         self.num_batches_tracked += 1
         momentum = self.momentum
         if momentum is None:
             momentum = 1.0 / float(self.num_batches_tracked)
         self.running_mean.mul_(1 - momentum).add_(self._mean, alpha=momentum)
-        variance = self._spread / max(self._rows - 1, 1)
+        variance = self._sum_squared_deviations / max(self._rows - 1, 1)
         self.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
-        self.begin(self.chunks)
+        self.begin_minibatch(self.chunks)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
@@ -103,10 +105,10 @@ class DeferredBatchNorm(_BatchNorm):
         What has one in it is copied, not deeply, so that the given module stays as it is.
         """
         if isinstance(module, cls):
-            module.begin(chunks)
+            module.begin_minibatch(chunks)
             return module
         if isinstance(module, _BatchNorm) and module.track_running_stats:
-            return cls._from(module, chunks)
+            return cls._from_batch_norm(module, chunks)
         children = {
             name: child and cls.convert_deferred_batch_norm(child, chunks)
             for name, child in module._modules.items()
@@ -118,7 +120,7 @@ class DeferredBatchNorm(_BatchNorm):
         return new
 
     @classmethod
-    def _from(cls, module: _BatchNorm, chunks: int) -> DeferredBatchNorm:
+    def _from_batch_norm(cls, module: _BatchNorm, chunks: int) -> DeferredStatsBatchNorm:
         new = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
         if module.affine:
             new.weight, new.bias = module.weight, module.bias
@@ -127,7 +129,7 @@ class DeferredBatchNorm(_BatchNorm):
         return new.train(module.training)
 
 
-def deferred_in(stages: Iterable[Stage]) -> list[DeferredBatchNorm]:
+def find_deferred_batch_norms(stages: Iterable[Stage]) -> list[DeferredStatsBatchNorm]:
     """Those in stages, each once."""
-    found = [m for s in stages for m in s.modules() if isinstance(m, DeferredBatchNorm)]
+    found = [m for s in stages for m in s.modules() if isinstance(m, DeferredStatsBatchNorm)]
     return list(dict.fromkeys(found))

@@ -7,40 +7,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _InThisThread(threading.local):
+class _RecomputeState(threading.local):
     def __init__(self) -> None:
         self.checkpointing = False
         self.recomputing = False
 
 
-_here = _InThisThread()
+_thread_state = _RecomputeState()
 
 
 def is_checkpointing() -> bool:
     """In a layer: will this forward be recomputed for its backward?"""
-    return _here.checkpointing
+    return _thread_state.checkpointing
 
 
 def is_recomputing() -> bool:
     """In a layer: is this the recomputation of an earlier forward?"""
-    return _here.recomputing
+    return _thread_state.recomputing
 
 
 @contextmanager
-def checkpointing() -> Iterator[None]:
+def mark_checkpointing() -> Iterator[None]:
     """Tell the layers that this forward will be recomputed."""
-    _here.checkpointing = True
+    _thread_state.checkpointing = True
     try:
         yield
     finally:
-        _here.checkpointing = False
+        _thread_state.checkpointing = False
 
 
 @contextmanager
-def recomputing() -> Iterator[None]:
+def mark_recomputing() -> Iterator[None]:
     """Tell the layers that this is a recomputation."""
-    _here.recomputing = True
+    _thread_state.recomputing = True
     try:
         yield
     finally:
-        _here.recomputing = False
+        _thread_state.recomputing = False

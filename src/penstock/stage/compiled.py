@@ -22,17 +22,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def compiled_parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
+def find_compiled_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The compiled modules among these, and everything inside them."""
     return {part for module in modules if _is_compiled(module) for part in module.modules()}
 
 
 def _is_compiled(module: nn.Module) -> bool:
     """By `torch.compile`, or by `torch.jit.script`."""
-    return isinstance(module, torch.jit.ScriptModule) or _by_dynamo(module)
+    return isinstance(module, torch.jit.ScriptModule) or _is_dynamo_compiled(module)
 
 
-def _by_dynamo(module: nn.Module) -> bool:
+def _is_dynamo_compiled(module: nn.Module) -> bool:
     """In place, as `torch.compile(module)`, or by its forward alone."""
     return (
         module._compiled_call_impl is not None
@@ -41,19 +41,23 @@ def _by_dynamo(module: nn.Module) -> bool:
     )
 
 
-def keep_out(name: str) -> None:
+def skip_dynamo_tracing(module_name: str) -> None:
     """Let the compiler pass over a module of ours, of whose functions it could make nothing.
 
     They run wherever a layer that is compiled calls what is not, and it would try each of them.
     """
     if "torch._dynamo" in sys.modules:
-        _passed_over(name)
+        _skip_module_code(module_name)
 
 
 @cache
-def _passed_over(name: str) -> None:
+def _skip_module_code(module_name: str) -> None:
     skip: Any = getattr(torch._dynamo.eval_frame, "skip_code", None)
-    own = [found for found in vars(sys.modules[name]).values() if _is_from(found, name)]
+    own = [
+        found
+        for found in vars(sys.modules[module_name]).values()
+        if _is_defined_in(found, module_name)
+    ]
     inside = [found for kind in own if isinstance(kind, type) for found in vars(kind).values()]
     for function in map(unwrap, filter(callable, (*own, *inside))):
         if skip is not None and isinstance(function, FunctionType):
@@ -62,36 +66,36 @@ def _passed_over(name: str) -> None:
                 skip(code)
 
 
-def _is_from(found: object, name: str) -> bool:
-    return getattr(found, "__module__", None) == name
+def _is_defined_in(value: object, module_name: str) -> bool:
+    return getattr(value, "__module__", None) == module_name
 
 
-def some_compiled(modules: Iterable[nn.Module]) -> bool:
+def has_compiled_module(modules: Iterable[nn.Module]) -> bool:
     """Is one of them compiled by `torch.compile`?"""
-    return "torch._dynamo" in sys.modules and any(map(_by_dynamo, modules))
+    return "torch._dynamo" in sys.modules and any(map(_is_dynamo_compiled, modules))
 
 
-def turns_for(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
+def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
     """What threads enter one at a time to compute forward, if any of the modules is compiled.
 
     The compiler keeps what it made with the code that it made it of, and layers of one class have
     their code in common. A thread that looks there while another does may miss what is there, and
     compiles it again; after eight times the compiler gives the code up, and it runs as written.
     """
-    return Lock() if some_compiled(modules) else nullcontext()
+    return Lock() if has_compiled_module(modules) else nullcontext()
 
 
-def never_compiled(method: Callable[P, R]) -> Callable[P, R]:
+def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
     """A method that runs as it is, also in a function or module that is compiled as a whole."""
     alone: list[Callable[P, R]] = []  # made when it is first needed
 
     @wraps(method)
-    def as_it_is(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:  # it takes seconds to load
             return method(*args, **kwargs)
         if not alone:
             alone.append(torch.compiler.disable(method))
         return alone[0](*args, **kwargs)
 
-    as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return as_it_is
+    run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return run_eagerly

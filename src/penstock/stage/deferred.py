@@ -9,47 +9,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.stage.compiled import compiled_parts
-from penstock.stage.later import Pair, Shelf
-from penstock.stage.operations import Weight
+from penstock.stage.compiled import find_compiled_modules
+from penstock.stage.later import PendingWeightGrad, WeightGradRecorder
+from penstock.stage.operations import WeightProxy
 
 
-class Deferral:
+class WeightGradDeferral:
     """Stand-ins for the weights of some modules, and a shelf for what they put off.
 
     What is `around` them may be compiled.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], around: Sequence[nn.Module] = ()) -> None:
-        self._shelf = Shelf()
-        self._homes: list[tuple[dict[str, Any], str, nn.Parameter, Weight]] = []
-        made: dict[nn.Parameter, Weight] = {}
-        closed = compiled_parts([*around, *modules])
+    def __init__(self, modules: Sequence[nn.Module], wrappers: Sequence[nn.Module] = ()) -> None:
+        self._recorder = WeightGradRecorder()
+        self._proxied_entries: list[tuple[dict[str, Any], str, nn.Parameter, WeightProxy]] = []
+        made: dict[nn.Parameter, WeightProxy] = {}
+        closed = find_compiled_modules([*wrappers, *modules])
         for module in modules:
             if module in closed:
                 continue
             for name, parameter in module._parameters.items():
-                if parameter is not None and _can_wait(parameter):
+                if parameter is not None and _is_deferrable_parameter(parameter):
                     if parameter not in made:
-                        made[parameter] = Weight.of(parameter, parameter, self._shelf)
-                    self._homes.append((module._parameters, name, parameter, made[parameter]))
+                        made[parameter] = WeightProxy.wrap(parameter, parameter, self._recorder)
+                    self._proxied_entries.append(
+                        (module._parameters, name, parameter, made[parameter])
+                    )
 
     @contextmanager
-    def used(self) -> Iterator[list[Pair]]:
+    def activate(self) -> Iterator[list[PendingWeightGrad]]:
         """Within, the modules compute with the stand-ins; gives what is put off."""
-        for home, name, parameter, weight in self._homes:
+        for home, name, parameter, weight in self._proxied_entries:
             if home.get(name) is parameter:
                 home[name] = weight
         try:
-            yield self._shelf.open()
+            yield self._recorder.start()
         finally:
-            self._shelf.close()
-            for home, name, parameter, weight in self._homes:
+            self._recorder.stop()
+            for home, name, parameter, weight in self._proxied_entries:
                 if home.get(name) is weight:
                     home[name] = parameter
 
 
-def _can_wait(parameter: nn.Parameter) -> bool:
+def _is_deferrable_parameter(parameter: nn.Parameter) -> bool:
     """A matrix or more, of the usual kind; hooks of its own want its whole gradient at once."""
     return (
         type(parameter) is nn.Parameter

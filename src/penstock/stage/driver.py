@@ -7,18 +7,18 @@ from typing import Any
 from penstock.errors import MissingExtra, RunError
 
 
-def driver_for(what: str) -> Any:
+def load_driver(purpose: str) -> Any:
     """The bindings, which are there to do what is told."""
     try:
         from cuda.bindings import driver
     except ImportError as missing:
-        raise MissingExtra("cuda-bindings", "cuda", what) from missing
+        raise MissingExtra("cuda-bindings", "cuda", purpose) from missing
     return driver
 
 
-def checked(answer: tuple[Any, ...], what: str) -> Any:
+def check_status(result: tuple[Any, ...], purpose: str) -> Any:
     """What a call of the driver gave, which was asked to do that, without its status."""
-    status, *found = answer
+    status, *found = result
     if int(status):
-        raise RunError(f"the CUDA driver refuses {what}: {status!r}")
+        raise RunError(f"the CUDA driver refuses {purpose}: {status!r}")
     return found[0] if len(found) == 1 else tuple(found)

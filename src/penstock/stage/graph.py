@@ -14,18 +14,18 @@ from penstock.errors import RunError
 from penstock.stage.stage import OUTSIDE
 
 Gradients = tuple[Tensor | None, ...]
-Input = Tensor | GradientEdge
+TensorOrEdge = Tensor | GradientEdge
 
 # What `torch.autograd.backward` and `grad` call, without checks that cost as much as a small layer.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-def accumulate(roots: Sequence[Any], gradients: Sequence[Tensor], retain: bool) -> None:
+def accumulate_grads(roots: Sequence[Any], gradients: Sequence[Tensor], retain_graph: bool) -> None:
     """Backward from the roots, with these gradients; what leaves get is added to their `.grad`."""
     _run_backward(
         tuple(roots),
         tuple(gradients),
-        retain,
+        retain_graph,
         False,
         (),
         allow_unreachable=True,
@@ -33,12 +33,12 @@ def accumulate(roots: Sequence[Any], gradients: Sequence[Tensor], retain: bool) 
     )
 
 
-class _Entry(torch.autograd.Function):
+class _GraphEntry(torch.autograd.Function):
     """Where a graph begins if its first layer works in place: not a leaf, which none may change."""
 
     @staticmethod
-    def forward(ctx: Any, inbox: list[Any], root: Tensor, *tensors: Tensor) -> Any:
-        ctx.inbox = inbox
+    def forward(ctx: Any, received_grads: list[Any], anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.inbox = received_grads
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -48,39 +48,43 @@ class _Entry(torch.autograd.Function):
         return None, None, *(None for _ in gradients)
 
 
-ROOT = torch.empty(0, requires_grad=True)  # what makes an output part of a graph
+GRAPH_ANCHOR = torch.empty(0, requires_grad=True)  # what makes an output part of a graph
 
 
 @dataclass(slots=True)
-class Beginning:
+class GraphInputs:
     """The inputs of a graph: the tensors inside, and how to get at their gradients."""
 
-    inside: Sequence[Tensor]
-    inputs: tuple[Input, ...]
-    inbox: list[Tensor | None] | None = None  # what an entry's backward caught, if there is one
+    tensors: Sequence[Tensor]
+    inputs: tuple[TensorOrEdge, ...]
+    received_grads: list[Tensor | None] | None = (
+        None  # what an entry's backward caught, if there is one
+    )
 
     @staticmethod
-    def leaves(tensors: Iterable[Tensor]) -> Beginning:
+    def from_leaves(tensors: Iterable[Tensor]) -> GraphInputs:
         """The tensors themselves, for layers that do not change their input in place: cheap."""
         leaves = tuple([tensor.requires_grad_() for tensor in tensors])
-        return Beginning(leaves, leaves)
+        return GraphInputs(leaves, leaves)
 
     @staticmethod
-    def entry(tensors: Sequence[Tensor]) -> Beginning:
+    def from_entry(tensors: Sequence[Tensor]) -> GraphInputs:
         """For any layers."""
         inbox: list[Tensor | None] = [None] * len(tensors)
-        inside = _Entry.apply(inbox, ROOT, *tensors)  # type: ignore[no-untyped-call]
-        return Beginning(
+        inside = _GraphEntry.apply(inbox, GRAPH_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
+        return GraphInputs(
             inside,
-            tuple(GradientEdge(t.grad_fn, t.output_nr, _owner(t, t.grad_fn)) for t in inside),
+            tuple(
+                GradientEdge(t.grad_fn, t.output_nr, _find_node_owner(t, t.grad_fn)) for t in inside
+            ),
             inbox,
         )
 
-    def caught(self) -> Sequence[Tensor | None]:
+    def take_gradients(self) -> Sequence[Tensor | None]:
         """The gradients that a backward has left; they are taken away."""
-        if self.inbox is not None:
-            found = self.inbox[:]
-            self.inbox[:] = [None] * len(found)
+        if self.received_grads is not None:
+            found = self.received_grads[:]
+            self.received_grads[:] = [None] * len(found)
             return found
         found = []
         for leaf in self.inputs:
@@ -90,17 +94,17 @@ class Beginning:
         return found
 
 
-def edge(tensor: Tensor) -> GradientEdge | None:
+def find_gradient_edge(tensor: Tensor) -> GradientEdge | None:
     """Where its gradient enters the graph; None if it has no part in one."""
     if not tensor.requires_grad:
         return None
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr, _owner(tensor, node))
+    return GradientEdge(node, tensor.output_nr, _find_node_owner(tensor, node))
 
 
-def _owner(tensor: Tensor, node: Any) -> Any:
+def _find_node_owner(tensor: Tensor, node: Any) -> Any:
     """What keeps a node alive that was written in Python: the object of it here does not.
 
     A node that follows it does; a sparse tensor has no view to make one, and is kept itself.
@@ -114,14 +118,16 @@ def _owner(tensor: Tensor, node: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Graph:
+class CellGraph:
     """Both ends: outputs by destination, inputs by source."""
 
     roots: dict[int, tuple[GradientEdge | None, ...]]
-    entered: dict[int, tuple[bool, ...]]  # which of each source's tensors are inputs
-    beginning: Beginning
+    inputs_need_grad: dict[int, tuple[bool, ...]]  # which of each source's tensors are inputs
+    graph_inputs: GraphInputs
 
-    def pairs(self, gradients: Mapping[int, Gradients]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def match_gradients(
+        self, gradients: Mapping[int, Gradients]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
         """The outputs that got a gradient, and those gradients.
 
         Those of later stages come first, as they do in the unsplit model: where several meet,
@@ -138,9 +144,9 @@ class Graph:
                     given.append(gradient)
         return tuple(roots), tuple(given)
 
-    def leaves(self) -> list[Tensor]:
+    def find_leaves(self) -> list[Tensor]:
         """What it learns by, besides its inputs: parameters, registered or not."""
-        inner = {id(leaf) for leaf in (*self.beginning.inputs, ROOT)}
+        inner = {id(leaf) for leaf in (*self.graph_inputs.inputs, GRAPH_ANCHOR)}
         todo = [root.node for roots in self.roots.values() for root in roots if root is not None]
         seen = set(todo)
         found = []
@@ -154,10 +160,10 @@ class Graph:
             todo += new
         return found
 
-    def check_closed(self, parameters: Collection[Tensor]) -> None:
+    def check_leaves_are_parameters(self, parameters: Collection[Tensor]) -> None:
         """Every leaf is an input or a parameter: no other would get its gradient."""
         known = {id(leaf) for leaf in parameters}
-        for leaf in self.leaves():
+        for leaf in self.find_leaves():
             if id(leaf) not in known:
                 raise RunError(
                     f"a layer learns by a tensor of shape {tuple(leaf.shape)} that is no parameter "
@@ -166,32 +172,40 @@ class Graph:
                     "module that is registered"
                 )
 
-    def by_source(self, caught: Sequence[Tensor | None]) -> dict[int, Gradients]:
+    def group_by_source(self, gradients: Sequence[Tensor | None]) -> dict[int, Gradients]:
         """The gradients of the inputs, for those who sent them."""
-        each = iter(caught)
+        each = iter(gradients)
         return {
             source: tuple([next(each) if need else None for need in needs])
-            for source, needs in self.entered.items()
+            for source, needs in self.inputs_need_grad.items()
         }
 
-    def accumulate(self, gradients: Mapping[int, Gradients], retain: bool) -> dict[int, Gradients]:
+    def backward_accumulate(
+        self, gradients: Mapping[int, Gradients], retain_graph: bool
+    ) -> dict[int, Gradients]:
         """Backward; gradients of parameters are added to `.grad`."""
-        roots, given = self.pairs(gradients)
+        roots, given = self.match_gradients(gradients)
         if not roots:
-            return self.by_source([None] * len(self.beginning.inputs))
-        accumulate(roots, given, retain)
-        return self.by_source(self.beginning.caught())
+            return self.group_by_source([None] * len(self.graph_inputs.inputs))
+        accumulate_grads(roots, given, retain_graph)
+        return self.group_by_source(self.graph_inputs.take_gradients())
 
-    def collect(
-        self, gradients: Mapping[int, Gradients], parameters: Sequence[Tensor], retain: bool
+    def backward_collect(
+        self, gradients: Mapping[int, Gradients], parameters: Sequence[Tensor], retain_graph: bool
     ) -> tuple[dict[int, Gradients], Gradients]:
         """Backward; gradients of parameters are given, too."""
-        inputs = self.beginning.inputs
+        inputs = self.graph_inputs.inputs
         wanted = (*inputs, *parameters)
-        roots, given = self.pairs(gradients)
+        roots, given = self.match_gradients(gradients)
         found: Gradients = (None,) * len(wanted)
         if roots and wanted:
             found = _run_backward(
-                roots, given, retain, False, wanted, allow_unreachable=True, accumulate_grad=False
+                roots,
+                given,
+                retain_graph,
+                False,
+                wanted,
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
-        return self.by_source(found[: len(inputs)]), found[len(inputs) :]
+        return self.group_by_source(found[: len(inputs)]), found[len(inputs) :]

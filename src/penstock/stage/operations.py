@@ -26,28 +26,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.stage.graph import edge
-from penstock.stage.later import Formula, Pair, Shelf, stopped
-from penstock.stage.stand_ins import real
+from penstock.stage.graph import find_gradient_edge
+from penstock.stage.later import (
+    PendingWeightGrad,
+    WeightGradFormula,
+    WeightGradRecorder,
+    stop_backward,
+)
+from penstock.stage.stand_ins import unwrap_proxy
 
 # ---- stand-ins ----------------------------------------------------------------------------
 
 
-class Weight(Tensor):
+class WeightProxy(Tensor):
     """Stands in for a parameter, or for a view of one."""
 
     _is_param = True  # to isinstance(_, nn.Parameter)
     original: Tensor
-    leaf: nn.Parameter
-    shelf: Shelf
+    parameter: nn.Parameter
+    recorder: WeightGradRecorder
     _stands_for: nn.Parameter  # to other calls, in other threads
 
     @staticmethod
-    def of(original: Tensor, leaf: nn.Parameter, shelf: Shelf) -> Weight:
+    def wrap(
+        original: Tensor, parameter: nn.Parameter, recorder: WeightGradRecorder
+    ) -> WeightProxy:
         """For operations that no function sees it is the same memory, part of the same graph."""
-        made = original.as_subclass(Weight)
-        made.original, made.leaf, made.shelf = original, leaf, shelf
-        made._stands_for = real(leaf)
+        made = original.as_subclass(WeightProxy)
+        made.original, made.parameter, made.recorder = original, parameter, recorder
+        made._stands_for = unwrap_proxy(parameter)
         return made
 
     @classmethod
@@ -56,188 +63,190 @@ class Weight(Tensor):
     ) -> Any:
         """The operations of the table are put off; others get the parameter itself."""
         kwargs = kwargs or {}
-        way = _WAYS.get(func)
-        if way is not None and torch.is_grad_enabled() and _undisturbed(types):
+        way = _OP_HANDLERS.get(func)
+        if way is not None and torch.is_grad_enabled() and _is_interception_safe(types):
             done = way(func, args, kwargs)
             if done is not None:
                 return done
         if func is torch.autograd.grad:
-            _check_closed(args, kwargs)
-        return func(*_plain(args), **_plain(kwargs))
+            _check_not_recording(args, kwargs)
+        return func(*_unwrap_weights(args), **_unwrap_weights(kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Of the parameter: that of a tensor would not do for it."""
         return copy.deepcopy(self.original, memo)
 
 
-def _undisturbed(types: Iterable[type]) -> bool:
+def _is_interception_safe(types: Iterable[type]) -> bool:
     """Does nobody else look at functions, keep what backwards need, or differentiate by himself?"""
     return (
         not torch.compiler.is_compiling()
-        and _USUAL.issuperset(types)
+        and _SUPPORTED_TYPES.issuperset(types)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_weights(value: Any) -> Any:
     """The parameters themselves in the place of stand-ins."""
     kind = type(value)
-    if kind is Weight:
+    if kind is WeightProxy:
         return value.original
     if kind is tuple or kind is list:
-        return kind([_plain(one) for one in value])
+        return kind([_unwrap_weights(one) for one in value])
     if kind is dict:
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _unwrap_weights(one) for key, one in value.items()}
     if isinstance(value, tuple | list | dict):  # of another kind
-        return torch.utils._pytree.tree_map_only(Weight, _plain, value)
+        return torch.utils._pytree.tree_map_only(WeightProxy, _unwrap_weights, value)
     return value
 
 
-def _check_closed(*values: Any) -> None:
+def _check_not_recording(*values: Any) -> None:
     for leaf in torch.utils._pytree.tree_leaves(values):
-        if type(leaf) is Weight:
-            leaf.shelf.check_closed()
+        if type(leaf) is WeightProxy:
+            leaf.recorder.check_not_recording()
 
 
 # ---- operations ---------------------------------------------------------------------------
 
 # From the function and its arguments to its result; None if it is not to be put off.
-Way = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _put_off(
-    weight: Weight,
-    given: Tensor,
+def _defer(
+    weight: WeightProxy,
+    op_input: Tensor,
     bias: Tensor | None,
-    formula: Formula,
+    formula: WeightGradFormula,
     operation: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Run an operation of an input and a weight, and leave the weight's gradient for later."""
-    shelf, original = weight.shelf, weight.original
+    shelf, original = weight.recorder, weight.original
     if torch._C._is_any_autocast_enabled():
-        given, original = _cast(given, original, shelf)
-    if not given.requires_grad and not (bias is not None and bias.requires_grad):
-        output, pair = stopped(weight.leaf, operation(given, original), shelf)
+        op_input, original = _autocast(op_input, original, shelf)
+    if not op_input.requires_grad and not (bias is not None and bias.requires_grad):
+        output, pair = stop_backward(weight.parameter, operation(op_input, original), shelf)
     else:
-        output = operation(given, original.detach())
-        root = original if original is weight.leaf else edge(original)
+        output = operation(op_input, original.detach())
+        root = original if original is weight.parameter else find_gradient_edge(original)
         assert root is not None
-        pair = Pair(weight.leaf, root, given, formula, shelf)
+        pair = PendingWeightGrad(weight.parameter, root, op_input, formula, shelf)
         base = output._base  # a change in place of a view goes around the view's own node
         node = output.grad_fn if base is None else base.grad_fn
         assert node is not None
-        node.register_hook(pair.catch)
-    shelf.put(pair)
+        node.register_hook(pair.receive_output_grad)
+    shelf.add(pair)
     return output
 
 
-def _cast(given: Tensor, weight: Tensor, shelf: Shelf) -> tuple[Tensor, Tensor]:
+def _autocast(
+    op_input: Tensor, weight: Tensor, recorder: WeightGradRecorder
+) -> tuple[Tensor, Tensor]:
     """As autocast does: the input anew each time, the weight once."""
-    kind = given.device.type
+    kind = op_input.device.type
     dtypes = torch.float32, torch.float16, torch.bfloat16
-    if not torch.is_autocast_enabled(kind) or given.dtype not in dtypes:
-        return given, weight
+    if not torch.is_autocast_enabled(kind) or op_input.dtype not in dtypes:
+        return op_input, weight
     dtype = torch.get_autocast_dtype(kind)
-    found = shelf.casts.get(weight)
+    found = recorder.autocast_weights.get(weight)
     if found is None or found.dtype is not dtype:
         found = weight.to(dtype)
         if weight.is_leaf and torch.is_autocast_cache_enabled():
-            shelf.casts[weight] = found
-    return given.to(dtype), found
+            recorder.autocast_weights[weight] = found
+    return op_input.to(dtype), found
 
 
-_USUAL = frozenset((Tensor, nn.Parameter, Weight))
+_SUPPORTED_TYPES = frozenset((Tensor, nn.Parameter, WeightProxy))
 
 
-_GIVEN = _USUAL - {Weight}
+_PLAIN_TYPES = _SUPPORTED_TYPES - {WeightProxy}
 
 
-def _ready(weight: Any, given: Any, bias: Any = None) -> bool:
+def _can_defer(weight: Any, op_input: Any, bias: Any = None) -> bool:
     """Is it a weight that can be put off, and are the others no weights?"""
     return (
-        type(weight) is Weight
-        and weight.shelf.is_open
-        and type(given) in _GIVEN
-        and (bias is None or type(bias) in _GIVEN)
+        type(weight) is WeightProxy
+        and weight.recorder.is_recording
+        and type(op_input) in _PLAIN_TYPES
+        and (bias is None or type(bias) in _PLAIN_TYPES)
         and weight.original.requires_grad
     )
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _flatten_to_rows(tensor: Tensor) -> Tensor:
     dimensions = tensor.dim()
     if dimensions == 2:
         return tensor
     return tensor.unsqueeze(0) if dimensions == 1 else tensor.flatten(0, -2)
 
 
-def _of_linear(gradient: Tensor, given: Tensor) -> Tensor:
-    return _rows(gradient).t().mm(_rows(given).conj())
+def _linear_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
+    return _flatten_to_rows(output_grad).t().mm(_flatten_to_rows(op_input).conj())
 
 
-def _of_matmul(gradient: Tensor, given: Tensor) -> Tensor:
-    return _rows(given).mH.mm(_rows(gradient))
+def _matmul_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
+    return _flatten_to_rows(op_input).mH.mm(_flatten_to_rows(output_grad))
 
 
-def _of_bmm(gradient: Tensor, given: Tensor) -> Tensor:
-    return given.mH.bmm(gradient)
+def _bmm_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
+    return op_input.mH.bmm(output_grad)
 
 
-def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _defer_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given, weight, bias = (
-        args if len(args) == 3 else _named(args, kwargs, "input", "weight", "bias")
+        args if len(args) == 3 else _bind_arguments(args, kwargs, "input", "weight", "bias")
     )
-    if not _ready(weight, given, bias) or weight.original.dim() != 2:
+    if not _can_defer(weight, given, bias) or weight.original.dim() != 2:
         return None
     if bias is None:
-        return _put_off(weight, _foldable(given), None, _of_linear, func)
+        return _defer(weight, _ensure_foldable(given), None, _linear_weight_grad, func)
     if given.dim() > 2 and not given.is_contiguous():
         given = given.contiguous()
-        return _put_off(weight, given, bias, _of_linear, lambda x, w: func(x, w).add_(bias))
-    return _put_off(weight, given, bias, _of_linear, lambda x, w: func(x, w, bias))
+        return _defer(weight, given, bias, _linear_weight_grad, lambda x, w: func(x, w).add_(bias))
+    return _defer(weight, given, bias, _linear_weight_grad, lambda x, w: func(x, w, bias))
 
 
-def _foldable(given: Tensor) -> Tensor:
+def _ensure_foldable(op_input: Tensor) -> Tensor:
     """PyTorch takes another way to the product, with other roundings, if a weight does not learn.
 
     Unless it can see the input as rows, which is what it copies it to if the weight learns.
     """
-    return given if given.dim() < 3 or given.is_contiguous() else given.contiguous()
+    return op_input if op_input.dim() < 3 or op_input.is_contiguous() else op_input.contiguous()
 
 
-def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight = _named(args, kwargs, "input", "other")
+def _defer_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given, weight = _bind_arguments(args, kwargs, "input", "other")
     if weight is None:
         weight = kwargs.get("mat2")
-    if not _ready(weight, given) or "out" in kwargs:
+    if not _can_defer(weight, given) or "out" in kwargs:
         return None
     original = weight.original
     if original.dim() == 2 and given.dim() > 1:
-        given, formula = _foldable(given), _of_matmul
+        given, formula = _ensure_foldable(given), _matmul_weight_grad
     elif original.dim() == given.dim() == 3 and original.shape[0] == given.shape[0]:
-        formula = _of_bmm
+        formula = _bmm_weight_grad
     else:
         return None
-    return _put_off(weight, given, None, formula, func)
+    return _defer(weight, given, None, formula, func)
 
 
-def _rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _defer_rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight, given = args
-    return _matmul(torch.matmul, (given, weight), {})
+    return _defer_matmul(torch.matmul, (given, weight), {})
 
 
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _defer_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3:  # with factors
         return None
     bias, given, weight = args
-    if not _ready(weight, given, bias):
+    if not _can_defer(weight, given, bias):
         return None
-    return _put_off(weight, given, bias, _of_matmul, lambda x, w: func(bias, x, w))
+    return _defer(weight, given, bias, _matmul_weight_grad, lambda x, w: func(bias, x, w))
 
 
-def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight, bias = _named(args, kwargs, "input", "weight", "bias")
-    if not _ready(weight, given, bias) or given.is_complex():
+def _defer_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given, weight, bias = _bind_arguments(args, kwargs, "input", "weight", "bias")
+    if not _can_defer(weight, given, bias) or given.is_complex():
         return None
     padding = args[4] if len(args) > 4 else kwargs.get("padding")
     if given.dim() != weight.original.dim() or padding == "same":
@@ -245,45 +254,62 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight", "bias")}
     used: list[Any] = []
 
-    def operation(given: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = func(given, weight, bias, *args[3:], **rest)
-        settings = [getattr(output.grad_fn, f"_saved_{name}") for name in _SETTINGS]
+    def run_convolution(op_input: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = func(op_input, weight, bias, *args[3:], **rest)
+        settings = [getattr(output.grad_fn, f"_saved_{name}") for name in _CONVOLUTION_ATTRIBUTES]
         used.extend([weight, None, *settings])
         return output
 
-    def of_weight(gradient: Tensor, given: Tensor) -> Tensor:
+    def convolution_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
         mask = [False, True, False]
-        found: Tensor = torch.ops.aten.convolution_backward(gradient, given, *used, mask)[1]
+        found: Tensor = torch.ops.aten.convolution_backward(output_grad, op_input, *used, mask)[1]
         return found
 
-    return _put_off(weight, given, bias, of_weight, operation)
+    return _defer(weight, given, bias, convolution_weight_grad, run_convolution)
 
 
-_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_CONVOLUTION_ATTRIBUTES = (
+    "stride",
+    "padding",
+    "dilation",
+    "transposed",
+    "output_padding",
+    "groups",
+)
 
 
-def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    indices, weight = _named(args, kwargs, "input", "weight")
-    if not _ready(weight, indices):
+def _defer_embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    indices, weight = _bind_arguments(args, kwargs, "input", "weight")
+    if not _can_defer(weight, indices):
         return None
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight")}
-    return _put_off(weight, indices, None, _of_linear, lambda i, w: func(i, w, *args[2:], **rest))
+    return _defer(
+        weight, indices, None, _linear_weight_grad, lambda i, w: func(i, w, *args[2:], **rest)
+    )
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _wrap_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a weight: a weight again, or several."""
-    if not args or type(args[0]) is not Weight or not args[0].shelf.is_open:
+    if not args or type(args[0]) is not WeightProxy or not args[0].recorder.is_recording:
         return None
-    weight: Weight = args[0]
+    weight: WeightProxy = args[0]
 
-    def stand_in(found: Tensor) -> Tensor:
-        return Weight.of(found, weight.leaf, weight.shelf) if found.requires_grad else found
+    def wrap_if_trainable(view: Tensor) -> Tensor:
+        return (
+            WeightProxy.wrap(view, weight.parameter, weight.recorder)
+            if view.requires_grad
+            else view
+        )
 
     found = func(weight.original, *args[1:], **kwargs)
-    return stand_in(found) if isinstance(found, Tensor) else tuple(map(stand_in, found))
+    return (
+        wrap_if_trainable(found)
+        if isinstance(found, Tensor)
+        else tuple(map(wrap_if_trainable, found))
+    )
 
 
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PyTorch's own hands its weights on to `linear`, which must see the stand-ins.
 
     So it must not ask whether one of its arguments has a mind of its own.
@@ -294,7 +320,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return opened(*args, **kwargs)
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
+def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
     return [args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names)]
 
 
@@ -309,14 +335,14 @@ _VIEWS = (
     *(Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind),
 )
 
-_WAYS: dict[Any, Way] = {
-    functional.linear: _linear,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, torch.mm, Tensor.mm), _matmul),
-    **dict.fromkeys((Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul),
-    Tensor.__rmatmul__: _rmatmul,
-    torch.addmm: _addmm,
-    **dict.fromkeys(_CONVOLUTIONS, _convolution),
-    functional.embedding: _embedding,
-    **dict.fromkeys(_VIEWS, _view),
-    functional.multi_head_attention_forward: _attention,
+_OP_HANDLERS: dict[Any, OpHandler] = {
+    functional.linear: _defer_linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, torch.mm, Tensor.mm), _defer_matmul),
+    **dict.fromkeys((Tensor.__matmul__, torch.bmm, Tensor.bmm), _defer_matmul),
+    Tensor.__rmatmul__: _defer_rmatmul,
+    torch.addmm: _defer_addmm,
+    **dict.fromkeys(_CONVOLUTIONS, _defer_convolution),
+    functional.embedding: _defer_embedding,
+    **dict.fromkeys(_VIEWS, _wrap_view),
+    functional.multi_head_attention_forward: _run_attention,
 }

@@ -16,68 +16,68 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.stage.parcel import Parcel
-from penstock.stage.timing import Timers
+from penstock.stage.parcel import Payload
+from penstock.stage.timing import EventPool
 
 
-class Stamp(NamedTuple):
+class GraphTimestamp(NamedTuple):
     """A moment of which each replay of a captured step writes down when it was."""
 
     device: torch.device
-    number: int
+    slot: int
 
 
-Moment = float | torch.cuda.Event | Stamp
+Timestamp = float | torch.cuda.Event | GraphTimestamp
 
 
-class Place(Protocol):
+class Device(Protocol):
     """What a rank needs to know of its device."""
 
     device: torch.device
 
-    def entered(self) -> Any:
+    def activate(self) -> Any:
         """Within, this thread computes there."""
 
-    def now(self, after: Moment | None = None) -> Moment:
+    def record_timestamp(self, previous: Timestamp | None = None) -> Timestamp:
         """A moment in the order of what is computed there.
 
         It may be the one that it comes `after`, if there is nothing in between.
         """
 
-    def sent(self, start: Moment) -> Moment:
+    def record_send_end(self, start: Timestamp) -> Timestamp:
         """When a message that was begun to be sent then was on its way."""
 
-    def forget(self, moments: Iterable[Moment]) -> None:
+    def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
         """Nobody asks for these any more."""
 
-    def arrived(self, parcel: Parcel) -> Parcel:
+    def receive(self, payload: Payload) -> Payload:
         """What another rank sent, for what is computed here from now on."""
 
-    def join(self, streams: Streams) -> None:
+    def wait_for_caller(self, caller_streams: CallerStreams) -> None:
         """What is computed from now on comes after what the caller has asked for so far."""
 
-    def part(self, streams: Streams) -> None:
+    def release_to_caller(self, caller_streams: CallerStreams) -> None:
         """What the caller asks for from now on comes after what is computed so far."""
 
 
-class Streams:
+class CallerStreams:
     """The caller's current stream on each device, and an event on it, made when first needed."""
 
     def __init__(self) -> None:
         self._events: dict[torch.device, torch.cuda.Event] = {}
 
-    def of(self, device: torch.device) -> torch.cuda.Stream:
+    def current(self, device: torch.device) -> torch.cuda.Stream:
         """Current on the device."""
         return torch.cuda.current_stream(device)
 
     def event(self, device: torch.device) -> torch.cuda.Event:
         """One event of the caller's, whoever asks first."""
         if device not in self._events:
-            self._events[device] = self.of(device).record_event()
+            self._events[device] = self.current(device).record_event()
         return self._events[device]
 
 
-_NOTHING_TO_ENTER = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class Cpu:
@@ -88,37 +88,37 @@ class Cpu:
     def __repr__(self) -> str:
         return "cpu"
 
-    def entered(self) -> AbstractContextManager[None]:
+    def activate(self) -> AbstractContextManager[None]:
         """Every thread is there."""
-        return _NOTHING_TO_ENTER
+        return _NULL_CONTEXT
 
-    def now(self, after: Moment | None = None) -> float:
+    def record_timestamp(self, previous: Timestamp | None = None) -> float:
         """The host's clock."""
         return time.perf_counter()
 
-    def sent(self, start: Moment) -> float:
+    def record_send_end(self, start: Timestamp) -> float:
         """The host's clock."""
         return time.perf_counter()
 
-    def forget(self, moments: Iterable[Moment]) -> None:
+    def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
         """They are numbers."""
 
-    def arrived(self, parcel: Parcel) -> Parcel:
+    def receive(self, payload: Payload) -> Payload:
         """All ranks share the host's memory."""
-        return parcel
+        return payload
 
-    def join(self, streams: Streams) -> None:
+    def wait_for_caller(self, caller_streams: CallerStreams) -> None:
         """Everything on the host is in order as it is."""
 
-    def part(self, streams: Streams) -> None:
+    def release_to_caller(self, caller_streams: CallerStreams) -> None:
         """Everything on the host is in order as it is."""
 
 
-class _Timer(torch.cuda.Event):
+class _TimingEvent(torch.cuda.Event):
     """An event that is used again: told from moments of other kinds, which are not."""
 
-    def __new__(cls) -> _Timer:
-        made: _Timer = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]
+    def __new__(cls) -> _TimingEvent:
+        made: _TimingEvent = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -129,13 +129,13 @@ class Gpu:
         self,
         device: torch.device,
         name: str | None = None,
-        stream: Callable[[], torch.cuda.Stream] | None = None,
+        create_stream: Callable[[], torch.cuda.Stream] | None = None,
     ) -> None:
         self.device = device
         self._name = name or str(device)
-        make = stream or (lambda: torch.cuda.Stream(device))
-        self.compute, self.copy = make(), make()
-        self._timers = Timers(_Timer)
+        make = create_stream or (lambda: torch.cuda.Stream(device))
+        self.compute_stream, self.copy_stream = make(), make()
+        self._event_pool = EventPool(_TimingEvent)
 
     def __repr__(self) -> str:
         return self._name
@@ -144,101 +144,103 @@ class Gpu:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return place_at, (str(self.device),)
+        return resolve_device, (str(self.device),)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Within, kernels go to the compute stream."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute_stream):
             yield
 
-    def now(self, after: Moment | None = None) -> Moment:
+    def record_timestamp(self, previous: Timestamp | None = None) -> Timestamp:
         """An event on the compute stream. In a layer that is captured, nobody asks for times."""
         if torch.cuda.is_current_stream_capturing():
             return 0.0
-        return self._timers.now(self.compute, after if isinstance(after, _Timer) else None)
+        return self._event_pool.record(
+            self.compute_stream, previous if isinstance(previous, _TimingEvent) else None
+        )
 
-    def sent(self, start: Moment) -> Moment:
+    def record_send_end(self, start: Timestamp) -> Timestamp:
         """The compute stream has no part in it."""
         return start
 
-    def forget(self, moments: Iterable[Moment]) -> None:
+    def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
         """They are used again."""
-        self._timers.give_back(moments)
+        self._event_pool.recycle(timestamps)
 
-    def arrived(self, parcel: Parcel) -> Parcel:
+    def receive(self, payload: Payload) -> Payload:
         """It was copied on its way."""
-        return parcel
+        return payload
 
-    def join(self, streams: Streams) -> None:
+    def wait_for_caller(self, caller_streams: CallerStreams) -> None:
         """The compute stream waits for the caller's."""
-        self.compute.wait_event(streams.event(self.device))
+        self.compute_stream.wait_event(caller_streams.event(self.device))
 
-    def part(self, streams: Streams) -> None:
+    def release_to_caller(self, caller_streams: CallerStreams) -> None:
         """The caller's stream waits for the compute stream."""
-        streams.of(self.device).wait_stream(self.compute)
+        caller_streams.current(self.device).wait_stream(self.compute_stream)
 
 
-class Delivery:
+class InFlightPayload:
     """A parcel on its way, and the event after which its receiver may read it.
 
     If it is `lent`, its sender looks after the memory.
     """
 
     def __init__(
-        self, parcel: Parcel, copied: torch.cuda.Event | None = None, lent: bool = False
+        self, payload: Payload, ready_event: torch.cuda.Event | None = None, borrowed: bool = False
     ) -> None:
-        self._parcel, self._copied, self._lent = parcel, copied, lent
+        self._payload, self._ready_event, self._borrowed = payload, ready_event, borrowed
 
-    def taken(self, receiver: Place) -> Parcel:
+    def receive_on(self, receiver: Device) -> Payload:
         """The parcel, for what the receiver computes from now on."""
-        if self._copied is not None and isinstance(receiver, Gpu):
-            receiver.compute.wait_event(self._copied)
-            if not self._lent:
-                used_on(receiver.compute, self._parcel.tensors)
-        return receiver.arrived(self._parcel)
+        if self._ready_event is not None and isinstance(receiver, Gpu):
+            receiver.compute_stream.wait_event(self._ready_event)
+            if not self._borrowed:
+                record_stream(receiver.compute_stream, self._payload.tensors)
+        return receiver.receive(self._payload)
 
 
-def used_on(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
+def record_stream(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
     """Keep the allocator from giving their memory away before the stream has read them."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(stream)
 
 
-def within_reach(sender: Place, receiver: Place) -> bool:
+def shares_memory(sender: Device, receiver: Device) -> bool:
     """Is what the one has computed in the other's memory already?"""
     return sender.device == receiver.device
 
 
-def carry(parcel: Parcel, sender: Place, receiver: Place) -> Delivery:
+def transfer(payload: Payload, sender: Device, receiver: Device) -> InFlightPayload:
     """Send a parcel that was computed at one place to another.
 
     Within one GPU nothing is copied: a copy would wait until a kernel ends, since kernels that
     multiply large matrices give none of their multiprocessors back before.
     """
     if isinstance(sender, Gpu):
-        computed = sender.compute.record_event()
-        if within_reach(sender, receiver):
-            return Delivery(parcel, computed)
-        sender.copy.wait_event(computed)
-        used_on(sender.copy, parcel.tensors)
-        with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy):
-            moved = parcel.moved(lambda t: copy(t, receiver.device))
-            return Delivery(moved, sender.copy.record_event())
+        computed = sender.compute_stream.record_event()
+        if shares_memory(sender, receiver):
+            return InFlightPayload(payload, computed)
+        sender.copy_stream.wait_event(computed)
+        record_stream(sender.copy_stream, payload.tensors)
+        with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy_stream):
+            moved = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
+            return InFlightPayload(moved, sender.copy_stream.record_event())
     if isinstance(receiver, Gpu):  # from pageable memory: the host waits for the copy
-        with torch.cuda.device(receiver.device), torch.cuda.stream(receiver.copy):
-            moved = parcel.moved(lambda t: copy(t, receiver.device))
-            return Delivery(moved, receiver.copy.record_event())
-    return Delivery(parcel)
+        with torch.cuda.device(receiver.device), torch.cuda.stream(receiver.copy_stream):
+            moved = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
+            return InFlightPayload(moved, receiver.copy_stream.record_event())
+    return InFlightPayload(payload)
 
 
-def copy(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, made on the current stream."""
     return tensor.to(device, non_blocking=device.type == "cuda", copy=True)
 
 
-def place_at(device: Any) -> Place:
+def resolve_device(device: Any) -> Device:
     """The place that a user means by a device."""
     if isinstance(device, Cpu | Gpu):
         return device

@@ -26,108 +26,110 @@ from torch.utils._pytree import tree_iter
 
 from penstock.errors import RunError
 from penstock.stage.checkpointing import is_checkpointing
-from penstock.stage.compiled import keep_out
+from penstock.stage.compiled import skip_dynamo_tracing
 
-_one_at_a_time = threading.Lock()
+_shared_generator_lock = threading.Lock()
 
 
-def shared_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+def get_shared_rng_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Where the generators stand that all threads share: the host's and the devices'."""
     different = sorted({*map(str, devices), "cpu"})
-    return [shared_generator(torch.device(device)).get_state() for device in different]
+    return [get_shared_generator(torch.device(device)).get_state() for device in different]
 
 
-def next_seed() -> int:
+def peek_seed() -> int:
     """What the caller's generator would give next, without moving it on.
 
     A pipe in a layer of another is seeded by the other's cell, so that it is recomputed alike.
     """
-    if _in_a_cell():
+    if _is_inside_cell():
         return int(torch.randint(2**62, (), device="cpu"))
     peek = torch.Generator()
     peek.set_state(torch.default_generator.get_state())
-    return _seed_from(peek)
+    return _draw_seed(peek)
 
 
-def move_on() -> None:
+def advance_caller_rng() -> None:
     """Past that seed."""
-    if not _in_a_cell():
-        _seed_from(torch.default_generator)
+    if not _is_inside_cell():
+        _draw_seed(torch.default_generator)
 
 
-def _in_a_cell() -> bool:
-    return isinstance(_get_current_dispatch_mode(), OwnRandom)
+def _is_inside_cell() -> bool:
+    return isinstance(_get_current_dispatch_mode(), CellRngMode)
 
 
-def _seed_from(generator: torch.Generator) -> int:
+def _draw_seed(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
-def seed_of_cell(seed: int, stage: int, microbatch: int) -> int:
+def derive_cell_seed(seed: int, stage: int, microbatch: int) -> int:
     """Different for every cell of every call."""
     return hash((seed, stage, microbatch)) & (2**63 - 1)
 
 
-class Source(Protocol):
+class RngSource(Protocol):
     """Where the random numbers of one computation of a cell come from."""
 
     @property
-    def drew(self) -> bool:
+    def has_drawn(self) -> bool:
         """Has anything been drawn? (Attention without dropout could have, and has not.)"""
 
-    def on(self, device: torch.device) -> torch.Generator:
+    def generator_for(self, device: torch.device) -> torch.Generator:
         """The generator of its own on a device."""
 
-    def lent(self, mine: torch.Generator) -> AbstractContextManager[None]:
+    def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
         """Within, the generator that all threads share gives the numbers of `mine`."""
 
 
-class Seeded:
+class SeededRng:
     """Generators that begin with a seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._fresh: dict[torch.device, torch.Tensor] = {}
+        self._initial_states: dict[torch.device, torch.Tensor] = {}
 
     @property
-    def drew(self) -> bool:
+    def has_drawn(self) -> bool:
         """Is any of them further on than at its beginning?"""
         found = self._generators.items()
-        return any(not torch.equal(g.get_state(), self._fresh[device]) for device, g in found)
+        return any(
+            not torch.equal(g.get_state(), self._initial_states[device]) for device, g in found
+        )
 
-    def on(self, device: torch.device) -> torch.Generator:
+    def generator_for(self, device: torch.device) -> torch.Generator:
         """Made when it is first needed."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-            self._fresh[device] = self._generators[device].get_state()
+            self._initial_states[device] = self._generators[device].get_state()
         return self._generators[device]
 
     @contextmanager
-    def lent(self, mine: torch.Generator) -> Iterator[None]:
+    def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
         """One thread at a time."""
-        with _one_at_a_time:
-            shared = shared_generator(mine.device)
+        with _shared_generator_lock:
+            shared = get_shared_generator(generator.device)
             before = shared.get_state()
-            shared.set_state(mine.get_state())
+            shared.set_state(generator.get_state())
             try:
                 yield
             finally:
-                mine.set_state(shared.get_state())
+                generator.set_state(shared.get_state())
                 shared.set_state(before)
 
 
-class OwnRandom(TorchDispatchMode):
+class CellRngMode(TorchDispatchMode):
     """Draws below it come from a source: by default, one that begins with a seed."""
 
-    def __init__(self, source: Source | int) -> None:
+    def __init__(self, source: RngSource | int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._source = Seeded(source) if isinstance(source, int) else source
+        self._source = SeededRng(source) if isinstance(source, int) else source
 
     @property
-    def drew(self) -> bool:
+    def has_drawn(self) -> bool:
         """Has anything been drawn?"""
-        return self._source.drew
+        return self._source.has_drawn
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,9 +141,9 @@ class OwnRandom(TorchDispatchMode):
         """Or a compiled layer that was called below this once is never run compiled again."""
         return True
 
-    def __enter__(self) -> OwnRandom:
+    def __enter__(self) -> CellRngMode:
         """For this thread. PyTorch's own way also sets flags that all threads share."""
-        keep_out(__name__)
+        skip_dynamo_tracing(__name__)
         _push_mode(self)
         return self
 
@@ -154,14 +156,14 @@ class OwnRandom(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # what no function mode has seen, it need not see now
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            if not draws or draws_nothing(func, args, kwargs):
+            if not draws or is_deterministic_call(func, args, kwargs):
                 return func(*args, **kwargs)
-            return self._draw(func, args, kwargs)
+            return self._run_random_op(func, args, kwargs)
 
-    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _in_a_cell():  # of a pipe around this one: what is drawn here is not its affair
+    def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_inside_cell():  # of a pipe around this one: what is drawn here is not its affair
             with _pop_mode_temporarily():
-                return self._draw(func, args, kwargs)
+                return self._run_random_op(func, args, kwargs)
         if kwargs.get("generator") is not None:
             if is_checkpointing():
                 raise RunError(
@@ -170,15 +172,15 @@ class OwnRandom(TorchDispatchMode):
                     "or set checkpoint='never'"
                 )
             return func(*args, **kwargs)  # its own affair
-        _refuse_inside_checkpoint()
-        mine = self._source.on(_device_of(args, kwargs))
+        _reject_inside_torch_checkpoint()
+        mine = self._source.generator_for(_find_device(args, kwargs))
         if any(argument.name == "generator" for argument in func._schema.arguments):
             return func(*args, **{**kwargs, "generator": mine})
-        with self._source.lent(mine):  # it reads the shared generator
+        with self._source.replace_shared_generator(mine):  # it reads the shared generator
             return func(*args, **kwargs)
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     for leaf in tree_iter((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
@@ -188,20 +190,20 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return device
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
+def seed_shared_generators(seed: int, device: torch.device) -> None:
     """Those that all threads share: the host's and this device's, and no other device's."""
     for where in dict.fromkeys((torch.device("cpu"), device)):
-        shared_generator(where).manual_seed(seed)
+        get_shared_generator(where).manual_seed(seed)
 
 
-def shared_generator(device: torch.device) -> torch.Generator:
+def get_shared_generator(device: torch.device) -> torch.Generator:
     """The one that all threads share."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator
 
 
-def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_deterministic_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Attention could draw, and does not without dropout; nor does an LSTM of cuDNN's.
 
     A backward that is given what its forward has drawn repeats that.
@@ -217,7 +219,7 @@ def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return False
 
 
-def _refuse_inside_checkpoint() -> None:
+def _reject_inside_torch_checkpoint() -> None:
     """Its repetition, in the backward, would be outside of this mode and draw other numbers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -17,21 +17,21 @@ from torch.nn import _reduction, functional
 
 LossFn = Callable[..., Any]
 
-_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_MODULES = tuple(
+_COUNTED_LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_COUNTED_LOSS_MODULES = tuple(
     getattr(nn, name)
     for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last since 2.13
     if hasattr(nn, name)
 )
-IGNORED = -100  # unless the loss says otherwise
+DEFAULT_IGNORE_INDEX = -100  # unless the loss says otherwise
 
 
 @dataclass(frozen=True)
-class Counting:
+class TargetCounter:
     """What the targets of a micro-batch count for, on their device; the host does not wait."""
 
-    ignored: int = IGNORED
-    classes: Tensor | None = None  # the weight of each
+    ignore_index: int = DEFAULT_IGNORE_INDEX
+    class_weights: Tensor | None = None  # the weight of each
 
     def __call__(self, target: Tensor) -> Tensor:
         """One number.
@@ -42,23 +42,25 @@ class Counting:
         if target.is_floating_point():  # probabilities of the classes, along dim 1
             rows = target[:, 0].numel() if target.dim() > 1 else 1
             return torch.full((), rows, dtype=torch.float64, device=target.device)
-        counts = target != self.ignored
-        if self.classes is None:
+        counts = target != self.ignore_index
+        if self.class_weights is None:
             return counts.sum(dtype=torch.float64)
-        known = target.long().clamp(0, len(self.classes) - 1)  # the loss itself finds wrong ones
-        weights = self.classes.detach().to(target.device)[known]
+        known = target.long().clamp(
+            0, len(self.class_weights) - 1
+        )  # the loss itself finds wrong ones
+        weights = self.class_weights.detach().to(target.device)[known]
         return weights.where(counts, 0).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class LossReduction:
     """The rule of one step. Where nothing is counted, a mean is by rows, or as the loss says."""
 
-    sums: bool
-    counting: Counting | None = None
+    is_sum: bool
+    target_counter: TargetCounter | None = None
 
 
-def reduction_of(loss_fn: LossFn | None, asked: str | None) -> Reduction:
+def resolve_reduction(loss_fn: LossFn | None, requested: str | None) -> LossReduction:
     """What was asked for, or what the loss itself does."""
     loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)  # of a module that was compiled
     keywords = loss_fn.keywords if isinstance(loss_fn, partial) else {}
@@ -67,17 +69,24 @@ def reduction_of(loss_fn: LossFn | None, asked: str | None) -> Reduction:
         own = _reduction.legacy_get_string(
             keywords.get("size_average"), keywords.get("reduce"), emit_warning=False
         )
-    if (asked or own) == "sum":
-        return Reduction(sums=True)
-    return Reduction(sums=False, counting=_counting(loss_fn, keywords) if own == "mean" else None)
+    if (requested or own) == "sum":
+        return LossReduction(is_sum=True)
+    return LossReduction(
+        is_sum=False,
+        target_counter=_find_target_counter(loss_fn, keywords) if own == "mean" else None,
+    )
 
 
-def _counting(loss_fn: Any, keywords: dict[str, Any]) -> Counting | None:
+def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounter | None:
     function = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
-    if function in _FUNCTIONS:
-        return Counting(keywords.get("ignore_index", IGNORED), keywords.get("weight"))
-    for known in _MODULES:
+    if function in _COUNTED_LOSS_FUNCTIONS:
+        return TargetCounter(
+            keywords.get("ignore_index", DEFAULT_IGNORE_INDEX), keywords.get("weight")
+        )
+    for known in _COUNTED_LOSS_MODULES:
         if isinstance(loss_fn, known) and type(loss_fn).forward is known.forward:
             ignored = loss_fn.ignore_index
-            return Counting(IGNORED if ignored is None else ignored, loss_fn.weight)
+            return TargetCounter(
+                DEFAULT_IGNORE_INDEX if ignored is None else ignored, loss_fn.weight
+            )
     return None

@@ -10,80 +10,92 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-Quietly = dict[tuple[nn.Module, str], bool]  # is the buffer written so that nobody counts it?
+SilentWrites = dict[tuple[nn.Module, str], bool]  # is the buffer written so that nobody counts it?
 
 
-class Copied(NamedTuple):
+class BufferSnapshot(NamedTuple):
     """A buffer before a forward: which it was, and what it held."""
 
-    owner: nn.Module
+    module: nn.Module
     name: str
     buffer: Tensor
     version: int
-    before: Tensor
+    value: Tensor
 
 
-def _only_tracks(owner: nn.Module) -> bool:
+def _has_write_only_buffers(module: nn.Module) -> bool:
     """Is it a norm as PyTorch or we wrote it, which never reads its statistics in training?"""
-    library = type(owner).__module__.partition(".")[0]
-    return isinstance(owner, _NormBase) and library in ("torch", "penstock")
+    library = type(module).__module__.partition(".")[0]
+    return isinstance(module, _NormBase) and library in ("torch", "penstock")
 
 
-def copied(owners: Sequence[nn.Module]) -> list[Copied]:
+def snapshot_buffers(modules: Sequence[nn.Module]) -> list[BufferSnapshot]:
     """What the buffers hold now. Running statistics are left out: training never reads them."""
     return [
-        Copied(owner, name, buffer, buffer._version, buffer.clone())
-        for owner in owners
-        if not _only_tracks(owner)
+        BufferSnapshot(owner, name, buffer, buffer._version, buffer.clone())
+        for owner in modules
+        if not _has_write_only_buffers(owner)
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
 
 
-def changed(copies: Sequence[Copied]) -> list[Copied]:
+def find_changed(snapshots: Sequence[BufferSnapshot]) -> list[BufferSnapshot]:
     """Those that have been written or replaced since."""
-    return [copy for copy in copies if not _is_held(copy) or copy.buffer._version != copy.version]
+    return [
+        copy
+        for copy in snapshots
+        if not _is_registered(copy) or copy.buffer._version != copy.version
+    ]
 
 
-def _is_held(copy: Copied) -> bool:
+def _is_registered(snapshot: BufferSnapshot) -> bool:
     """What a ScriptModule has as the table of its buffers is no dict."""
-    table = copy.owner._buffers
-    return copy.name in table and table[copy.name] is copy.buffer
+    table = snapshot.module._buffers
+    return snapshot.name in table and table[snapshot.name] is snapshot.buffer
 
 
-def written(copies: Sequence[Copied], quietly: Quietly) -> list[Copied]:
+def find_written(
+    snapshots: Sequence[BufferSnapshot], silent_writes: SilentWrites
+) -> list[BufferSnapshot]:
     """The same of a forward; also those that it wrote so that no version tells.
 
     By their `.data`, or as PyTorch's own batch_norm does. With one of a module's buffers come the
     others: it may have written to them what they held. To compare numbers, a host must wait for its
     GPU: there it is done once for each buffer.
     """
-    found = {id(copy) for copy in changed(copies)}
-    for copy in copies:
-        place = copy.owner, copy.name
-        if id(copy) not in found and (place not in quietly or copy.buffer.device.type == "cpu"):
-            differs = not torch.equal(copy.buffer, copy.before)
-            quietly[place] = differs or quietly.get(place, False)
-    writers = {copy.owner for copy in copies if quietly.get((copy.owner, copy.name))}
-    return [copy for copy in copies if id(copy) in found or copy.owner in writers]
+    found = {id(copy) for copy in find_changed(snapshots)}
+    for copy in snapshots:
+        place = copy.module, copy.name
+        if id(copy) not in found and (
+            place not in silent_writes or copy.buffer.device.type == "cpu"
+        ):
+            differs = not torch.equal(copy.buffer, copy.value)
+            silent_writes[place] = differs or silent_writes.get(place, False)
+    writers = {copy.module for copy in snapshots if silent_writes.get((copy.module, copy.name))}
+    return [copy for copy in snapshots if id(copy) in found or copy.module in writers]
 
 
-def untouched(copies: Sequence[Copied], those: Sequence[Copied]) -> list[Copied]:
+def exclude_written(
+    snapshots: Sequence[BufferSnapshot], written: Sequence[BufferSnapshot]
+) -> list[BufferSnapshot]:
     """The copies but those, without what they held."""
-    names = {(copy.owner, copy.name) for copy in those}
-    left = [copy for copy in copies if (copy.owner, copy.name) not in names]
-    return [copy._replace(before=copy.buffer) for copy in left]
+    names = {(copy.module, copy.name) for copy in written}
+    left = [copy for copy in snapshots if (copy.module, copy.name) not in names]
+    return [copy._replace(value=copy.buffer) for copy in left]
 
 
 @contextmanager
-def rewound(owners: Sequence[nn.Module], copies: Sequence[Copied]) -> Iterator[None]:
+def restore_buffers(
+    modules: Sequence[nn.Module], snapshots: Sequence[BufferSnapshot]
+) -> Iterator[None]:
     """Within, the buffers that a forward changed are as it found them; after, as they were."""
-    now = [(owner, name, buffer) for owner in owners for name, buffer in owner._buffers.items()]
+    now = [(owner, name, buffer) for owner in modules for name, buffer in owner._buffers.items()]
     for owner, name, buffer in now:
-        if buffer is not None and _only_tracks(owner):
+        if buffer is not None and _has_write_only_buffers(owner):
             owner._buffers[name] = buffer.clone()
-    for copy in copies:
-        copy.owner._buffers[copy.name] = copy.before.clone()
+    for copy in snapshots:
+        copy.module._buffers[copy.name] = copy.value.clone()
     try:
         yield
     finally:
@@ -92,7 +104,7 @@ def rewound(owners: Sequence[nn.Module], copies: Sequence[Copied]) -> Iterator[N
 
 
 @contextmanager
-def training_as(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+def override_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
     """Within, the modules are in training or not as the flags say; after, as they were."""
     now = [module.training for module in modules]
     if now == list(flags):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.gradients.shards import local
-from penstock.stage.parcel import Parcel
+from penstock.gradients.shards import to_local
+from penstock.stage.parcel import Payload
 
 
-def _home(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Where it is; of a sparse tensor, where its values are; of one in parts, where its part is."""
-    tensor = local(tensor)
+    tensor = to_local(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:
@@ -26,48 +26,51 @@ def _home(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def memory(tensors: Iterable[Tensor | None]) -> set[int]:
+def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
     """Where they are."""
-    return {_home(t) for t in tensors if t is not None and t.numel()}
+    return {_storage_address(t) for t in tensors if t is not None and t.numel()}
 
 
-def mark_shared(parcels: Collection[Parcel]) -> None:
+def mark_shared(payloads: Collection[Payload]) -> None:
     """Tell each parcel which of its tensors have their memory in common with another tensor."""
-    homes: dict[int, list[tuple[Parcel, int]]] = {}
-    for parcel in parcels:
+    homes: dict[int, list[tuple[Payload, int]]] = {}
+    for parcel in payloads:
         for at, tensor in enumerate(parcel.tensors):
             if tensor is not None and tensor.numel():
-                homes.setdefault(_home(tensor), []).append((parcel, at))
+                homes.setdefault(_storage_address(tensor), []).append((parcel, at))
     for places in homes.values():
         if len(places) > 1:
             for parcel, at in places:
                 parcel.shared |= {at}
 
 
-def protect(
-    parcel: Parcel, places: Iterable[int], own: Collection[int], others: Collection[int]
+def protect_shared_tensors(
+    payload: Payload,
+    tensor_indices: Iterable[int],
+    stage_addresses: Collection[int],
+    read_only_addresses: Collection[int],
 ) -> None:
     """Mark tensors at these places that are in the stage's `own` memory, or in that of `others`.
 
     Parameters and buffers that are passed on go as copies.
     """
-    tensors = list(parcel.tensors)
-    for at in places:
+    tensors = list(payload.tensors)
+    for at in tensor_indices:
         tensor = tensors[at]
         if tensor is None or not tensor.numel():
             continue
-        home = _home(tensor)
-        if home in own:
+        home = _storage_address(tensor)
+        if home in stage_addresses:
             tensors[at] = tensor.clone()
-        if home in own or home in others:
-            parcel.shared |= {at}
-    parcel.tensors = tuple(tensors)
+        if home in stage_addresses or home in read_only_addresses:
+            payload.shared |= {at}
+    payload.tensors = tuple(tensors)
 
 
-def check_unchanged(read_only: Sequence[Parcel], before: Sequence[int]) -> None:
+def check_unchanged(read_only_payloads: Sequence[Payload], versions_before: Sequence[int]) -> None:
     """Nobody may change a tensor in place that others read too."""
-    each = iter(before)
-    for parcel in read_only:
+    each = iter(versions_before)
+    for parcel in read_only_payloads:
         for at, tensor in enumerate(parcel.tensors):
             if tensor is None or tensor.is_inference():
                 continue

@@ -17,8 +17,8 @@ from uuid import uuid4
 
 from torch import nn
 
-from penstock.errors import KindError, RunError
-from penstock.stage.compiled import never_compiled
+from penstock.errors import PenstockTypeError, RunError
+from penstock.stage.compiled import disable_compile
 
 # ---- names --------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Namespace:
 class SkipKey(NamedTuple):
     """What a skip connection is known by: a name, within a namespace or without one."""
 
-    space: str
+    namespace_id: str
     name: str
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class SkipKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Declared:
+class SkipDeclaration:
     """The names that a class of layers says it stashes and pops."""
 
     stash: frozenset[str]
@@ -88,22 +88,22 @@ class Skips:
         return value
 
 
-class _InThisThread(threading.local):
+class _SkipState(threading.local):
     def __init__(self) -> None:
         self.skips = Skips()
 
 
-_here = _InThisThread()
+_thread_state = _SkipState()
 
 
 @contextmanager
 def use_skips(skips: Skips) -> Iterator[None]:
     """Let the layers of this thread stash into and pop from these."""
-    before, _here.skips = _here.skips, skips
+    before, _thread_state.skips = _thread_state.skips, skips
     try:
         yield
     finally:
-        _here.skips = before
+        _thread_state.skips = before
 
 
 # ---- skippable layers ---------------------------------------------------------------------
@@ -111,38 +111,40 @@ def use_skips(skips: Skips) -> Iterator[None]:
 M = TypeVar("M", bound=nn.Module)
 
 
-def declared(module: nn.Module) -> Declared | None:
+def get_skip_declaration(module: nn.Module) -> SkipDeclaration | None:
     """What the layer declares, if it is skippable."""
     return getattr(type(module), "_skips", None)
 
 
-def _space(module: nn.Module, name: str) -> str:
+def _find_namespace_id(module: nn.Module, name: str) -> str:
     namespace = getattr(module, "_namespaces", {}).get(name)
     return namespace.id if namespace else ""
 
 
 def stashed_keys(module: nn.Module) -> dict[SkipKey, bool]:
     """The keys that the layer itself stashes, each with whether several layers may pop it."""
-    names = declared(module)
+    names = get_skip_declaration(module)
     if not names:
         return {}
-    return {SkipKey(_space(module, n), n): n in names.shared for n in sorted(names.stash)}
+    return {
+        SkipKey(_find_namespace_id(module, n), n): n in names.shared for n in sorted(names.stash)
+    }
 
 
 def popped_keys(module: nn.Module) -> list[SkipKey]:
     """The keys that the layer itself pops."""
-    names = declared(module)
-    return [SkipKey(_space(module, n), n) for n in sorted(names.pop)] if names else []
+    names = get_skip_declaration(module)
+    return [SkipKey(_find_namespace_id(module, n), n) for n in sorted(names.pop)] if names else []
 
 
 def isolate(self: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
     """Put the layer's skip connections, or `only` some of them, into a namespace; gives itself."""
-    names = declared(self)
+    names = get_skip_declaration(self)
     assert names
     chosen = names.stash | names.pop if only is None else set(only)
     unknown = sorted(chosen - names.stash - names.pop)
     if unknown:
-        raise ValueError(f"{type(self).__name__} declares no {_listed(unknown)} to isolate")
+        raise ValueError(f"{type(self).__name__} declares no {_format_names(unknown)} to isolate")
     spaces = {**getattr(self, "_namespaces", {}), **dict.fromkeys(chosen, ns)}
     object.__setattr__(self, "_namespaces", spaces)
     return self
@@ -172,21 +174,23 @@ def skippable(
     given = {"stash": stash, "pop": pop, "shared": shared}
     for argument, value in given.items():
         if isinstance(value, str):
-            raise KindError(f"{argument} is a list of names, not '{value}': write ['{value}']")
-    names = Declared(frozenset(stash), frozenset(pop), frozenset(shared))
+            raise PenstockTypeError(
+                f"{argument} is a list of names, not '{value}': write ['{value}']"
+            )
+    names = SkipDeclaration(frozenset(stash), frozenset(pop), frozenset(shared))
     if not names.shared <= names.stash:
-        stray = _listed(sorted(names.shared - names.stash))
+        stray = _format_names(sorted(names.shared - names.stash))
         raise ValueError(f"shared names are stashed names: {stray} is not among stash")
 
     def decorate(cls: type[M]) -> type[M]:
         if not issubclass(cls, nn.Module):
-            raise KindError(f"@skippable is for classes of modules, not {cls!r}")
+            raise PenstockTypeError(f"@skippable is for classes of modules, not {cls!r}")
         plain = getattr(cls.forward, "_undriven", cls.forward)  # of a skippable class: its own
 
-        @never_compiled  # the compiler knows no generators that others drive
+        @disable_compile  # the compiler knows no generators that others drive
         @wraps(plain)
         def forward(self: M, *args: Any, **kwargs: Any) -> Any:
-            return drive(self, plain(self, *args, **kwargs))
+            return run_skippable_forward(self, plain(self, *args, **kwargs))
 
         forward._undriven = plain  # type: ignore[attr-defined]
         for name, value in (("forward", forward), ("isolate", isolate), ("_skips", names)):
@@ -196,50 +200,54 @@ def skippable(
     return decorate
 
 
-def drive(layer: nn.Module, body: Any) -> Any:
+def run_skippable_forward(layer: nn.Module, forward_result: Any) -> Any:
     """Carry out what a skippable layer's forward yields, and give what it returns."""
-    names = declared(layer)
+    names = get_skip_declaration(layer)
     assert names
     stashed, popped = set[str](), set[str]()
-    output = body
-    if isinstance(body, Generator):
+    output = forward_result
+    if isinstance(forward_result, Generator):
         answer: Any = None
         try:
             while True:
-                request = body.send(answer)
-                answer = _answer(layer, names, request, stashed, popped)
+                request = forward_result.send(answer)
+                answer = _handle_request(layer, names, request, stashed, popped)
         except StopIteration as stop:
             output = stop.value
     for verb, missing in (("stashed", names.stash - stashed), ("popped", names.pop - popped)):
         if missing:
             raise RunError(
-                f"{type(layer).__name__} declares {_listed(sorted(missing))}, but its forward "
+                f"{type(layer).__name__} declares {_format_names(sorted(missing))}, but its forward "
                 f"has not {verb} it"
             )
     return output
 
 
-def _answer(
-    layer: nn.Module, names: Declared, request: Any, stashed: set[str], popped: set[str]
+def _handle_request(
+    layer: nn.Module,
+    declaration: SkipDeclaration,
+    request: Any,
+    stashed: set[str],
+    popped: set[str],
 ) -> Any:
     who = type(layer).__name__
     if isinstance(request, stash):
-        if request.name not in names.stash:
+        if request.name not in declaration.stash:
             raise RunError(f"{who} has not declared '{request.name}' as a name it stashes")
         stashed.add(request.name)
-        key = SkipKey(_space(layer, request.name), request.name)
-        _here.skips.stash(key, request.value, request.name in names.shared)
+        key = SkipKey(_find_namespace_id(layer, request.name), request.name)
+        _thread_state.skips.stash(key, request.value, request.name in declaration.shared)
         return None
     if isinstance(request, pop):
-        if request.name not in names.pop:
+        if request.name not in declaration.pop:
             raise RunError(f"{who} has not declared '{request.name}' as a name it pops")
         popped.add(request.name)
-        key = SkipKey(_space(layer, request.name), request.name)
+        key = SkipKey(_find_namespace_id(layer, request.name), request.name)
         try:
-            return _here.skips.pop(key)
+            return _thread_state.skips.pop(key)
         except KeyError:
             raise RunError(f"{who} pops {key}, but no layer before it has stashed it") from None
-    raise KindError(f"{who} yields {request!r}: yield stash(name, tensor) or pop(name)")
+    raise PenstockTypeError(f"{who} yields {request!r}: yield stash(name, tensor) or pop(name)")
 
 
 # ---- do the names match? ------------------------------------------------------------------
@@ -271,8 +279,8 @@ def verify_skippables(module: nn.Module) -> None:
     problems += [f"no layer pops {key}, which is stashed" for key in stashed if key not in popped]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise KindError(f"what is stashed and what is popped do not match:\n{listed}")
+        raise PenstockTypeError(f"what is stashed and what is popped do not match:\n{listed}")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.stage.driver import checked, driver_for
-from penstock.stage.places import Gpu, Moment, Place, Stamp
+from penstock.stage.driver import check_status, load_driver
+from penstock.stage.places import Device, Gpu, GraphTimestamp, Timestamp
 
-_CODE = b"""
+_TIMESTAMP_PTX = b"""
 .version 7.0
 .target sm_70
 .address_size 64
@@ -33,90 +33,98 @@ _CODE = b"""
     ret;
 }
 """
-_ROOM = 4096  # stamps in one piece of memory
-_WHAT_FOR = "to tell when a captured step does what"
+_SLOTS_PER_BLOCK = 4096  # stamps in one piece of memory
+_PURPOSE = "to tell when a captured step does what"
 
 
-class Stamps:
+class TimestampBuffer:
     """Those of one captured step, on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._taken = device, 0
-        self._memory = [self._piece()]  # before the capture begins
+        self._device, self._slots_used = device, 0
+        self._blocks = [self._allocate_block()]  # before the capture begins
 
-    def take(self, stream: torch.cuda.Stream) -> Stamp:
+    def record(self, stream: torch.cuda.Stream) -> GraphTimestamp:
         """This moment on the stream, which is being captured."""
-        piece, at = divmod(self._taken, _ROOM)
-        if piece == len(self._memory):
-            self._memory.append(self._piece())
-        _launch(stream, self._memory[piece][at:].data_ptr())
-        self._taken += 1
-        return Stamp(self._device, self._taken - 1)
+        piece, at = divmod(self._slots_used, _SLOTS_PER_BLOCK)
+        if piece == len(self._blocks):
+            self._blocks.append(self._allocate_block())
+        _launch_timestamp_kernel(stream, self._blocks[piece][at:].data_ptr())
+        self._slots_used += 1
+        return GraphTimestamp(self._device, self._slots_used - 1)
 
-    def _piece(self) -> Tensor:
-        return torch.empty(_ROOM, dtype=torch.int64, device=self._device)
+    def _allocate_block(self) -> Tensor:
+        return torch.empty(_SLOTS_PER_BLOCK, dtype=torch.int64, device=self._device)
 
-    def copied(self) -> list[Tensor]:
+    def snapshot(self) -> list[Tensor]:
         """What the last replay has written: the next one writes other times."""
-        return [piece.clone() for piece in self._memory]
+        return [piece.clone() for piece in self._blocks]
 
 
-class StampedGpu(Gpu):
+class TimestampedGpu(Gpu):
     """A GPU, or a part of one, in a step that is captured."""
 
-    def __init__(self, place: Gpu, stamps: Stamps) -> None:
-        super().__init__(place.device, repr(place), iter((place.compute, place.copy)).__next__)
-        self._stamps = stamps
+    def __init__(self, gpu: Gpu, timestamps: TimestampBuffer) -> None:
+        super().__init__(
+            gpu.device, repr(gpu), iter((gpu.compute_stream, gpu.copy_stream)).__next__
+        )
+        self._timestamps = timestamps
 
-    def now(self, after: Moment | None = None) -> Stamp:
+    def record_timestamp(self, previous: Timestamp | None = None) -> GraphTimestamp:
         """No host is late in a replay: what follows at once begins where the other ends."""
-        if isinstance(after, Stamp):
-            return after
+        if isinstance(previous, GraphTimestamp):
+            return previous
         with torch.cuda.device(self.device):
-            return self._stamps.take(self.compute)
+            return self._timestamps.record(self.compute_stream)
 
 
-class Clocks:
+class GraphTimestamps:
     """Of all devices of one captured step."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        gpus = [place for place in places if isinstance(place, Gpu)]
-        self._of = {place.device: Stamps(place.device) for place in gpus}
-        self.places = [
-            StampedGpu(place, self._of[place.device]) if isinstance(place, Gpu) else place
-            for place in places
+    def __init__(self, devices: Sequence[Device]) -> None:
+        gpus = [place for place in devices if isinstance(place, Gpu)]
+        self._buffers = {place.device: TimestampBuffer(place.device) for place in gpus}
+        self.devices = [
+            TimestampedGpu(place, self._buffers[place.device]) if isinstance(place, Gpu) else place
+            for place in devices
         ]
 
-    def copied(self) -> Times:
+    def snapshot(self) -> ReplayTimestamps:
         """Those of the last replay, to be read when it has ended."""
-        return Times({device: stamps.copied() for device, stamps in self._of.items()})
+        return ReplayTimestamps(
+            {device: stamps.snapshot() for device, stamps in self._buffers.items()}
+        )
 
 
-class Times:
+class ReplayTimestamps:
     """Of one replay. Those of two devices have nothing in common."""
 
-    def __init__(self, written: dict[torch.device, list[Tensor]]) -> None:
-        self._written = written
+    def __init__(self, blocks: dict[torch.device, list[Tensor]]) -> None:
+        self._blocks = blocks
 
     def read(self) -> dict[torch.device, list[int]]:
         """In nanoseconds since the first, by the number of the stamp. This waits for the replay."""
         found = {}
-        for device, pieces in self._written.items():
+        for device, pieces in self._blocks.items():
             times = [time for piece in pieces for time in piece.tolist()]
             found[device] = [time - times[0] for time in times]
         return found
 
 
-def _launch(stream: torch.cuda.Stream, address: int) -> None:
-    driver = driver_for(_WHAT_FOR)
+def _launch_timestamp_kernel(stream: torch.cuda.Stream, address: int) -> None:
+    driver = load_driver(_PURPOSE)
     one = 1, 1, 1
     given = (address,), (ctypes.c_void_p,)
-    asked = driver.cuLaunchKernel(_kernel(), *one, *one, 0, stream.cuda_stream, given, 0)
-    checked(asked, _WHAT_FOR)
+    asked = driver.cuLaunchKernel(
+        _load_timestamp_kernel(), *one, *one, 0, stream.cuda_stream, given, 0
+    )
+    check_status(asked, _PURPOSE)
 
 
 @cache
-def _kernel() -> Any:
-    driver = driver_for(_WHAT_FOR)
-    library = checked(driver.cuLibraryLoadData(_CODE, [], [], 0, [], [], 0), _WHAT_FOR)
-    return driver.CUfunction(int(checked(driver.cuLibraryGetKernel(library, b"stamp"), _WHAT_FOR)))
+def _load_timestamp_kernel() -> Any:
+    driver = load_driver(_PURPOSE)
+    library = check_status(driver.cuLibraryLoadData(_TIMESTAMP_PTX, [], [], 0, [], [], 0), _PURPOSE)
+    return driver.CUfunction(
+        int(check_status(driver.cuLibraryGetKernel(library, b"stamp"), _PURPOSE))
+    )

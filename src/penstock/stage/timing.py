@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 
-class Event(Protocol):
+class EventLike(Protocol):
     """As CUDA's."""
 
     def record(self, stream: Any) -> None:
@@ -20,31 +20,31 @@ class Event(Protocol):
         """Has the moment come?"""
 
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=EventLike)
 
 
-class Timers(Generic[E]):
+class EventPool(Generic[E]):
     """Those of one stream. Threads may take some and give some back at the same time."""
 
-    def __init__(self, kind: type[E]) -> None:
-        self._kind = kind  # of no other use: what is of this kind may be used again
+    def __init__(self, event_class: type[E]) -> None:
+        self._event_class = event_class  # of no other use: what is of this kind may be used again
         self._free: list[E] = []
 
-    def now(self, stream: Any, after: E | None) -> E:
+    def record(self, stream: Any, previous: E | None) -> E:
         """This moment; or `after`, if nothing was asked of the stream since, and it has not come.
 
         If it has, the stream may have been idle in between: the host was late.
         """
-        if after is not None and not after.query():
-            return after
+        if previous is not None and not previous.query():
+            return previous
         try:
             event = self._free.pop()
         except IndexError:
-            event = self._kind()
+            event = self._event_class()
         event.record(stream)
         return event
 
-    def give_back(self, events: Iterable[object]) -> None:
+    def recycle(self, events: Iterable[object]) -> None:
         """Nobody reads these any more. Those of another kind are not taken."""
-        found = {id(event): event for event in events if isinstance(event, self._kind)}
+        found = {id(event): event for event in events if isinstance(event, self._event_class)}
         self._free += found.values()

@@ -12,26 +12,32 @@ from typing import Any
 import torch
 
 from penstock.errors import ArgumentError
-from penstock.stage.driver import checked, driver_for
+from penstock.stage.driver import check_status, load_driver
 from penstock.stage.places import Gpu
 
-_GRAIN = 8  # groups are made of so many multiprocessors, from Hopper on
-_WHAT_FOR = "to cut a GPU into virtual ones"
+_SM_GRANULARITY = 8  # groups are made of so many multiprocessors, from Hopper on
+_PURPOSE = "to cut a GPU into virtual ones"
 
 
 class VirtualGpu(Gpu):
     """A group of multiprocessors of one GPU, with streams that run on them alone."""
 
     def __init__(
-        self, given: tuple[str, int, int, int], device: torch.device, sms: int, context: Any
+        self,
+        pickle_args: tuple[str, int, int, int],
+        device: torch.device,
+        sms: int,
+        green_context: Any,
     ) -> None:
-        self._given = given
+        self._pickle_args = pickle_args
         self.sms = sms
-        self._context = context  # lives as long as its streams
-        super().__init__(device, f"{device}/{given[-1]}", lambda: _stream(context, device))
+        self._green_context = green_context  # lives as long as its streams
+        super().__init__(
+            device, f"{device}/{pickle_args[-1]}", lambda: _create_stream(green_context, device)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _one_of, self._given
+        return _rebuild_virtual_gpu, self._pickle_args
 
 
 def virtual_devices(
@@ -52,47 +58,47 @@ def virtual_devices(
     if n < 1:
         raise ArgumentError(f"n={n}: there is at least one virtual device")
     share = total // n
-    wanted = sms or (share - share % _GRAIN if share >= _GRAIN else share)
+    wanted = sms or (share - share % _SM_GRANULARITY if share >= _SM_GRANULARITY else share)
     if wanted < 1 or wanted * n > total:
         raise ArgumentError(
             f"{n} groups of {wanted} multiprocessors are more than the {total} of "
             f"{torch.device('cuda', index)}: ask for {total // n} at most in each"
         )
-    return list(_cut(index, n, wanted))
+    return list(_split_gpu(index, n, wanted))
 
 
-def _one_of(device: str, groups: int, sms: int, index: int) -> VirtualGpu:
+def _rebuild_virtual_gpu(device: str, groups: int, sms: int, index: int) -> VirtualGpu:
     return virtual_devices(device, groups, sms)[index]
 
 
 @lru_cache
-def _cut(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
-    driver = driver_for(_WHAT_FOR)
+def _split_gpu(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
+    driver = load_driver(_PURPOSE)
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # PyTorch's own context exists from here on
-        handle = checked(driver.cuDeviceGet(index), _WHAT_FOR)
+        handle = check_status(driver.cuDeviceGet(index), _PURPOSE)
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        whole = checked(driver.cuDeviceGetDevResource(handle, kind), _WHAT_FOR)
+        whole = check_status(driver.cuDeviceGetDevResource(handle, kind), _PURPOSE)
         split = driver.cuDevSmResourceSplitByCount(groups, whole, 0, sms)
-        parts, made, _ = checked(split, _WHAT_FOR)
+        parts, made, _ = check_status(split, _PURPOSE)
         if made < groups:
             raise ArgumentError(
                 f"{device} gives {made} groups of {sms} multiprocessors, not {groups}: ask for "
-                f"fewer in each, sms={max(1, sms - _GRAIN)}, say"
+                f"fewer in each, sms={max(1, sms - _SM_GRANULARITY)}, say"
             )
         found = []
         for at in range(groups):
-            described = checked(driver.cuDevResourceGenerateDesc([parts[at]], 1), _WHAT_FOR)
+            described = check_status(driver.cuDevResourceGenerateDesc([parts[at]], 1), _PURPOSE)
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-            context = checked(driver.cuGreenCtxCreate(described, handle, flags), _WHAT_FOR)
+            context = check_status(driver.cuGreenCtxCreate(described, handle, flags), _PURPOSE)
             given = str(device), groups, sms, at
             found.append(VirtualGpu(given, device, int(parts[at].sm.smCount), context))
     return tuple(found)
 
 
-def _stream(context: Any, device: torch.device) -> torch.cuda.Stream:
-    driver = driver_for(_WHAT_FOR)
+def _create_stream(green_context: Any, device: torch.device) -> torch.cuda.Stream:
+    driver = load_driver(_PURPOSE)
     flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-    handle = checked(driver.cuGreenCtxStreamCreate(context, flags, 0), _WHAT_FOR)
+    handle = check_status(driver.cuGreenCtxStreamCreate(green_context, flags, 0), _PURPOSE)
     return torch.cuda.ExternalStream(int(handle), device=device)

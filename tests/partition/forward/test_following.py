@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CutError, Pipe
-from penstock.partition.forward.whole import WAYS, Whole
+from penstock.partition.forward.whole import MAX_TRACES_PER_KIND, TracedPartition
 from tests.partition.forward.splitting import Four, assert_same, batches, made, piped
 from tests.zoo.architecture import squares
 
@@ -139,15 +139,17 @@ class Asking(Four):
 def test_not_every_way_is_remembered() -> None:
     """One plan was kept for every number that a forward had ever looked at."""
     model = made(Asking)
-    example, *rest = batches(*[3] * (WAYS + 3))
+    example, *rest = batches(*[3] * (MAX_TRACES_PER_KIND + 3))
     pipe = piped(model, example, 2)
     for batch in rest:
         torch.testing.assert_close(
             pipe(batch), torch.cat([model(piece) for piece in batch.chunk(2)])
         )
-    whole = pipe._split.partition.how
-    assert isinstance(whole, Whole)
-    assert [len(ways) for ways in whole._known.values()] == [WAYS] * len(whole._known)
+    whole = pipe._placed_partition.partition.how
+    assert isinstance(whole, TracedPartition)
+    assert [len(ways) for ways in whole._trace_cache.values()] == [MAX_TRACES_PER_KIND] * len(
+        whole._trace_cache
+    )
 
 
 class Filled(Four):

@@ -157,7 +157,7 @@ def with_traps(trap: Tripped) -> None:
         trap("saving", 1)
         return write(self, *given)
 
-    patch("penstock.run.processes.many.SLOW", 1.0).start()
+    patch("penstock.run.processes.many.SLOW_CALL_TIMEOUT_FACTOR", 1.0).start()
     patch.object(HostLinks, "send", trapped_send).start()
     patch.object(CheckpointWriter, "write_data", trapped_write).start()
 

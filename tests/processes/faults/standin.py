@@ -11,10 +11,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from penstock.errors import Whereabouts
-from penstock.run.processes.poison import poison
-from penstock.run.processes.store import store_of
-from penstock.run.processes.watch import Watch
+from penstock.errors import ErrorLocation
+from penstock.run.processes.poison import abort_gloo
+from penstock.run.processes.store import open_shared_store
+from penstock.run.processes.watch import Watchdog
 from tests.processes.faults.throwaway import Stage
 
 HEARTBEAT = 3.0
@@ -27,30 +27,30 @@ class Burst(Exception):
     """What goes wrong."""
 
 
-def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watch:
-    store, host = store_of(range(stage.size), name)
-    wake = partial(poison, stage.group)
-    return Watch(store, stage.rank, stage.size, heartbeat, wake, host)
+def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watchdog:
+    store, host = open_shared_store(range(stage.size), name)
+    wake = partial(abort_gloo, stage.group)
+    return Watchdog(store, stage.rank, stage.size, heartbeat, wake, host)
 
 
 def nothing(stage: Stage, place: str) -> None:
     pass
 
 
-def step(watch: Watch, stage: Stage, number: int, fault: Fault = nothing) -> None:
+def step(watch: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> None:
     """Agreement, two micro-batches down the ranks and back, and an exchange at the end."""
     rank, last = stage.rank, stage.size - 1
     with watch.guarded(f"step {number}"):
         fault(stage, "agreement")
-        watch.waiting(f"step {number}")
+        watch.mark_waiting(f"step {number}")
         dist.all_reduce(torch.zeros(1))
         sends: list[tuple[str, int, dist.Work]] = []
         for op, before, after in (("F", rank - 1, rank + 1), ("B", rank + 1, rank - 1)):
             for m in range(2):
                 if 0 <= before <= last:
-                    watch.waiting(f"{before}>{rank}:{m}", before)
+                    watch.mark_waiting(f"{before}>{rank}:{m}", before)
                     dist.recv(torch.zeros(4), before, tag=m)
-                watch.at(f"{rank}{op}{m}")
+                watch.mark_computing(f"{rank}{op}{m}")
                 if m == 1:
                     fault(stage, "forward" if op == "F" else "backward")
                 if 0 <= after <= last:
@@ -59,12 +59,12 @@ def step(watch: Watch, stage: Stage, number: int, fault: Fault = nothing) -> Non
                     sends.append((f"{rank}>{after}:{m}", after, work))
             fault(stage, "send")
         for message, peer, work in sends:
-            watch.waiting(message, peer)
+            watch.mark_waiting(message, peer)
             work.wait()
-        watch.waiting("the end")
+        watch.mark_waiting("the end")
         dist.all_reduce(torch.zeros(1))
         fault(stage, "end")
-        watch.outside()
+        watch.mark_outside_call()
 
 
 def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
@@ -91,7 +91,7 @@ class At:
 
 def burst() -> None:
     error = Burst("all wrong")
-    error.whereabouts = Whereabouts(1, ("a", "b"), 3, "1F3", "stage 1 (layers a to b: Linear)")  # type: ignore[attr-defined]
+    error.whereabouts = ErrorLocation(1, ("a", "b"), 3, "1F3", "stage 1 (layers a to b: Linear)")  # type: ignore[attr-defined]
     raise error
 
 

@@ -43,7 +43,7 @@ from tests.processes.faults.throwaway import Stage, perform, perform_all
 def sleep_and_hear(number: int, seconds: float = 0.8) -> None:
     """The signal comes while this rank computes, and the others wait for it."""
     if seconds < 1:  # it has the time to go on
-        patch("penstock.run.processes.lookout._TERMINATED", 20.0).start()
+        patch("penstock.run.processes.lookout._SIGTERM_DELAY", 20.0).start()
     threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
     time.sleep(seconds)
 
@@ -120,7 +120,7 @@ def test_a_rank_that_fails_before_it_makes_the_pipe(rank: int) -> None:
 
 
 def does_not_come(stage: Stage) -> None:
-    patch("penstock.run.processes.gathering.GATHERING", 0.5).start()
+    patch("penstock.run.processes.gathering.ARRIVAL_TIMEOUT", 0.5).start()
     stage.tell(fault=time.monotonic())
     if stage.rank == 1:
         time.sleep(4)
@@ -172,7 +172,7 @@ def test_a_pipe_without_one_of_its_ranks_says_so_again() -> None:
 def counts_restarts_alone(stage: Stage) -> None:
     """As a host does, of which another was away for a while."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(stage.rank)
-    patch("penstock.run.processes.gathering.GATHERING", 5.0).start()
+    patch("penstock.run.processes.gathering.ARRIVAL_TIMEOUT", 5.0).start()
     x, target = batch(0)
     loss = pipe_of(no_trap).step(x, target=target).loss
     torch.testing.assert_close(loss, unsplit()[0], rtol=0, atol=1e-10)

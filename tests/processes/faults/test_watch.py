@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import RemoteError, RunError
-from penstock.run.processes.cause import Cause
-from penstock.run.processes.lookout import Lookout
-from penstock.run.processes.poison import poison
-from penstock.run.processes.store import store_of
-from penstock.run.processes.watch import _TRANSPORT
+from penstock.run.processes.cause import Failure
+from penstock.run.processes.lookout import HeartbeatMonitor
+from penstock.run.processes.poison import abort_gloo
+from penstock.run.processes.store import open_shared_store
+from penstock.run.processes.watch import _CONNECTION_ERROR
 from tests.processes.faults.checks import SOON
 from tests.processes.faults.standin import (
     HEARTBEAT,
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_a_watch() -> None:
 def served_by_the_first(stage: Stage, file: str) -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", f"file://{file}", rank=stage.rank, world_size=stage.size)
-    assert store_of(range(stage.size), "another").host == 0
+    assert open_shared_store(range(stage.size), "another").host_rank == 0
     run(stage, At(1, "backward", burst))
 
 
@@ -143,13 +143,13 @@ def test_a_rank_that_dies(place: str, fail: Callable[[], None]) -> None:
 
 def looks_seldom(stage: Stage) -> None:
     """As on a machine that gives it little time: nobody can be blamed for what it did not see."""
-    look = Lookout._look
+    look = HeartbeatMonitor._check_peers
 
-    def slowly(self: Lookout, store: Store) -> Cause | None:
+    def slowly(self: HeartbeatMonitor, store: Store) -> Failure | None:
         time.sleep(1.2)
         return look(self, store)
 
-    patch.object(Lookout, "_look", slowly).start()
+    patch.object(HeartbeatMonitor, "_check_peers", slowly).start()
     run(stage, At(1, "forward", kill))
 
 
@@ -199,7 +199,7 @@ def interrupted(
     stage: Stage, ranks: list[int], place: str, number: int, pause: float = 5.0
 ) -> None:
     """Signals come to these ranks while each does something else; all have the time to go on."""
-    patch("penstock.run.processes.lookout._TERMINATED", 20.0).start()
+    patch("penstock.run.processes.lookout._SIGTERM_DELAY", 20.0).start()
     watch = watched(stage, heartbeat=20)
     step(watch, stage, 0)
     stage.interrupt_soon(ranks, number, 0.8)
@@ -284,8 +284,8 @@ def comes_through(stage: Stage) -> None:
         dist.all_reduce(torch.zeros(1))
         if stage.rank == 1:
             time.sleep(0.5)
-        watch.at("its end")
-    watch.outside()
+        watch.mark_computing("its end")
+    watch.mark_outside_call()
     stage.tell(through=True)
     step(watch, stage, 1, At(0, "agreement", burst))
 
@@ -306,7 +306,7 @@ def goes_on(stage: Stage) -> None:
         with pytest.raises(RemoteError, match="all wrong") as caught:
             step(watch, stage, 1, At(attempt, "backward", burst))
         assert caught.value.rank == attempt
-        assert watch.cause is not None
+        assert watch.failure is not None
         assert watch.closed
         assert [t.name for t in threading.enumerate() if "penstock" in t.name] == []
         again = dist.new_group(list(range(stage.size)))
@@ -354,11 +354,11 @@ def test_a_rank_between_steps_says_it_at_once_and_raises_at_its_next() -> None:
 
 
 def poisoned(stage: Stage) -> None:
-    poison(stage.group)
+    abort_gloo(stage.group)
     for attempt in range(2):
         with pytest.raises(RuntimeError) as caught:
             stage.group.send([torch.zeros(1)], 1 - stage.rank, 5 + attempt).wait()
-        assert _TRANSPORT.search(str(caught.value))
+        assert _CONNECTION_ERROR.search(str(caught.value))
 
 
 def test_what_a_poisoned_group_says_is_known_for_a_lost_connection() -> None:

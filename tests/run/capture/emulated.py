@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from penstock.run.capture.recording import Pools
-from penstock.stage.randomness import Seeded
+from penstock.run.capture.recording import GraphMemoryPools
+from penstock.stage.randomness import SeededRng
 
 Made = TypeVar("Made")
 
@@ -68,21 +68,21 @@ class _Recorder(TorchDispatchMode):
                     self.before[place] = whole, whole.clone()
 
 
-class EmulatedRecording:
+class EmulatedGraph:
     """In the place of `CudaRecording`."""
 
-    def __init__(self, devices: Sequence[torch.device], pools: Pools) -> None:
+    def __init__(self, devices: Sequence[torch.device], pools: GraphMemoryPools) -> None:
         self._recorder = _Recorder()
         self.replays = 0
 
-    def generator(self, device: torch.device) -> torch.Generator:
+    def create_generator(self, device: torch.device) -> torch.Generator:
         return torch.Generator(device)
 
     @contextmanager
-    def lent(self, mine: torch.Generator) -> Iterator[None]:
-        self._recorder.lent = mine
+    def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
+        self._recorder.lent = generator
         try:
-            with Seeded(0).lent(mine):
+            with SeededRng(0).replace_shared_generator(generator):
                 yield
         finally:
             self._recorder.lent = None
@@ -106,7 +106,7 @@ class EmulatedRecording:
             if lent is None:
                 new = func(*args, **kwargs)
             else:
-                with Seeded(0).lent(lent):
+                with SeededRng(0).replace_shared_generator(lent):
                     new = func(*args, **kwargs)
             for old, fresh in zip(_tensors(out), _tensors(new), strict=True):
                 if _place(old) != _place(fresh):

@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 
 from penstock import Pipe
 from penstock.run.capture import captures, choosing
-from penstock.run.one_process import OneProcess
+from penstock.run.one_process import LocalEngine
 from penstock.run.training import StepResult
-from tests.run.capture.emulated import EmulatedRecording
+from tests.run.capture.emulated import EmulatedGraph
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, record: Any = EmulatedRecording) -> None:
+def emulate(monkeypatch: pytest.MonkeyPatch, record: Any = EmulatedGraph) -> None:
     """Let pipes on the host capture."""
-    monkeypatch.setattr(choosing, "_against", lambda places, replicas: None)
-    monkeypatch.setattr(captures.Captures.__init__, "__defaults__", (record,))
+    monkeypatch.setattr(choosing, "_find_graph_obstacle", lambda places, replicas: None)
+    monkeypatch.setattr(captures.GraphCache.__init__, "__defaults__", (record,))
 
 
 def batch(seed: int, rows: int = 11, size: int = 8, out: int = 4) -> tuple[Tensor, Tensor]:
@@ -42,14 +42,14 @@ def stack(*between: nn.Module) -> nn.Sequential:
     return nn.Sequential(first, *between, *rest).double()
 
 
-def captures_of(pipe: Pipe) -> captures.Captures:
-    assert isinstance(pipe._runs, OneProcess)
-    return pipe._runs._captures
+def captures_of(pipe: Pipe) -> captures.GraphCache:
+    assert isinstance(pipe._engine, LocalEngine)
+    return pipe._engine._graph_cache
 
 
 def recordings(pipe: Pipe) -> list[int]:
     """How often each recording was replayed."""
-    return [one.replays for one in captures_of(pipe)._notes.captured.values()]
+    return [one.replay_count for one in captures_of(pipe)._history.graphs.values()]
 
 
 def same_value(found: Any, expected: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_pre_hook
 
-from penstock.run.capture.watching import captured_around
+from penstock.run.capture.watching import is_capturing
 from tests.run.capture.support import batch, emulate, recordings, stack, steps, twins
 
 
@@ -54,7 +54,7 @@ def test_a_number_that_a_layer_counts_only_at_times_is_counted_once() -> None:
             self.on, self.calls = False, 0
 
         def forward(self, x: Tensor) -> Tensor:
-            if captured_around():
+            if is_capturing():
                 self.calls += 1
             return x
 
@@ -146,7 +146,7 @@ def test_a_hook_that_takes_it_away_only_at_times() -> None:
     pair = twins(stack(), "auto")
 
     def take(p: Tensor) -> None:
-        if captured_around():
+        if is_capturing():
             p.grad = None
 
     for pipe in pair.both:

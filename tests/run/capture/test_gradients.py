@@ -48,8 +48,8 @@ def test_a_gradient_that_nobody_else_knows_is_at_home_where_it_is() -> None:
     kept = pair.graph[0].weight.grad
     places = [p.grad.data_ptr() for p in pair.graph.parameters() if p.grad is not None]
     some_steps(pair, 1, 2)
-    (captured,) = captures_of(pair.graph)._notes.captured.values()
-    homes = [captured.taken[p].tensor for p in pair.graph.parameters()]
+    (captured,) = captures_of(pair.graph)._history.graphs.values()
+    homes = [captured.grad_buffers[p].tensor for p in pair.graph.parameters()]
     assert [home.data_ptr() == place for home, place in zip(homes, places, strict=True)] == [
         p.grad is not kept for p in pair.graph.parameters()
     ]

@@ -62,7 +62,7 @@ def test_another_choice_of_kernels_is_another_kind_of_step() -> None:
 def test_so_many_are_kept_and_what_was_dropped_is_captured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.run.capture.captures.KEPT", 2)
+    monkeypatch.setattr("penstock.run.capture.captures.MAX_GRAPHS", 2)
     pair = twins(stack())
     for number, rows in enumerate([8, 8, 9, 9, 10, 10, 8, 8, 10]):
         x, y = batch(number, rows)

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as for_all
 
-from penstock.run.capture.layers import Glance, attributes_of, places_of
-from penstock.run.capture.told import place_of, places_in_columns
+from penstock.run.capture.layers import (
+    ModuleSnapshot,
+    fingerprint_attributes,
+    fingerprint_tensors_and_hooks,
+)
+from penstock.run.capture.told import fingerprint_tensor, fingerprint_tensors_by_column
 from tests.run.capture.support import batch, emulate, recordings, stack, twins
 
 
@@ -97,22 +101,25 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
 def test_what_changes_is_seen(change: str) -> None:
     layer = Layer()
     modules = list(layer.modules())
-    glance = Glance(modules)
-    assert glance.still()
+    glance = ModuleSnapshot(modules)
+    assert glance.is_unchanged()
     CHANGES[change](layer)
-    assert not glance.still()
+    assert not glance.is_unchanged()
 
 
 def test_numbers_in_tensors_may_change() -> None:
     layer = Layer()
     modules = list(layer.modules())
-    glance, told = Glance(modules), (places_of(modules), attributes_of(modules))
+    glance, told = (
+        ModuleSnapshot(modules),
+        (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)),
+    )
     with torch.no_grad():
         for tensor in (*layer.parameters(), *layer.buffers(), layer.mask, *layer.masks):
             tensor.add_(1)
     layer.norm.weight.grad = torch.ones(2)
-    assert glance.still()
-    assert (places_of(modules), attributes_of(modules)) == told
+    assert glance.is_unchanged()
+    assert (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)) == told
 
 
 class Scaled(nn.Module):
@@ -169,6 +176,8 @@ def test_a_replay_follows_hooks_on_all_modules(which: str, monkeypatch: pytest.M
 
 def test_places_in_columns_are_the_places() -> None:
     tensors = [torch.zeros(3, 4), torch.zeros(4, 3).t(), nn.Parameter(torch.zeros(2).double())]
-    assert [*zip(*places_in_columns(tensors), strict=True)] == [*map(place_of, tensors)]
+    assert [*zip(*fingerprint_tensors_by_column(tensors), strict=True)] == [
+        *map(fingerprint_tensor, tensors)
+    ]
     sparse = [*tensors, torch.zeros(2, 2).to_sparse()]
-    assert places_in_columns(sparse) == [*map(place_of, sparse)]
+    assert fingerprint_tensors_by_column(sparse) == [*map(fingerprint_tensor, sparse)]

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock.run.capture import captures
-from penstock.run.capture.lending import Lending, Loan
-from penstock.run.capture.recording import Pools
-from penstock.stage.parcel import Parcel
+from penstock.run.capture.lending import BorrowedStorage, CaptureTransport
+from penstock.run.capture.recording import GraphMemoryPools
+from penstock.stage.parcel import Payload
 from penstock.stage.places import Cpu
-from tests.run.capture.emulated import EmulatedRecording
+from tests.run.capture.emulated import EmulatedGraph
 from tests.run.capture.support import batch, captures_of, emulate, recordings, stack, twins
 
 Made = TypeVar("Made")
 
 
-class Computed(EmulatedRecording):
+class Computed(EmulatedGraph):
     """Records nothing, and so keeps nothing."""
 
     def capture(self, body: Callable[[], Made]) -> Made:
@@ -37,14 +37,14 @@ def most(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many loans there were at most."""
     found = {"loans": 0, "sent": 0}
 
-    class Counted(Lending):
-        def taken_back(self, owner: int, reader: int) -> list[Loan]:
-            living = sum(map(len, self.loans.values()))
+    class Counted(CaptureTransport):
+        def taken_back(self, owner: int, reader: int) -> list[BorrowedStorage]:
+            living = sum(map(len, self.borrowed.values()))
             found["loans"] = max(found["loans"], living)
             found["sent"] += 1
-            return super().taken_back(owner, reader)
+            return super().take_released(owner, reader)
 
-    monkeypatch.setattr(captures, "Lending", Counted)
+    monkeypatch.setattr(captures, "CaptureTransport", Counted)
     return found
 
 
@@ -74,24 +74,24 @@ def test_loans_do_not_grow_with_the_micro_batches(
 
 
 def test_a_loan_is_returned_when_its_reader_has_dropped_it() -> None:
-    lending = Lending([Cpu(), Cpu()], [0, 1])
-    parcel = Parcel((torch.ones(3), None))
-    loan = Loan(parcel)
-    assert not loan.returned
+    lending = CaptureTransport([Cpu(), Cpu()], [0, 1])
+    parcel = Payload((torch.ones(3), None))
+    loan = BorrowedStorage(parcel)
+    assert not loan.is_released
     view = parcel.tensors[0].view(1, 3)  # type: ignore[union-attr]
     del parcel
-    assert not loan.returned
+    assert not loan.is_released
     del view
-    assert loan.returned
-    assert lending.taken_back(0, 1) == []
-    assert Loan(Parcel((None,))).returned
+    assert loan.is_released
+    assert lending.take_released(0, 1) == []
+    assert BorrowedStorage(Payload((None,))).is_released
 
 
 def refs_of(pipe: Any) -> list[weakref.ref[Any]]:
     made = captures_of(pipe)
-    found: list[Any] = [made, *made._notes.captured.values()]
-    found += [one.recording for one in made._notes.captured.values()]
-    found += [home.tensor for home in made._homes._of.values()]
+    found: list[Any] = [made, *made._history.graphs.values()]
+    found += [one.graph for one in made._history.graphs.values()]
+    found += [home.tensor for home in made._grad_buffers._buffers.values()]
     return [weakref.ref(one) for one in found]
 
 
@@ -170,15 +170,15 @@ def test_other_recordings_go_before_a_new_one_is_made(monkeypatch: pytest.Monkey
     living: list[weakref.ref[Any]] = []
     most = 0
 
-    class Noted(EmulatedRecording):
-        def __init__(self, devices: Sequence[torch.device], pools: Pools) -> None:
+    class Noted(EmulatedGraph):
+        def __init__(self, devices: Sequence[torch.device], pools: GraphMemoryPools) -> None:
             nonlocal most
             super().__init__(devices, pools)
             living.append(weakref.ref(self))
             most = max(most, sum(ref() is not None for ref in living))
 
     emulate(monkeypatch, Noted)
-    monkeypatch.setattr(captures, "KEPT", 2)
+    monkeypatch.setattr(captures, "MAX_GRAPHS", 2)
     pair = twins(stack())
     for rows in (8, 8, 9, 9, 10, 10, 11, 11):
         x, y = batch(rows, rows)

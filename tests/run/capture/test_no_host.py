@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Pipe, add_loss
-from penstock.run.capture.watching import Uncapturable
+from penstock.run.capture.watching import CaptureError
 from penstock.schedules import FAMILIES
-from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
 from penstock.stage.places import Cpu
 from tests.gpu.parts import Bottom, Top
 from tests.run.capture.support import emulate, recordings
@@ -51,7 +51,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def layers() -> list[nn.Module]:
-    norms = [nn.BatchNorm1d(8), DeferredBatchNorm(8)]
+    norms = [nn.BatchNorm1d(8), DeferredStatsBatchNorm(8)]
     return [Top(8), *norms, Adds(8, 8), nn.ReLU(), nn.Linear(8, 8), Bottom()]
 
 
@@ -94,7 +94,7 @@ def test_a_tensor_of_the_hosts_is_found() -> None:
     x = torch.empty(8, 8, device="meta")
     pipe.step(x, target=x)
     text = r"layer 1 \(Forgotten\), .*test_no_host.py:\d+: it computes with a tensor in the host"
-    with pytest.raises(Uncapturable, match=text):
+    with pytest.raises(CaptureError, match=text):
         pipe.step(x, target=x)
 
 

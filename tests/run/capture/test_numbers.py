@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.batchnorm import DeferredBatchNorm
+from penstock.stage.batchnorm import DeferredStatsBatchNorm
 from tests.run.capture.support import batch, emulate, recordings, stack, twins
 
 
@@ -30,7 +30,7 @@ def test_batchnorm(checkpoint: str) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_deferred_batchnorm_also_if_chunks_change(checkpoint: str) -> None:
-    pair = twins(stack(DeferredBatchNorm(8)), checkpoint=checkpoint)
+    pair = twins(stack(DeferredStatsBatchNorm(8)), checkpoint=checkpoint)
     for number in range(8):
         pair.each(lambda pipe: setattr(pipe, "chunks", 2 if number in (3, 4, 6) else 4))  # noqa: B023
         pair.step(*batch(number)[:1], target=batch(number)[1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.run.capture import recording
-from penstock.run.capture.recording import CudaRecording, Pools
+from penstock.run.capture.recording import GraphMemoryPools, RecordedCudaGraph
 
 DEVICE = torch.device("cuda", 0)
 capturing: list[bool] = []  # the stream, if it is captured: is the capture whole?
@@ -49,7 +49,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes["Stream"] = lambda device: object()
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(recording, "_begin", lambda stream: capturing.append(True))
+    monkeypatch.setattr(recording, "_begin_driver_capture", lambda stream: capturing.append(True))
 
 
 def raises() -> None:
@@ -68,24 +68,26 @@ def gives_up_quietly() -> None:
 
 @pytest.mark.parametrize("body", [raises, gives_up, gives_up_quietly])
 def test_a_capture_that_fails_is_ended(body: Callable[[], None]) -> None:
-    pools = Pools()
+    pools = GraphMemoryPools()
     for _ in range(3):
         with pytest.raises((LookupError, RuntimeError)):
-            CudaRecording([DEVICE], pools).capture(body)
+            RecordedCudaGraph([DEVICE], pools).capture(body)
         assert not capturing
         assert not at_work
-    CudaRecording([DEVICE], pools).capture(lambda: None)
+    RecordedCudaGraph([DEVICE], pools).capture(lambda: None)
 
 
 def test_a_pool_is_shared_as_long_as_somebody_uses_it() -> None:
-    pools = Pools()
+    pools = GraphMemoryPools()
     with pytest.raises(LookupError):
-        CudaRecording([DEVICE], pools).capture(raises)
-    first, second = (CudaRecording([DEVICE], pools) for _ in range(2))
+        RecordedCudaGraph([DEVICE], pools).capture(raises)
+    first, second = (RecordedCudaGraph([DEVICE], pools) for _ in range(2))
     first.capture(lambda: None)
     second.capture(lambda: None)
-    assert pools.handle() == pools.handle() == 2
+    assert pools.get_first_device_pool() == pools.get_first_device_pool() == 2
     del first
-    assert pools.handle() == 2
+    assert pools.get_first_device_pool() == 2
     del second
-    assert pools.handle() == 3  # of one that nobody uses any more, PyTorch wants to hear nothing
+    assert (
+        pools.get_first_device_pool() == 3
+    )  # of one that nobody uses any more, PyTorch wants to hear nothing

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from penstock import PenstockError
-from penstock.run.capture.watching import Uncapturable, captured_around
+from penstock.run.capture.watching import CaptureError, is_capturing
 from tests.run.capture.support import (
     batch,
     emulate,
@@ -68,14 +68,14 @@ class OwnGenerator(nn.Module):
 
 class OnlyCaptured(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if captured_around():
+        if is_capturing():
             raise ValueError("not while it is captured")
         return x
 
 
 class Overwhelmed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if captured_around():
+        if is_capturing():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return x
 
@@ -117,7 +117,7 @@ def test_an_error_if_it_is_insisted_on(name: str) -> None:
     gradients = [p.grad for p in pair.graph.parameters()]
     before, state = copy.deepcopy(gradients), torch.get_rng_state()
     for _ in range(2):
-        with pytest.raises(Uncapturable, match=f"{text}.*runtime='auto' takes threads"):
+        with pytest.raises(CaptureError, match=f"{text}.*runtime='auto' takes threads"):
             pair.graph.step(x, target=y)
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is g for p, g in zip(pair.graph.parameters(), gradients, strict=True))
@@ -161,7 +161,7 @@ def test_it_is_not_tried_for_ever() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             nonlocal tried
-            if captured_around():
+            if is_capturing():
                 tried += 1
                 raise KeyError("never works")
             return x
@@ -183,7 +183,7 @@ def test_interrupted(error: type[BaseException]) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen = self.seen + 1
-            if captured_around() and type(self).times == 0:
+            if is_capturing() and type(self).times == 0:
                 type(self).times = 1
                 raise error
             return x

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.run.capture.host import Host
+from penstock.run.capture.host import HostRngGuard
 from penstock.run.capture.watching import (
-    Constants,
-    Uncapturable,
-    Watch,
-    captured_around,
-    naming,
+    CaptureError,
+    CaptureGuard,
+    ConstantFillMode,
+    is_capturing,
+    locate_capture_errors,
 )
 
 META = frozenset({"meta"})
@@ -29,7 +29,7 @@ def there(*shape: int) -> Tensor:
 
 
 def watched(do: Callable[[], Any], kinds: frozenset[str] = META) -> Any:
-    with Constants(kinds), Watch(kinds):
+    with ConstantFillMode(kinds), CaptureGuard(kinds):
         return do()
 
 
@@ -105,7 +105,7 @@ def test_what_a_replay_repeats(do: Callable[[], Any]) -> None:
     ],
 )
 def test_what_it_would_not_repeat(do: Callable[[], Any], text: str) -> None:
-    with pytest.raises(Uncapturable, match=text):
+    with pytest.raises(CaptureError, match=text):
         watched(do)
 
 
@@ -129,16 +129,16 @@ def test_numbers_are_written_there() -> None:
 
 
 def test_lent_generators_and_those_it_knows() -> None:
-    watch, mine = Watch(HOST), torch.Generator()
-    watch.repeats(mine)
+    watch, mine = CaptureGuard(HOST), torch.Generator()
+    watch.register_generator(mine)
     with watch:
         torch.rand(3, generator=mine)
-        with watch.lending():
+        with watch.allow_shared_generator():
             torch.rand(3)
-        with pytest.raises(Uncapturable, match="draws random numbers"):
+        with pytest.raises(CaptureError, match="draws random numbers"):
             torch.rand(3)
-        assert captured_around()
-    assert not captured_around()
+        assert is_capturing()
+    assert not is_capturing()
 
 
 def test_the_layer_and_the_line() -> None:
@@ -150,35 +150,35 @@ def test_the_layer_and_the_line() -> None:
     names = {module: name for name, module in model.named_modules()}
     with (
         pytest.raises(
-            Uncapturable, match=r"^layer 1.0 \(Inner\), .*test_watching.py:\d+: it waits"
+            CaptureError, match=r"^layer 1.0 \(Inner\), .*test_watching.py:\d+: it waits"
         ),
-        naming(lambda: names),
-        Watch(HOST),
+        locate_capture_errors(lambda: names),
+        CaptureGuard(HOST),
     ):
         model(torch.ones(3))
     with (
-        pytest.raises(Uncapturable, match=r"^.*test_watching.py:\d+: ValueError: no") as found,
-        naming(lambda: names),
+        pytest.raises(CaptureError, match=r"^.*test_watching.py:\d+: ValueError: no") as found,
+        locate_capture_errors(lambda: names),
     ):
         raise ValueError("no")
-    assert found.value.passing
+    assert found.value.is_transient
     assert isinstance(found.value.__cause__, ValueError)
     with (
-        pytest.raises(Uncapturable, match="RuntimeError: operation not permitted") as found,
-        naming(lambda: names),
+        pytest.raises(CaptureError, match="RuntimeError: operation not permitted") as found,
+        locate_capture_errors(lambda: names),
     ):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
-    assert not found.value.passing
+    assert not found.value.is_transient
     assert "more" not in str(found.value)
 
 
 def test_the_hosts_own_generators() -> None:
     for draw, name in ((random.random, "random"), (np.random.rand, "numpy.random")):
-        host = Host()
-        host.check()
+        host = HostRngGuard()
+        host.check_unchanged()
         first = draw()
-        with pytest.raises(Uncapturable, match=f"draws from {name} in every step"):
-            host.check()
-        host.put_back()
-        host.check()
+        with pytest.raises(CaptureError, match=f"draws from {name} in every step"):
+            host.check_unchanged()
+        host.restore()
+        host.check_unchanged()
         assert draw() == first

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import Pipe, RemoteError
-from penstock.run.processes.agreement import sampled
+from penstock.run.processes.agreement import sample_tensors
 from tests.processes.ranks import ranks
 
 
@@ -121,7 +121,7 @@ def test_ranks_that_have_different_models_are_told_how() -> None:
 
 def test_a_sample_tells_batches_apart_and_is_short() -> None:
     one, other = torch.randn(1000, 100), torch.randn(1000, 100)
-    assert sampled([one]) != sampled([other])
-    assert sampled([one]) == sampled([one.clone()])
-    assert len(str(sampled([one]))) < 400
-    sampled([torch.zeros(()), torch.zeros(0, 3), torch.ones(3, dtype=torch.bool)])
+    assert sample_tensors([one]) != sample_tensors([other])
+    assert sample_tensors([one]) == sample_tensors([one.clone()])
+    assert len(str(sample_tensors([one]))) < 400
+    sample_tensors([torch.zeros(()), torch.zeros(0, 3), torch.ones(3, dtype=torch.bool)])

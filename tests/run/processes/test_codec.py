@@ -7,10 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import KindError
-from penstock.partition.side import Side
-from penstock.run.processes.codec import Meta, Shape, dumps, flat, loads
-from penstock.stage.parcel import Parcel, put_together, taken_apart
+from penstock import PenstockTypeError
+from penstock.partition.side import SideInputs
+from penstock.run.processes.codec import (
+    PayloadSpec,
+    WireTensorSpec,
+    decode_spec,
+    encode_spec,
+    flatten_dense,
+)
+from penstock.stage.parcel import Payload, flatten_values, unflatten_values
 
 
 class Pair(NamedTuple):
@@ -23,7 +29,7 @@ VALUES: list[tuple[Any, ...]] = [
     (torch.zeros(2), torch.zeros(2)),
     ([torch.zeros(1), {"a": 1, "b": None, 3: (2.5, True)}], "text"),
     (Pair(torch.zeros(2), Pair(1, "x")), OrderedDict(z=torch.ones(1), a=2)),
-    (Side({"mask": torch.ones(3, dtype=torch.bool)}),),
+    (SideInputs({"mask": torch.ones(3, dtype=torch.bool)}),),
     ((), [], {}, None, 1j, torch.float16, torch.device("cpu")),
     (float("inf"), -0.0, 10**30, '\n"é'),
 ]
@@ -31,19 +37,19 @@ VALUES: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_what_is_around_tensors_comes_back(values: tuple[Any, ...]) -> None:
-    tensors, layout = taken_apart(values)
-    parcel = Parcel(tuple(tensors), layout, tuple(bool(i % 2) for i in range(len(tensors))))
-    meta = loads(dumps(Meta.of(parcel)))
-    assert meta == Meta.of(parcel)
-    back = put_together(tensors, meta.layout)
+    tensors, layout = flatten_values(values)
+    parcel = Payload(tuple(tensors), layout, tuple(bool(i % 2) for i in range(len(tensors))))
+    meta = decode_spec(encode_spec(PayloadSpec.from_payload(parcel)))
+    assert meta == PayloadSpec.from_payload(parcel)
+    back = unflatten_values(tensors, meta.layout)
     assert str(back) == str(values)
     assert [type(value) for value in back] == [type(value) for value in values]
 
 
 def test_gradients_that_are_not_there() -> None:
-    parcel = Parcel((None, torch.zeros(2), None))
-    meta = loads(dumps(Meta.of(parcel)))
-    assert [shape is None for shape in meta.shapes] == [True, False, True]
+    parcel = Payload((None, torch.zeros(2), None))
+    meta = decode_spec(encode_spec(PayloadSpec.from_payload(parcel)))
+    assert [shape is None for shape in meta.tensor_specs] == [True, False, True]
     assert str(meta) == "none, float32[2], none"
 
 
@@ -68,8 +74,8 @@ TENSORS: list[Tensor] = [
 )
 def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
     """The numbers go as they stand in memory; the order of dims stays, holes do not."""
-    there = Shape.of(tensor).empty("cpu")
-    flat(there).copy_(flat(tensor).reshape(flat(there).shape))
+    there = WireTensorSpec.from_tensor(tensor).allocate("cpu")
+    flatten_dense(there).copy_(flatten_dense(tensor).reshape(flatten_dense(there).shape))
     assert torch.equal(there, tensor)
     if tensor.is_contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else False:
         assert there.stride() == tensor.stride()
@@ -80,6 +86,6 @@ class Odd:
 
 
 def test_what_cannot_go_is_named() -> None:
-    tensors, layout = taken_apart((torch.zeros(1), Odd()))
-    with pytest.raises(KindError, match="a Odd goes from one process to another"):
-        dumps(Meta.of(Parcel(tuple(tensors), layout, (False,))))
+    tensors, layout = flatten_values((torch.zeros(1), Odd()))
+    with pytest.raises(PenstockTypeError, match="a Odd goes from one process to another"):
+        encode_spec(PayloadSpec.from_payload(Payload(tuple(tensors), layout, (False,))))

@@ -4,8 +4,8 @@ import pytest
 
 from penstock import lower, play, schedules
 from penstock.ir import Compute, Program, Recv, Send
-from penstock.run.processes.lane import ahead
-from penstock.run.worker import steps_of
+from penstock.run.processes.lane import prefetch_receives
+from penstock.run.worker import bind_lane
 
 FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
@@ -16,15 +16,15 @@ def test_receives_come_up_to_two_computations_earlier(name: str, ranks: int) -> 
     program = lower(schedules.make(name, ranks, 2 * ranks))
     lanes = []
     for rank in range(ranks):
-        before = steps_of(program, rank)
-        after = ahead(before)
-        assert sorted(step.at for step in after) == [step.at for step in before]
+        before = bind_lane(program, rank)
+        after = prefetch_receives(before)
+        assert sorted(step.lane_index for step in after) == [step.lane_index for step in before]
         for kind in (Recv, Send, Compute):  # each keeps its order
             kept = [step for step in after if isinstance(step.action, kind)]
             assert kept == [step for step in before if isinstance(step.action, kind)]
         for step in before:
             if isinstance(step.action, Recv):
-                passed = set(before[: step.at]) - set(after[: after.index(step)])
+                passed = set(before[: step.lane_index]) - set(after[: after.index(step)])
                 assert sum(isinstance(other.action, Compute) for other in passed) <= 2
         lanes.append(tuple(step.action for step in after))
     play(Program(program.schedule, program.graph, tuple(lanes)))  # and it ends
@@ -32,7 +32,7 @@ def test_receives_come_up_to_two_computations_earlier(name: str, ranks: int) -> 
 
 def test_small_lanes() -> None:
     program = lower(schedules.make("1f1b", 2, 4))
-    first, second = (ahead(steps_of(program, rank)) for rank in range(2))
+    first, second = (prefetch_receives(bind_lane(program, rank)) for rank in range(2))
     assert " ".join(str(step.action) for step in first) == (
         "?1>0:0 0F0 !0>1:0 0F1 !0>1:1 ?1>0:1 0B0 0F2 !0>1:2 ?1>0:2 0B1 ?1>0:3 0F3 !0>1:3 0B2 0B3"
     )

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from penstock.run.processes.store import store_of
+from penstock.run.processes.store import open_shared_store
 from tests.processes.ranks import ranks
 
 
 def told_by_others(path: Path) -> tuple[bool, int | None, bytes]:
     world = PrefixStore("world", FileStore(str(path), dist.get_world_size()))
-    store, host = store_of(range(dist.get_world_size()), "pipe0", world)
+    store, host = open_shared_store(range(dist.get_world_size()), "pipe0", world)
     assert isinstance(store, PrefixStore)
     store.set(f"rank{dist.get_rank()}", f"from {dist.get_rank()}")
     found: bytes = store.get(f"rank{2 - dist.get_rank()}")

@@ -10,14 +10,19 @@ from torch.distributed import rpc
 from torch.utils import _pytree as pytree
 
 from penstock.batch import NoChunk
-from penstock.compat.partitions import Partitioned
-from penstock.partition.sequential import PipeSequential, WithDevice, check_children, device_of
+from penstock.compat.partitions import LegacyPipe
+from penstock.partition.sequential import (
+    PipeSequential,
+    WithDevice,
+    check_children,
+    find_layer_device,
+)
 from penstock.stage.skip import verify_skippables
 
 __all__ = ["Pipe", "PipeSequential", "WithDevice"]
 
 
-class Pipe(Partitioned):
+class Pipe(LegacyPipe):
     """A pipe over a Sequential whose children stand on devices; neighbours on a GPU go together."""
 
     def __init__(
@@ -57,7 +62,7 @@ def partitions_of(module: nn.Sequential) -> tuple[list[PipeSequential], list[tor
     parts: list[list[nn.Module]] = []
     devices: list[torch.device] = []
     for child in module:
-        device = device_of(child) or torch.device("cpu")
+        device = find_layer_device(child) or torch.device("cpu")
         if device.type == "cpu" or devices[-1:] != [device]:
             parts.append([])
             devices.append(device)

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from penstock.compat.gpipe import Device, cut
+from penstock.compat.gpipe import DeviceLike, split_by_balance
 
 __all__ = ["partition_model"]
 
 
 def partition_model(
-    module: nn.Sequential, balance: Iterable[int], devices: Iterable[Device] | None = None
+    module: nn.Sequential, balance: Iterable[int], devices: Iterable[DeviceLike] | None = None
 ) -> nn.Sequential:
     """A Sequential of Sequentials with so many layers each, every one on its device.
 
@@ -20,6 +20,6 @@ def partition_model(
     >>> [len(part) for part in partition_model(layers, [2, 1], devices=["cpu", "cpu"])]
     [2, 1]
     """
-    parts, places = cut(module, balance, devices)
+    parts, places = split_by_balance(module, balance, devices)
     moved = (nn.Sequential(*p).to(place) for p, place in zip(parts, places, strict=True))
     return nn.Sequential(*moved)

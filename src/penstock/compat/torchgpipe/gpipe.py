@@ -1,9 +1,9 @@
 """`GPipe`."""
 
-from penstock.compat.gpipe import Balanced
+from penstock.compat.gpipe import BalancedLegacyPipe
 
 __all__ = ["GPipe"]
 
 
-class GPipe(Balanced):
+class GPipe(BalancedLegacyPipe):
     """A Sequential cut by `balance` into partitions on `devices`."""

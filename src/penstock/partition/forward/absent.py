@@ -14,23 +14,25 @@ from penstock.errors import RunError
 
 
 @dataclass(frozen=True)
-class Look:
+class TensorSpec:
     """What can be seen of a tensor without its numbers, but for its device: that is the stage's."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    learns: bool = False
+    requires_grad: bool = False
 
     @staticmethod
-    def of(tensor: Tensor) -> Look:
+    def from_tensor(tensor: Tensor) -> TensorSpec:
         """Of a tensor that is here; one without strides looks as if it had the usual ones."""
         shape = tuple(tensor.shape)
-        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else _usual(shape)
-        return Look(shape, strides, tensor.dtype, tensor.requires_grad)
+        strides = (
+            tuple(tensor.stride()) if tensor.layout is torch.strided else _contiguous_strides(shape)
+        )
+        return TensorSpec(shape, strides, tensor.dtype, tensor.requires_grad)
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of its numbers."""
         count = 1
         for length in self.shape:
@@ -41,7 +43,7 @@ class Look:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
-def _usual(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -50,42 +52,42 @@ def _usual(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class _Run(threading.local):
-    number = 0
+class _ForwardCounter(threading.local):
+    count = 0
 
 
-RUN = _Run()  # which forward this thread is in
+FORWARD_COUNTER = _ForwardCounter()  # which forward this thread is in
 
 
-class Absent(Tensor):
+class RemoteTensor(Tensor):
     """Looks like the tensor that it stands for; whoever computes with it is told."""
 
-    value: int  # which one of the plan's
+    value_index: int  # which one of the plan's
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(look: Look, device: torch.device, value: int) -> Absent:
+    def from_spec(spec: TensorSpec, device: torch.device, value_index: int) -> RemoteTensor:
         """Made once, and used in every run: nobody can change it."""
-        made: Absent = Tensor._make_wrapper_subclass(
-            Absent,
-            look.shape,
-            strides=look.strides,
-            dtype=look.dtype,
+        made: RemoteTensor = Tensor._make_wrapper_subclass(
+            RemoteTensor,
+            spec.shape,
+            strides=spec.strides,
+            dtype=spec.dtype,
             device=device,
-            requires_grad=look.learns,
+            requires_grad=spec.requires_grad,
         )
-        made.value = value
+        made.value_index = value_index
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Absent.of, (Look.of(self), self.device, self.value)
+        return RemoteTensor.from_spec, (TensorSpec.from_tensor(self), self.device, self.value_index)
 
     def __hash__(self) -> int:
         """Another one in each run, as a tensor would be: what was remembered of it is not found."""
-        return hash((id(self), RUN.number))
+        return hash((id(self), FORWARD_COUNTER.count))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"

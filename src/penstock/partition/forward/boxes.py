@@ -21,94 +21,99 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-_BOXES = (list, dict, set, OrderedDict, defaultdict, deque)
-_OF_MODULES = frozenset(nn.Module().__dict__)  # hooks and the like, which torch fills
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks and the like, which torch fills
+_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks")
 
-Made = Mapping[int, Any]  # by the identity of an original: what a stage has in its place
+Replacements = Mapping[int, Any]  # by the identity of an original: what a stage has in its place
 
 
 @dataclass
-class Box:
+class ContainerCopy:
     """A list or a dict that a stage has of its own."""
 
     original: Any
-    own: Any
-    before: Any
+    stage_copy: Any
+    snapshot: Any
 
     @staticmethod
-    def of(original: Any, inside: Any) -> Box:
+    def from_original(original: Any, contents: Any) -> ContainerCopy:
         """`inside` is what the stage finds in it."""
-        return Box(original, _copied(inside), _copied(inside))
+        return ContainerCopy(original, _copy_container(contents), _copy_container(contents))
 
-    def follow(self) -> None:
+    def sync_with_original(self) -> None:
         """The same in it as the original has now."""
-        self.before = _copied(self.original)
+        self.snapshot = _copy_container(self.original)
         self.restore()
 
     def restore(self) -> None:
         """As it was."""
-        refill(self.own, _copied(self.before))
+        set_contents(self.stage_copy, _copy_container(self.snapshot))
 
 
-def boxes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """A module's own lists, dicts and objects that hold its state, by their names."""
     for key, value in module.__dict__.items():
-        if key not in _OF_MODULES and (type(value) in _BOXES or is_state(value)):
+        if key not in _MODULE_ATTRIBUTES and (
+            type(value) in _CONTAINER_TYPES or is_state_object(value)
+        ):
             yield key, value
 
 
-def is_state(value: Any) -> bool:
+def is_state_object(value: Any) -> bool:
     """Is it an object of the author's, in which a forward may keep something, and nothing more?"""
     kind = type(value)
     if kind is SimpleNamespace:
         return True
     if not hasattr(value, "__dict__") or callable(value) or isinstance(value, Enum | BaseException):
         return False
-    plain = kind.__mro__[1:] == (object,) and not _SPECIAL & vars(kind).keys()
-    return plain and kind.__module__.partition(".")[0] not in _LIBRARIES
+    plain = kind.__mro__[1:] == (object,) and not _SPECIAL_METHODS & vars(kind).keys()
+    return plain and kind.__module__.partition(".")[0] not in _LIBRARY_PACKAGES
 
 
 # What it does when it is copied, or set, is its own affair.
-_SPECIAL = frozenset(
+_SPECIAL_METHODS = frozenset(
     ("__copy__", "__del__", "__enter__", "__getattr__", "__reduce__", "__setattr__", "__slots__")
 )
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
+_LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch", "transformers"))
 
 
 @contextmanager
-def boxes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+def preserve_containers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within, what is put into modules' own lists and dicts is taken out again."""
-    before = _as_now(box for module in modules for _, box in boxes_of(module))
+    before = _snapshot_containers(box for module in modules for _, box in iter_containers(module))
     try:
         yield
     finally:
         for box, then in before:
-            if not same_inside(box, then):
-                refill(box, then)
+            if not has_same_contents(box, then):
+                set_contents(box, then)
 
 
-def _as_now(boxes: Iterable[Any]) -> list[tuple[Any, Any]]:
+def _snapshot_containers(containers: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Each with a copy; also those in objects."""
-    found = list(boxes)
-    inner = [one for box in found if is_state(box) for one in vars(box).values()]
-    return [(box, copy.copy(box)) for box in (*found, *(b for b in inner if type(b) in _BOXES))]
+    found = list(containers)
+    inner = [one for box in found if is_state_object(box) for one in vars(box).values()]
+    return [
+        (box, copy.copy(box))
+        for box in (*found, *(b for b in inner if type(b) in _CONTAINER_TYPES))
+    ]
 
 
-def filling(boxes: Iterable[Any]) -> Callable[[], bool]:
+def track_container_changes(containers: Iterable[Any]) -> Callable[[], bool]:
     """Asked later: has something been put into one of them since?"""
-    before = _as_now(boxes)
-    return lambda: not all(same_inside(box, then) for box, then in before)
+    before = _snapshot_containers(containers)
+    return lambda: not all(has_same_contents(box, then) for box, then in before)
 
 
-def shared_boxes(
+def find_shared_containers(
     parents: Sequence[nn.Module], units: Mapping[str, nn.Module]
 ) -> dict[str, list[Any]]:
     """By units: what they hold that others hold as well, and the attributes of the parents."""
     held: dict[str, dict[int, Any]] = {name: {} for name in ("", *units)}
     inside = [(name, module) for name, unit in units.items() for module in unit.modules()]
     for name, module in [*(("", parent) for parent in parents), *inside]:
-        held[name].update((id(box), box) for _, box in boxes_of(module))
+        held[name].update((id(box), box) for _, box in iter_containers(module))
     count = Counter(at for boxes in held.values() for at in boxes)
     return {
         name: [*(box for at, box in boxes.items() if count[at] > 1), *map(vars, parents)]
@@ -116,72 +121,78 @@ def shared_boxes(
     }
 
 
-def same_inside(box: Any, then: Any) -> bool:
+def has_same_contents(container: Any, snapshot: Any) -> bool:
     """By identity: there may be tensors."""
-    if isinstance(box, set):
-        return bool(box == then)
-    if is_state(box):
-        return same_inside(vars(box), vars(then))
-    if len(box) != len(then):
+    if isinstance(container, set):
+        return bool(container == snapshot)
+    if is_state_object(container):
+        return has_same_contents(vars(container), vars(snapshot))
+    if len(container) != len(snapshot):
         return False
-    pairs = zip(box, then, strict=True)
-    if isinstance(box, dict):
-        pairs = zip([*box, *box.values()], [*then, *then.values()], strict=True)
+    pairs = zip(container, snapshot, strict=True)
+    if isinstance(container, dict):
+        pairs = zip([*container, *container.values()], [*snapshot, *snapshot.values()], strict=True)
     return all(a is b for a, b in pairs)
 
 
-def _copied(value: Any, depth: int = 3) -> Any:
+def _copy_container(value: Any, depth: int = 3) -> Any:
     """What it holds is the same, but for lists and dicts."""
-    if depth and is_state(value):
+    if depth and is_state_object(value):
         made = copy.copy(value)
-        vars(made).update((key, _copied(one, depth - 1)) for key, one in vars(value).items())
+        vars(made).update(
+            (key, _copy_container(one, depth - 1)) for key, one in vars(value).items()
+        )
         return made
-    if type(value) not in _BOXES or not depth:
+    if type(value) not in _CONTAINER_TYPES or not depth:
         return value
     if isinstance(value, set):
         return set(value)
     if isinstance(value, list | deque):
-        return type(value)(_copied(one, depth - 1) for one in value)
+        return type(value)(_copy_container(one, depth - 1) for one in value)
     made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-    made.update((key, _copied(one, depth - 1)) for key, one in value.items())
+    made.update((key, _copy_container(one, depth - 1)) for key, one in value.items())
     return made
 
 
-def refill(box: Any, values: Any) -> None:
+def set_contents(container: Any, contents: Any) -> None:
     """Let it hold these, and nothing else."""
-    if is_state(box):
-        box, values = vars(box), vars(values)
-    box.clear()
-    if isinstance(box, list | deque):
-        box.extend(values)
+    if is_state_object(container):
+        container, contents = vars(container), vars(contents)
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(contents)
     else:
-        box.update(values)
+        container.update(contents)
 
 
 # ---- functions that know an original ------------------------------------------------------
 
 
-def remade(function: Any, made: Made, depth: int = 6) -> Any:
+def rebind_function(function: Any, replacements: Replacements, depth: int = 6) -> Any:
     """The same function for what stands in the originals' place; itself, if it knows none.
 
     Functions that it knows are made anew with it; not without end, as one may know itself.
     """
     if not depth:
         return function
-    if isinstance(function, MethodType) and id(function.__self__) in made:
-        return MethodType(function.__func__, made[id(function.__self__)])
+    if isinstance(function, MethodType) and id(function.__self__) in replacements:
+        return MethodType(function.__func__, replacements[id(function.__self__)])
     if isinstance(function, partial):
-        inner = remade(function.func, made, depth - 1)
-        args = [_swapped(one, made, depth) for one in function.args]
-        named = {key: _swapped(one, made, depth) for key, one in function.keywords.items()}
+        inner = rebind_function(function.func, replacements, depth - 1)
+        args = [_rebind_value(one, replacements, depth) for one in function.args]
+        named = {
+            key: _rebind_value(one, replacements, depth) for key, one in function.keywords.items()
+        }
         now, before = (inner, *args, *named.values()), (function.func, *function.args)
-        same = _same(now, (*before, *function.keywords.values()))
+        same = _all_identical(now, (*before, *function.keywords.values()))
         return function if same else partial(inner, *args, **named)
     if not isinstance(function, FunctionType):
         return function
-    cells = tuple(_cell(cell, made, depth) for cell in function.__closure__ or ())
-    defaults = tuple(_swapped(one, made, depth) for one in function.__defaults__ or ())
-    if _same(cells, function.__closure__) and _same(defaults, function.__defaults__):
+    cells = tuple(_rebind_cell(cell, replacements, depth) for cell in function.__closure__ or ())
+    defaults = tuple(_rebind_value(one, replacements, depth) for one in function.__defaults__ or ())
+    if _all_identical(cells, function.__closure__) and _all_identical(
+        defaults, function.__defaults__
+    ):
         return function
     new = FunctionType(
         function.__code__, function.__globals__, function.__name__, defaults or None, cells or None
@@ -190,11 +201,11 @@ def remade(function: Any, made: Made, depth: int = 6) -> Any:
     return new
 
 
-def _same(now: tuple[Any, ...], before: tuple[Any, ...] | None) -> bool:
-    return all(a is b for a, b in zip(now, before or (), strict=True))
+def _all_identical(current: tuple[Any, ...], previous: tuple[Any, ...] | None) -> bool:
+    return all(a is b for a, b in zip(current, previous or (), strict=True))
 
 
-def known_to(function: FunctionType) -> Iterator[Any]:
+def iter_captured_values(function: FunctionType) -> Iterator[Any]:
     """What a function has from around it."""
     yield from function.__defaults__ or ()
     for cell in function.__closure__ or ():
@@ -204,37 +215,41 @@ def known_to(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _cell(cell: CellType, made: Made, depth: int) -> CellType:
+def _rebind_cell(cell: CellType, replacements: Replacements, depth: int) -> CellType:
     try:
         inside = cell.cell_contents
     except ValueError:  # nothing yet
         return cell
-    new = _swapped(inside, made, depth)
+    new = _rebind_value(inside, replacements, depth)
     return cell if new is inside else CellType(new)
 
 
-def _swapped(value: Any, made: Made, depth: int) -> Any:
-    if id(value) in made:
-        return made[id(value)]
+def _rebind_value(value: Any, replacements: Replacements, depth: int) -> Any:
+    if id(value) in replacements:
+        return replacements[id(value)]
     if type(value) in (list, tuple):
-        new = [_swapped(one, made, depth - 1) for one in value] if depth > 1 else list(value)
-        return value if _same(tuple(new), tuple(value)) else type(value)(new)
-    return remade(value, made, depth - 1)
+        new = (
+            [_rebind_value(one, replacements, depth - 1) for one in value]
+            if depth > 1
+            else list(value)
+        )
+        return value if _all_identical(tuple(new), tuple(value)) else type(value)(new)
+    return rebind_function(value, replacements, depth - 1)
 
 
-def uncached(kind: type) -> Iterator[tuple[str, Any, bool]]:
+def iter_lru_cached_methods(module_class: type) -> Iterator[tuple[str, Any, bool]]:
     """Methods that remember what they gave, as they are without: they would remember for all.
 
     With each: is it called with the module itself?
     """
-    for name in {name for base in kind.__mro__ for name in vars(base)}:
-        method = getattr(kind, name, None)
-        if isinstance(method, _lru_cache_wrapper) or _wraps_a_cache(method):
-            own = not isinstance(getattr_static(kind, name), staticmethod | classmethod)
+    for name in {name for base in module_class.__mro__ for name in vars(base)}:
+        method = getattr(module_class, name, None)
+        if isinstance(method, _lru_cache_wrapper) or _wraps_lru_cache(method):
+            own = not isinstance(getattr_static(module_class, name), staticmethod | classmethod)
             yield name, method.__wrapped__, own
 
 
-def _wraps_a_cache(method: Any) -> TypeGuard[Any]:
+def _wraps_lru_cache(method: Any) -> TypeGuard[Any]:
     """A function around one that remembers, and which does so as well."""
     if not isinstance(method, FunctionType) or not hasattr(method, "__wrapped__"):
         return False
@@ -246,28 +261,34 @@ def _wraps_a_cache(method: Any) -> TypeGuard[Any]:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class ReboundHooks:
     """Of a unit and what is inside: those that know a parent, made anew for a stage's own."""
 
-    anew: tuple[tuple[str, str, Any], ...]  # where in the unit, which, and what is there instead
+    replacements: tuple[
+        tuple[str, str, Any], ...
+    ]  # where in the unit, which, and what is there instead
 
     @staticmethod
-    def of(unit: nn.Module, made: Made) -> Hooks | None:
+    def for_unit(unit: nn.Module, replacements: Replacements) -> ReboundHooks | None:
         """None, if no hook knows a parent."""
         found = []
         for path, module in unit.named_modules():
-            for key in _HOOKS:
+            for key in _HOOK_ATTRIBUTES:
                 hooks = module.__dict__.get(key)
                 if hooks:
-                    new = OrderedDict((at, remade(hook, made)) for at, hook in hooks.items())
+                    new = OrderedDict(
+                        (at, rebind_function(hook, replacements)) for at, hook in hooks.items()
+                    )
                     if any(new[at] is not hook for at, hook in hooks.items()):
                         found.append((path, key, new))
-        return Hooks(tuple(found)) if found else None
+        return ReboundHooks(tuple(found)) if found else None
 
     @contextmanager
-    def on(self, unit: nn.Module) -> Iterator[None]:
+    def install(self, unit: nn.Module) -> Iterator[None]:
         """Within, they are the unit's."""
-        places = [(unit.get_submodule(path).__dict__, key, new) for path, key, new in self.anew]
+        places = [
+            (unit.get_submodule(path).__dict__, key, new) for path, key, new in self.replacements
+        ]
         before = [attributes[key] for attributes, key, _ in places]
         for attributes, key, new in places:
             attributes[key] = new
@@ -278,25 +299,27 @@ class Hooks:
                 attributes[key] = old
 
 
-def hooks_after(unit: nn.Module, anew: Hooks | None) -> Mapping[int, Any]:
+def get_forward_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Mapping[int, Any]:
     """The forward hooks of a unit itself, for a stage."""
-    new = anew.anew if anew is not None else ()
+    new = rebound_hooks.replacements if rebound_hooks is not None else ()
     own = (hooks for path, key, hooks in new if not path and key == "_forward_hooks")
     return next(own, unit._forward_hooks)
 
 
-def hooks_on(unit: nn.Module, anew: Hooks | None) -> AbstractContextManager[None]:
+def install_hooks(
+    unit: nn.Module, rebound_hooks: ReboundHooks | None
+) -> AbstractContextManager[None]:
     """Within, the unit computes with a stage's own hooks."""
-    return nullcontext() if anew is None else anew.on(unit)
+    return nullcontext() if rebound_hooks is None else rebound_hooks.install(unit)
 
 
-def with_hooks(unit: nn.Module, anew: Hooks | None) -> Callable[..., Any]:
+def wrap_with_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Callable[..., Any]:
     """The unit, with a stage's own hooks while it computes."""
-    if anew is None:
+    if rebound_hooks is None:
         return unit
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with anew.on(unit):
+        with rebound_hooks.install(unit):
             return unit(*args, **kwargs)
 
     return run

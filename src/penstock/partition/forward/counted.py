@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.partition.forward.trace import New, Ref, Step, Trace
+from penstock.partition.forward.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.partition.forward.trees import unflatten
-from penstock.stage.loss import own_loss
-from penstock.stage.reduction import IGNORED
+from penstock.stage.loss import extract_model_loss
+from penstock.stage.reduction import DEFAULT_IGNORE_INDEX
 
-_NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-LOSSES = frozenset([functional.cross_entropy, functional.nll_loss])
+_CROSS_ENTROPY_PARAMETERS = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+)
+CROSS_ENTROPY_FUNCTIONS = frozenset([functional.cross_entropy, functional.nll_loss])
 
 # Of one tensor, and perhaps a number: what they give is as many times as large.
-_SCALING = frozenset(
+_SCALING_FUNCTIONS = frozenset(
     getattr(home, name)
     for home in (torch, Tensor)
     for name in (
@@ -34,48 +42,50 @@ _SCALING = frozenset(
 
 
 @dataclass(frozen=True)
-class Counted:
+class LossTargets:
     """Values of a trace: the targets, and the weights of the classes, if there are any."""
 
     target: int
-    classes: int | None
-    ignored: int
+    class_weights: int | None
+    ignore_index: int
 
 
-def counted_in(trace: Trace) -> Counted | None:
+def find_loss_targets(trace: Trace) -> LossTargets | None:
     """None, if the model's loss is another, or it has none."""
-    step = _loss_step(trace)
-    while step is not None and step.func in _SCALING and len(step.takes) == 1:
-        maker = trace.values[step.takes[0]].maker
-        step = None if maker is None else trace.steps[maker]
-    if step is None or step.func not in LOSSES or step.arguments is None:
+    step = _find_loss_node(trace)
+    while step is not None and step.func in _SCALING_FUNCTIONS and len(step.inputs) == 1:
+        maker = trace.values[step.inputs[0]].producer
+        step = None if maker is None else trace.nodes[maker]
+    if step is None or step.func not in CROSS_ENTROPY_FUNCTIONS or step.arg_template is None:
         return None
-    args, kwargs = step.arguments
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    args, kwargs = step.arg_template
+    given = {**dict(zip(_CROSS_ENTROPY_PARAMETERS, args, strict=False)), **kwargs}
     if given.get("reduction", "mean") != "mean" or given.get("reduce") is not None:
         return None
     target, classes = given["target"], given.get("weight")
-    if given.get("size_average") is not None or not isinstance(target, Ref):
+    if given.get("size_average") is not None or not isinstance(target, ValueRef):
         return None
-    known = [ref.value for ref in (target, classes) if isinstance(ref, Ref)]
-    if not all(trace.values[value].free for value in known):
+    known = [ref.value for ref in (target, classes) if isinstance(ref, ValueRef)]
+    if not all(trace.values[value].input_only for value in known):
         return None
-    ignored = given.get("ignore_index", IGNORED)
-    return Counted(target.value, classes.value if isinstance(classes, Ref) else None, ignored)
+    ignored = given.get("ignore_index", DEFAULT_IGNORE_INDEX)
+    return LossTargets(
+        target.value, classes.value if isinstance(classes, ValueRef) else None, ignored
+    )
 
 
-def _loss_step(trace: Trace) -> Step | None:
+def _find_loss_node(trace: Trace) -> TraceNode | None:
     """The step that makes the loss: it is found in a copy of the output, as a step finds it."""
     marks = {at: torch.empty(0) for at, leaf in enumerate(trace.output.leaves) if _is_value(leaf)}
     leaves = [marks.get(at, leaf) for at, leaf in enumerate(trace.output.leaves)]
-    loss = own_loss(unflatten(leaves, trace.output.spec))
+    loss = extract_model_loss(unflatten(leaves, trace.output.tree_spec))
     loss = loss["loss"] if isinstance(loss, dict) and "loss" in loss else loss
     for at, mark in marks.items():
         if mark is loss:
-            maker = trace.values[trace.output.leaves[at].value].maker
-            return None if maker is None else trace.steps[maker]
+            maker = trace.values[trace.output.leaves[at].value].producer
+            return None if maker is None else trace.nodes[maker]
     return None
 
 
 def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, New)
+    return isinstance(leaf, ValueLeaf)

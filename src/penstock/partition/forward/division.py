@@ -13,318 +13,351 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import CutError
-from penstock.partition.forward.tables import GRADIENTS, called
-from penstock.partition.forward.trace import CallOf, Kind, New, Same, Step, Trace, Value
+from penstock.partition.forward.tables import BACKWARD_CALLS, get_function_name
+from penstock.partition.forward.trace import (
+    ArgumentLeaf,
+    NodeKind,
+    Trace,
+    TracedValue,
+    TraceNode,
+    UnitCall,
+    ValueLeaf,
+)
 
-Homes = Mapping[str, frozenset[int]]  # the stages that have a parameter, or write a buffer
+OwnerStages = Mapping[str, frozenset[int]]  # the stages that have a parameter, or write a buffer
 
 
 @dataclass
-class Portion:
+class StageAssignment:
     """One stage's part of a forward."""
 
-    runs: set[int] = field(default_factory=set)  # steps
-    needs: set[int] = field(default_factory=set)  # values
-    given: list[int] = field(default_factory=list)  # inputs that it takes
-    arriving: dict[int, list[int]] = field(default_factory=dict)  # values, by source
-    departing: dict[int, list[int]] = field(default_factory=dict)  # by destination
+    nodes: set[int] = field(default_factory=set)  # steps
+    needed_values: set[int] = field(default_factory=set)  # values
+    input_indices: list[int] = field(default_factory=list)  # inputs that it takes
+    recv_values: dict[int, list[int]] = field(default_factory=dict)  # values, by source
+    send_values: dict[int, list[int]] = field(default_factory=dict)  # by destination
     end: int = 0  # one after its last step
 
 
 @dataclass(frozen=True)
-class Division:
+class TraceAssignment:
     """A trace and what each stage does of it."""
 
     trace: Trace
-    portions: tuple[Portion, ...]
-    stages: Mapping[int, int]  # of the steps that run on one stage alone
-    uses: Mapping[str, frozenset[int]]  # parameters that are used between units, by stages
-    reads: Mapping[str, frozenset[int]]  # the same of buffers
-    writes: Mapping[str, int]  # buffers that are changed there, by stages
+    stage_assignments: tuple[StageAssignment, ...]
+    node_stages: Mapping[int, int]  # of the steps that run on one stage alone
+    parameter_users: Mapping[
+        str, frozenset[int]
+    ]  # parameters that are used between units, by stages
+    buffer_readers: Mapping[str, frozenset[int]]  # the same of buffers
+    buffer_writers: Mapping[str, int]  # buffers that are changed there, by stages
 
     @property
     def edges(self) -> list[tuple[int, int]]:
         """Who sends to whom."""
-        return [(s, dst) for s, p in enumerate(self.portions) for dst in p.departing]
+        return [(s, dst) for s, p in enumerate(self.stage_assignments) for dst in p.send_values]
 
 
-def divide(
-    trace: Trace, placed: Callable[[CallOf, int], int], stages: int, homes: Homes | None = None
-) -> Division:
+def assign_nodes(
+    trace: Trace,
+    place_call: Callable[[UnitCall, int], int],
+    num_stages: int,
+    owners: OwnerStages | None = None,
+) -> TraceAssignment:
     """`placed` gives the stage of a unit's call, after calls on the stage that it is told.
 
     With `homes`, parameters are at home there already.
     """
-    where = _Placing(trace, stages, homes)
-    where.place_units(placed)
-    where.place_glue()
-    portions = [Portion() for _ in range(stages)]
-    for at, stage in where.stages.items():
-        portions[stage].runs.add(at)
-        portions[stage].needs.update(where.takes(at))
-        changed = [(old, trace.values[old]) for old in trace.steps[at].changes]
+    where = _NodePlacer(trace, num_stages, owners)
+    where.place_units(place_call)
+    where.place_operations()
+    portions = [StageAssignment() for _ in range(num_stages)]
+    for at, stage in where.node_stages.items():
+        portions[stage].nodes.add(at)
+        portions[stage].needed_values.update(where.get_needed_values(at))
+        changed = [(old, trace.values[old]) for old in trace.nodes[at].mutations]
         # others that share the memory: made here, so that they can be sent as they are then
-        portions[stage].needs.update(old for old, v in changed if v.free and v.maker is not None)
-    last = portions[stages - 1]
-    last.needs.update(trace.output.made)
-    for value in trace.lasting.values():
-        maker = trace.values[value].maker
-        portions[where.stages.get(-1 if maker is None else maker, 0)].needs.add(value)
+        portions[stage].needed_values.update(
+            old for old, v in changed if v.input_only and v.producer is not None
+        )
+    last = portions[num_stages - 1]
+    last.needed_values.update(trace.output.value_indices)
+    for value in trace.reassigned_buffers.values():
+        maker = trace.values[value].producer
+        portions[where.node_stages.get(-1 if maker is None else maker, 0)].needed_values.add(value)
     for stage, portion in enumerate(portions):
-        _fill(stage, portion, trace, where.stages)
+        _resolve_needed_values(stage, portion, trace, where.node_stages)
     for stage, portion in enumerate(portions):
-        for source, values in portion.arriving.items():
-            portions[source].departing[stage] = values
-    _check_changes(trace, where.stages, portions)
-    _check_gradients(trace, where.stages)
-    uses = _users(trace, portions, lambda v: v.parameter)
-    reads = _users(trace, portions, lambda v: v.buffer)
-    writes = _writers(trace, where.stages, reads)
-    return Division(trace, tuple(portions), dict(where.stages), uses, reads, writes)
+        for source, values in portion.recv_values.items():
+            portions[source].send_values[stage] = values
+    _check_inplace_changes(trace, where.node_stages, portions)
+    _check_inner_backward(trace, where.node_stages)
+    uses = _find_users(trace, portions, lambda v: v.parameter_name)
+    reads = _find_users(trace, portions, lambda v: v.buffer_name)
+    writes = _find_writers(trace, where.node_stages, reads)
+    return TraceAssignment(trace, tuple(portions), dict(where.node_stages), uses, reads, writes)
 
 
-def digest_of(division: Division) -> str:
+def fingerprint_assignment(assignment: TraceAssignment) -> str:
     """A few letters: the same where units are on the same stages, and the same values go there."""
-    trace = division.trace
-    told: list[Any] = sorted((str(trace.steps[at].func), division.stages[at]) for at in trace.calls)
-    for portion in division.portions:
-        for source, values in sorted(portion.arriving.items()):
+    trace = assignment.trace
+    told: list[Any] = sorted(
+        (str(trace.nodes[at].func), assignment.node_stages[at]) for at in trace.unit_call_indices
+    )
+    for portion in assignment.stage_assignments:
+        for source, values in sorted(portion.recv_values.items()):
             those = [trace.values[value] for value in values]
-            told.append((source, [f"{value.name} {value.look}" for value in those]))
-        told.append(portion.given)
+            told.append((source, [f"{value.name} {value.tensor_spec}" for value in those]))
+        told.append(portion.input_indices)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
-class _Placing:
+class _NodePlacer:
     """Where each step that runs on one stage alone does."""
 
-    def __init__(self, trace: Trace, stages: int, homes: Homes | None) -> None:
-        self.trace, self._count, self._homes = trace, stages, homes
-        self.stages: dict[int, int] = {}
-        self._users: dict[int, list[int]] = {}
-        for at, step in enumerate(trace.steps):
-            for value in step.takes:
-                self._users.setdefault(value, []).append(at)
-        self._late = set(trace.output.made)
-        self._changers = {old: at for at, step in enumerate(trace.steps) for old in step.changes}
+    def __init__(self, trace: Trace, num_stages: int, owners: OwnerStages | None) -> None:
+        self.trace, self._num_stages, self._owners = trace, num_stages, owners
+        self.node_stages: dict[int, int] = {}
+        self._consumers: dict[int, list[int]] = {}
+        for at, step in enumerate(trace.nodes):
+            for value in step.inputs:
+                self._consumers.setdefault(value, []).append(at)
+        self._output_values = set(trace.output.value_indices)
+        self._mutators = {old: at for at, step in enumerate(trace.nodes) for old in step.mutations}
 
-    def takes(self, at: int) -> Iterable[int]:
+    def get_needed_values(self, node_index: int) -> Iterable[int]:
         """The values that a step needs."""
-        return self.trace.steps[at].takes
+        return self.trace.nodes[node_index].inputs
 
-    def place_units(self, placed: Callable[[CallOf, int], int]) -> None:
+    def place_units(self, place_call: Callable[[UnitCall, int], int]) -> None:
         """As the cut says."""
         before = 0
-        for at in self.trace.calls:
-            step = self.trace.steps[at]
-            before = self.stages[at] = placed(step.func, before)
+        for at in self.trace.unit_call_indices:
+            step = self.trace.nodes[at]
+            before = self.node_stages[at] = place_call(step.func, before)
 
-    def place_glue(self) -> None:
+    def place_operations(self) -> None:
         """First as early as what they take allows; then, from the end, where it is used."""
         early: dict[int, int | None] = {}
-        for at, step in enumerate(self.trace.steps):
-            if self._is_everywhere(step):
+        for at, step in enumerate(self.trace.nodes):
+            if self._runs_on_every_stage(step):
                 continue
-            if step.kind is not Kind.UNIT:
-                early[at] = self._earliest(step, early)
+            if step.kind is not NodeKind.UNIT:
+                early[at] = self._find_earliest_stage(step, early)
                 continue
-            early[at] = self.stages[at]
+            early[at] = self.node_stages[at]
         for at in reversed(early):
-            if at not in self.stages:
-                self.stages[at] = self._placed(at, early[at])
+            if at not in self.node_stages:
+                self.node_stages[at] = self._choose_stage(at, early[at])
 
-    def _is_everywhere(self, step: Step) -> bool:
-        reads = step.kind is Kind.READ and not step.lasting  # else it is a check, made once
-        return step.free or reads or step.kind is Kind.CALL
+    def _runs_on_every_stage(self, node: TraceNode) -> bool:
+        reads = (
+            node.kind is NodeKind.HOST_READ and not node.has_side_effect
+        )  # else it is a check, made once
+        return node.input_only or reads or node.kind is NodeKind.NON_TENSOR
 
-    def _earliest(self, step: Step, early: Mapping[int, int | None]) -> int | None:
-        makers = [self.trace.values[value].maker for value in step.takes]
-        found = [early[m] for m in makers if m is not None and m in early]
+    def _find_earliest_stage(
+        self, node: TraceNode, earliest_stages: Mapping[int, int | None]
+    ) -> int | None:
+        makers = [self.trace.values[value].producer for value in node.inputs]
+        found = [earliest_stages[m] for m in makers if m is not None and m in earliest_stages]
         known = [stage for stage in found if stage is not None]
         return max(known) if known else None
 
-    def _placed(self, at: int, early: int | None) -> int:
-        step = self.trace.steps[at]
-        made = made_by(step)
-        users = [self.stages[u] for value in made for u in self._users.get(value, ())
-                 if u in self.stages]  # fmt: skip
-        if made & self._late:
-            users.append(self._count - 1)
-        first = min(users, default=early or 0)
-        changed = [self.stages.get(self._changers.get(value, -1), 0) for value in made]
-        if step.changes or not users:
-            chosen = early if early is not None else first
-        elif (early or 0) < max(changed, default=0) <= first:
+    def _choose_stage(self, node_index: int, earliest: int | None) -> int:
+        step = self.trace.nodes[node_index]
+        made = get_produced_values(step)
+        users = [self.node_stages[u] for value in made for u in self._consumers.get(value, ())
+                 if u in self.node_stages]  # fmt: skip
+        if made & self._output_values:
+            users.append(self._num_stages - 1)
+        first = min(users, default=earliest or 0)
+        changed = [self.node_stages.get(self._mutators.get(value, -1), 0) for value in made]
+        if step.mutations or not users:
+            chosen = earliest if earliest is not None else first
+        elif (earliest or 0) < max(changed, default=0) <= first:
             chosen = max(changed)  # what is changed in place is made there, from what it looks at
-        elif early is None or (first > early and self._may_sink(at, made, first)):
+        elif earliest is None or (first > earliest and self._can_sink(node_index, made, first)):
             chosen = first
         else:
-            chosen = early
-        return self._at_home(step, chosen, early)
+            chosen = earliest
+        return self._move_to_owner(step, chosen, earliest)
 
-    def _may_sink(self, at: int, made: set[int], to: int) -> bool:
+    def _can_sink(self, node_index: int, produced: set[int], stage: int) -> bool:
         """Does it send no more bytes, if it runs where its result is used?"""
         values = self.trace.values
-        out = sum(values[value].look.size for value in made)
-        step = self.trace.steps[at]
+        out = sum(values[value].tensor_spec.nbytes for value in produced)
+        step = self.trace.nodes[node_index]
         into = 0
-        for value in set(step.takes):
-            if values[value].free or values[value].parameter or self._goes_to(value, to, at):
+        for value in set(step.inputs):
+            if (
+                values[value].input_only
+                or values[value].parameter_name
+                or self._is_sent_to(value, stage, node_index)
+            ):
                 continue
-            into += values[value].look.size
-        changed = {old for s in self.trace.steps[at:] for old in s.changes}
-        return into <= out and not changed & set(step.takes)
+            into += values[value].tensor_spec.nbytes
+        changed = {old for s in self.trace.nodes[node_index:] for old in s.mutations}
+        return into <= out and not changed & set(step.inputs)
 
-    def _goes_to(self, value: int, stage: int, but: int) -> bool:
+    def _is_sent_to(self, value: int, stage: int, excluded_node: int) -> bool:
         """Is it sent there anyway?"""
-        users = self._users.get(value, ())
-        return any(self.stages.get(user) == stage for user in users if user != but)
+        users = self._consumers.get(value, ())
+        return any(self.node_stages.get(user) == stage for user in users if user != excluded_node)
 
-    def _at_home(self, step: Step, chosen: int, early: int | None) -> int:
+    def _move_to_owner(self, node: TraceNode, chosen: int, earliest: int | None) -> int:
         """A parameter that has its home already is used there, and a buffer that is written."""
-        if self._homes is None:
+        if self._owners is None:
             return chosen
-        for value in (self.trace.values[at] for at in step.takes):
-            name = value.parameter or value.buffer
-            if not value.parameter and name not in self._homes:
+        for value in (self.trace.values[at] for at in node.inputs):
+            name = value.parameter_name or value.buffer_name
+            if not value.parameter_name and name not in self._owners:
                 continue
-            homes = sorted(self._homes[name])
-            fitting = [home for home in homes if home >= (early or 0)]
+            homes = sorted(self._owners[name])
+            fitting = [home for home in homes if home >= (earliest or 0)]
             if not fitting:
                 raise CutError(
-                    f"at {step.where}, {called(step.func)} needs '{name}' of stage {homes[-1]} "
-                    f"together with a value of stage {early}, and with the example it was not so: "
+                    f"at {node.location}, {get_function_name(node.func)} needs '{name}' of stage {homes[-1]} "
+                    f"together with a value of stage {earliest}, and with the example it was not so: "
                     "make the Pipe with an example like these inputs"
                 )
             chosen = fitting[0] if chosen not in homes else chosen
         return chosen
 
 
-def _fill(stage: int, portion: Portion, trace: Trace, stages: Mapping[int, int]) -> None:
+def _resolve_needed_values(
+    stage: int, assignment: StageAssignment, trace: Trace, node_stages: Mapping[int, int]
+) -> None:
     """What it needs: made here, taken from the inputs, computed along, or sent by another."""
-    waiting, seen = list(portion.needs), set(portion.needs)
+    waiting, seen = list(assignment.needed_values), set(assignment.needed_values)
     while waiting:
         value = trace.values[waiting.pop()]
-        if value.maker is None or value.maker in portion.runs:
+        if value.producer is None or value.producer in assignment.nodes:
             continue
-        step = trace.steps[value.maker]
-        if not step.free:
+        step = trace.nodes[value.producer]
+        if not step.input_only:
             continue
-        portion.runs.add(value.maker)
-        new = set(step.takes) - seen
+        assignment.nodes.add(value.producer)
+        new = set(step.inputs) - seen
         seen |= new
         waiting += new
-    portion.needs = seen
+    assignment.needed_values = seen
     for at in sorted(seen):
         value = trace.values[at]
-        if value.given is not None:
-            portion.given.append(value.given)
-        source = None if value.maker is None else stages.get(value.maker)
+        if value.input_index is not None:
+            assignment.input_indices.append(value.input_index)
+        source = None if value.producer is None else node_stages.get(value.producer)
         if source is None or source == stage:
             continue
         if source > stage:
-            raise _backwards(trace, value.maker or 0, source, stage)
-        portion.arriving.setdefault(source, []).append(at)
-    for values in portion.arriving.values():
+            raise _backward_edge_error(trace, value.producer or 0, source, stage)
+        assignment.recv_values.setdefault(source, []).append(at)
+    for values in assignment.recv_values.values():
         values.sort(key=lambda at: trace.values[at].name)
-    portion.given.sort()
-    portion.end = max(portion.runs, default=-1) + 1
+    assignment.input_indices.sort()
+    assignment.end = max(assignment.nodes, default=-1) + 1
 
 
-def _backwards(trace: Trace, maker: int, source: int, stage: int) -> CutError:
-    step = trace.steps[maker]
-    what = f"unit '{step.func}'" if step.kind is Kind.UNIT else called(step.func)
+def _backward_edge_error(trace: Trace, producer: int, source: int, stage: int) -> CutError:
+    step = trace.nodes[producer]
+    what = f"unit '{step.func}'" if step.kind is NodeKind.UNIT else get_function_name(step.func)
     return CutError(
-        f"at {step.where}, {what} is on stage {source}, and what it makes is used on stage "
+        f"at {step.location}, {what} is on stage {source}, and what it makes is used on stage "
         f"{stage}, which is before: with these inputs the model calls its units in another order "
         "than with the example; make the Pipe with an example like these"
     )
 
 
-def _check_changes(trace: Trace, stages: Mapping[int, int], portions: list[Portion]) -> None:
+def _check_inplace_changes(
+    trace: Trace, node_stages: Mapping[int, int], assignments: list[StageAssignment]
+) -> None:
     """Who changes a tensor in place must have all that shares its memory, if it is used again."""
-    needed = set().union(*(portion.needs for portion in portions))
-    for at, stage in stages.items():
-        step = trace.steps[at]
-        for old, new in step.changes.items():
-            maker = trace.values[old].maker
-            if new not in needed or old in step.takes:
+    needed = set().union(*(portion.needed_values for portion in assignments))
+    for at, stage in node_stages.items():
+        step = trace.nodes[at]
+        for old, new in step.mutations.items():
+            maker = trace.values[old].producer
+            if new not in needed or old in step.inputs:
                 continue
-            home = None if maker is None else stages.get(maker, stage)
-            if home not in (None, stage) and not _seen_here(trace, step, old, stages, stage):
+            home = None if maker is None else node_stages.get(maker, stage)
+            if home not in (None, stage) and not _is_local_view(
+                trace, step, old, node_stages, stage
+            ):
                 raise CutError(
-                    f"at {step.where}, {called(step.func)} changes a tensor in place of which "
+                    f"at {step.location}, {get_function_name(step.func)} changes a tensor in place of which "
                     f"stage {home} has a view that is used again: clone it before you change it, "
                     "or put both into one unit with units="
                 )
 
 
-def _check_gradients(trace: Trace, stages: Mapping[int, int]) -> None:
+def _check_inner_backward(trace: Trace, node_stages: Mapping[int, int]) -> None:
     """Who goes backward inside the forward must have computed all that lies between."""
-    for at, step in enumerate(trace.steps):
-        if step.func not in GRADIENTS or at not in stages:
+    for at, step in enumerate(trace.nodes):
+        if step.func not in BACKWARD_CALLS or at not in node_stages:
             continue
-        after, before = set(step.takes), set(step.takes)
-        earlier = list(enumerate(trace.steps[:at]))
+        after, before = set(step.inputs), set(step.inputs)
+        earlier = list(enumerate(trace.nodes[:at]))
         for _, one in earlier:
-            after |= made_by(one) if after.intersection(one.takes) else set()
+            after |= get_produced_values(one) if after.intersection(one.inputs) else set()
         between = []
         for number, one in reversed(earlier):
-            if before & made_by(one):
-                before.update(one.takes)
-                between += [number] if after.intersection(one.takes) else []
-        homes = {stages.get(number, stages[at]) for number in between} | {stages[at]}
+            if before & get_produced_values(one):
+                before.update(one.inputs)
+                between += [number] if after.intersection(one.inputs) else []
+        homes = {node_stages.get(number, node_stages[at]) for number in between} | {node_stages[at]}
         if len(homes) > 1:
             raise CutError(
-                f"at {step.where}, {called(step.func)} goes backward inside the forward, through "
+                f"at {step.location}, {get_function_name(step.func)} goes backward inside the forward, through "
                 f"what stages {', '.join(map(str, sorted(homes)))} compute: put it all into one "
                 "unit with units=, or cut elsewhere with stages="
             )
 
 
-def made_by(step: Step) -> set[int]:
+def get_produced_values(node: TraceNode) -> set[int]:
     """The values that there are after it."""
-    return {*(step.result.made if step.result else ()), *step.changes.values()}
+    return {*(node.output.value_indices if node.output else ()), *node.mutations.values()}
 
 
-def _seen_here(trace: Trace, step: Step, base: int, stages: Mapping[int, int], stage: int) -> bool:
+def _is_local_view(
+    trace: Trace, node: TraceNode, base: int, node_stages: Mapping[int, int], stage: int
+) -> bool:
     """Was what the step changes made on this stage, as a view of the base that arrives?"""
-    waiting = [value for value in step.takes if value in step.changes]
+    waiting = [value for value in node.inputs if value in node.mutations]
     while waiting:
-        maker = trace.values[waiting.pop()].maker
-        if maker is None or stages.get(maker) != stage:
+        maker = trace.values[waiting.pop()].producer
+        if maker is None or node_stages.get(maker) != stage:
             continue
-        takes = trace.steps[maker].takes
+        takes = trace.nodes[maker].inputs
         if base in takes:
             return True
-        waiting += [value for value in takes if value in step.changes]
+        waiting += [value for value in takes if value in node.mutations]
     return False
 
 
-def _users(
-    trace: Trace, portions: Sequence[Portion], name_of: Callable[[Value], str]
+def _find_users(
+    trace: Trace, assignments: Sequence[StageAssignment], name_of: Callable[[TracedValue], str]
 ) -> dict[str, frozenset[int]]:
     found: dict[str, set[int]] = {}
-    for stage, portion in enumerate(portions):
-        for at in portion.needs:
+    for stage, portion in enumerate(assignments):
+        for at in portion.needed_values:
             value = trace.values[at]
-            if value.maker is None and name_of(value):
+            if value.producer is None and name_of(value):
                 found.setdefault(name_of(value), set()).add(stage)
     return {name: frozenset(where) for name, where in found.items()}
 
 
-def _writers(
-    trace: Trace, stages: Mapping[int, int], readers: Mapping[str, frozenset[int]]
+def _find_writers(
+    trace: Trace, node_stages: Mapping[int, int], readers: Mapping[str, frozenset[int]]
 ) -> dict[str, int]:
     """Who changes a buffer must be the only one that has it."""
     found: dict[str, set[int]] = {}
-    for at, stage in stages.items():
-        for old in trace.steps[at].changes:
-            if trace.values[old].buffer:
-                found.setdefault(trace.values[old].buffer, set()).add(stage)
-    for name, value in trace.lasting.items():
-        maker = trace.values[value].maker
-        found.setdefault(name, set()).add(stages.get(-1 if maker is None else maker, 0))
+    for at, stage in node_stages.items():
+        for old in trace.nodes[at].mutations:
+            if trace.values[old].buffer_name:
+                found.setdefault(trace.values[old].buffer_name, set()).add(stage)
+    for name, value in trace.reassigned_buffers.items():
+        maker = trace.values[value].producer
+        found.setdefault(name, set()).add(node_stages.get(-1 if maker is None else maker, 0))
     for name, writers in found.items():
         having = sorted(writers | readers.get(name, frozenset()))
         if len(having) > 1:
@@ -336,13 +369,13 @@ def _writers(
     return {name: min(writers) for name, writers in found.items()}
 
 
-def sources_of(step: Step, value: int) -> New | Same | int:
+def locate_value(node: TraceNode, value: int) -> ValueLeaf | ArgumentLeaf | int:
     """Where a step has a value: in its result, among its arguments, or as an older value."""
-    assert step.result is not None
-    for leaf in step.result.leaves:
-        if isinstance(leaf, New) and leaf.value == value:
+    assert node.output is not None
+    for leaf in node.output.leaves:
+        if isinstance(leaf, ValueLeaf) and leaf.value == value:
             return leaf
-    for old, new in step.changes.items():
+    for old, new in node.mutations.items():
         if new == value:
-            return Same(step.takes.index(old)) if old in step.takes else old
+            return ArgumentLeaf(node.inputs.index(old)) if old in node.inputs else old
     raise AssertionError("a value that the step does not make")

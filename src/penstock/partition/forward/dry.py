@@ -19,32 +19,42 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.partition.forward.boxes import boxes_kept
-from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.filled import filled
-from penstock.partition.forward.tables import works_in_place, written_unseen
+from penstock.partition.forward.boxes import preserve_containers
+from penstock.partition.forward.faking import FakeTensorFactory
+from penstock.partition.forward.filled import call_tracking_containers
+from penstock.partition.forward.tables import find_unversioned_writes, is_in_place
 from penstock.partition.forward.trees import flatten, unflatten
 
 # What comes next, or its shape, depends on numbers.
-DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 # A fake tensor cannot tell what an operation gives, or is refused for what a real one may be.
-_UNKNOWN = (*DATA_DECIDES, UnsupportedOperatorException, NotImplementedError, RuntimeError)
+_FAKE_TENSOR_ERRORS = (
+    *DATA_DEPENDENT_ERRORS,
+    UnsupportedOperatorException,
+    NotImplementedError,
+    RuntimeError,
+)
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
+def preserve_model_state(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
     """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
-    held_by = [*parents, *(m for m in modules if any(map(_is_one, m._buffers.values())))]
+    held_by = [*parents, *(m for m in modules if any(map(_is_scalar, m._buffers.values())))]
     buffers = list(
         dict.fromkeys(
             b for m in held_by for b in m._buffers.values() if b is not None and not b.is_meta
         )
     )
     copies = [buffer.detach().clone() for buffer in buffers]
-    with _random_kept(), _no_new_gradients(model), _uncompiled(), boxes_kept(modules):
+    with (
+        _preserve_rng_state(),
+        _preserve_grads(model),
+        _force_eager(),
+        preserve_containers(modules),
+    ):
         try:
             yield
         finally:
@@ -53,28 +63,28 @@ def left_as_it_was(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[N
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
                 attributes["_buffers"].update(held)
-                _set_back(module, attributes)
+                _restore_attributes(module, attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
                         buffer.copy_(copy)
 
 
-def _is_one(buffer: Tensor | None) -> bool:
+def _is_scalar(buffer: Tensor | None) -> bool:
     """One number: that is changed also without numbers, as the count of a BatchNorm is."""
     return buffer is not None and buffer.numel() == 1
 
 
-def _set_back(module: nn.Module, before: dict[str, Any]) -> None:
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     """If anything was set; what may be tensors, alone or in lists, is not compared by value."""
     now = module.__dict__
-    if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+    if now.keys() != attributes.keys() or any(now[key] is not attributes[key] for key in now):
         now.clear()
-        now.update(before)
+        now.update(attributes)
 
 
 @contextmanager
-def _no_new_gradients(model: nn.Module) -> Iterator[None]:
+def _preserve_grads(model: nn.Module) -> Iterator[None]:
     before = [(p, p.grad) for p in model.parameters()]
     try:
         yield
@@ -85,7 +95,7 @@ def _no_new_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _random_kept() -> Iterator[None]:
+def _preserve_rng_state() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -99,7 +109,7 @@ def _random_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def _force_eager() -> Iterator[None]:
     """Within, what is compiled runs as it was written: else the compiler would give it up."""
     if "torch._dynamo" not in sys.modules:  # it takes seconds to load
         yield
@@ -108,19 +118,19 @@ def _uncompiled() -> Iterator[None]:
         yield
 
 
-class Marking(TorchDispatchMode):
+class UnitOriginMode(TorchDispatchMode):
     """Marks every tensor that is made while a unit computes, so that one that gets out is known."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
-        self.drew = False
+        self.used_rng = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """As ever."""
-        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        self.used_rng |= torch.Tag.nondeterministic_seeded in func.tags
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, FakeTensor):
@@ -128,13 +138,13 @@ class Marking(TorchDispatchMode):
         return found
 
 
-def computed_without_numbers(
-    fakes: Fakes,
+def run_on_fakes(
+    fake_factory: FakeTensorFactory,
     unit: str,
     target: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    known: Mapping[int, Tensor],
+    known_tensors: Mapping[int, Tensor],
 ) -> tuple[Any, bool]:
     """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
 
@@ -144,25 +154,31 @@ def computed_without_numbers(
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     before = [dict(module.__dict__) for module in modules]
     try:
-        with fakes.mode, Marking(unit) as marking, _swapped(modules, fakes.of):
-            return _given(target, args, kwargs), marking.drew
-    except _UNKNOWN as error:
-        if not unit and isinstance(error, DATA_DECIDES):
+        with (
+            fake_factory.mode,
+            UnitOriginMode(unit) as marking,
+            _replace_module_tensors(modules, fake_factory.from_tensor),
+        ):
+            return _call_target(target, args, kwargs), marking.used_rng
+    except _FAKE_TENSOR_ERRORS as error:
+        if not unit and isinstance(error, DATA_DEPENDENT_ERRORS):
             raise
     for module, attributes in zip(modules, before, strict=True):
-        _set_back(module, attributes)  # what it keeps for the next time has no numbers
-    return computed_with_any(fakes, unit, target, args, kwargs, known), True
+        _restore_attributes(module, attributes)  # what it keeps for the next time has no numbers
+    return run_on_dummy_data(fake_factory, unit, target, args, kwargs, known_tensors), True
 
 
-def _given(target: Any, args: Any, kwargs: Any) -> Any:
+def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
     """What a function gives; of a unit, also what it puts into the lists and dicts it is given."""
     if isinstance(target, nn.Module):
-        return filled(target, args, kwargs)
+        return call_tracking_containers(target, args, kwargs)
     return target(*args, **kwargs)
 
 
 @contextmanager
-def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _replace_module_tensors(
+    modules: Sequence[nn.Module], transform: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
     """Within, the modules' own parameters and buffers are what they are changed to."""
     own = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]  # that has no dicts
     homes: list[dict[str, Any]] = [h for m in own for h in (m._parameters, m._buffers) if h]
@@ -170,7 +186,7 @@ def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -
     for home in homes:
         for name, tensor in home.items():
             if tensor is not None:
-                home[name] = change(tensor)
+                home[name] = transform(tensor)
     try:
         yield
     finally:
@@ -179,44 +195,55 @@ def _swapped(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -
             home.update(held)
 
 
-def as_fake(fakes: Fakes, leaf: Any, name: str) -> Any:
+def make_fake_output(fake_factory: FakeTensorFactory, leaf: Any, unit: str) -> Any:
     """The same without numbers, if it is a tensor, made in the unit of that name."""
     if not isinstance(leaf, Tensor):
         return leaf
-    made = fakes.of(leaf.detach())
+    made = fake_factory.from_tensor(leaf.detach())
     made.requires_grad_(leaf.requires_grad)
-    made.made_in = name  # type: ignore[attr-defined]
+    made.made_in = unit  # type: ignore[attr-defined]
     return made
 
 
-def computed_with_any(
-    fakes: Fakes, unit: str, target: Any, args: Any, kwargs: Any, known: Mapping[int, Tensor]
+def run_on_dummy_data(
+    fake_factory: FakeTensorFactory,
+    unit: str,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    known_tensors: Mapping[int, Tensor],
 ) -> Any:
     """The same, on numbers that are there for their shapes alone, but for those that are known."""
     leaves, spec = flatten((args, kwargs))
-    some = [known[id(x)].clone() if id(x) in known else any_numbers(x) for x in leaves]
+    some = [
+        known_tensors[id(x)].clone() if id(x) in known_tensors else make_dummy_tensor(x)
+        for x in leaves
+    ]
     same = {id(real): x for real, x in zip(some, leaves, strict=True) if isinstance(x, Tensor)}
-    leaves, spec = flatten(_really_computed(target, *unflatten(some, spec)))
+    leaves, spec = flatten(_run_on_real_tensors(target, *unflatten(some, spec)))
     return unflatten(
-        [same[id(x)] if id(x) in same else as_fake(fakes, x, unit) for x in leaves], spec
+        [same[id(x)] if id(x) in same else make_fake_output(fake_factory, x, unit) for x in leaves],
+        spec,
     )
 
 
-def _really_computed(target: Any, real_args: Any, real_kwargs: Any) -> Any:
+def _run_on_real_tensors(target: Any, real_args: Any, real_kwargs: Any) -> Any:
     """The unit's own buffers are as before, after it."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
-    with _swapped(modules, lambda t: any_numbers(t) if isinstance(t, FakeTensor) else t):
+    with _replace_module_tensors(
+        modules, lambda t: make_dummy_tensor(t) if isinstance(t, FakeTensor) else t
+    ):
         buffers = [b for m in modules for b in m.buffers(recurse=False)]
         copies = [buffer.detach().clone() for buffer in buffers]
         try:
-            return _given(target, real_args, real_kwargs)
+            return _call_target(target, real_args, real_kwargs)
         finally:
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     buffer.copy_(copy)
 
 
-def any_numbers(leaf: Any) -> Any:
+def make_dummy_tensor(leaf: Any) -> Any:
     """Of a tensor's shape and kind."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -228,43 +255,43 @@ def any_numbers(leaf: Any) -> Any:
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
-def numberless(tensor: Tensor) -> Tensor:
+def make_shape_placeholder(tensor: Tensor) -> Tensor:
     """The same to look at, in next to no memory."""
     if tensor.layout is not torch.strided:
         return tensor
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def versions(tensors: Sequence[Tensor]) -> list[int]:
+def get_versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; -1 where nobody counts."""
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
-def changed_among(
+def find_mutated(
     func: Any,
     tensors: Sequence[Tensor],
-    before: Sequence[int],
+    versions_before: Sequence[int],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Tensor]:
     """Those that were changed in place since, by a function called with these arguments."""
-    now = versions(tensors)
-    found = [t for t, a, b in zip(tensors, now, before, strict=True) if a != b]
-    found += written_unseen(func, args, kwargs)
-    if not found and -1 in before and func is not None and works_in_place(func):
+    now = get_versions(tensors)
+    found = [t for t, a, b in zip(tensors, now, versions_before, strict=True) if a != b]
+    found += find_unversioned_writes(func, args, kwargs)
+    if not found and -1 in versions_before and func is not None and is_in_place(func):
         return list(tensors[:1])  # in inference mode
     return found
 
 
-def outside(
-    tensors: Sequence[Tensor], inside: Sequence[Tensor], changed: Sequence[Tensor]
+def select_originals(
+    tensors: Sequence[Tensor], fake_tensors: Sequence[Tensor], mutated: Sequence[Tensor]
 ) -> list[Tensor]:
     """The arguments for which those stood that were changed."""
-    ids = set(map(id, changed))
-    return [t for t, one in zip(tensors, inside, strict=True) if id(one) in ids]
+    ids = set(map(id, mutated))
+    return [t for t, one in zip(tensors, fake_tensors, strict=True) if id(one) in ids]
 
 
-def random_state(device: torch.device) -> Tensor:
+def get_rng_state(device: torch.device) -> Tensor:
     """Of the generators that a forward there draws from."""
     if device.type != "cuda":
         return torch.get_rng_state()

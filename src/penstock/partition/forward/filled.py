@@ -13,58 +13,67 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.partition.forward.boxes import refill, same_inside
+from penstock.partition.forward.boxes import has_same_contents, set_contents
 
-_LISTS = (list, deque)
-_DICTS = (dict, OrderedDict, defaultdict, UserDict)
+_LIST_TYPES = (list, deque)
+_DICT_TYPES = (dict, OrderedDict, defaultdict, UserDict)
 
 
-class Filled(NamedTuple):
+class OutputWithContainerUpdates(NamedTuple):
     """What a unit gives, and what is in the boxes that it was given, of those that it changed."""
 
-    found: Any
-    boxes: dict[int, Any]  # by their places among all that it was given
+    output: Any
+    container_updates: dict[int, Any]  # by their places among all that it was given
 
 
-class _Inside(NamedTuple):
+class _ContainerRef(NamedTuple):
     """In a box: another one of those that the unit was given."""
 
-    place: int
+    position: int
 
 
-def filled(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_tracking_containers(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call it, with copies; a Filled, if it changed one of them."""
-    boxes = list(_boxes_in((*args, *kwargs.values())))
+    boxes = list(_iter_nested_containers((*args, *kwargs.values())))
     if not boxes:
         return target(*args, **kwargs)
-    before = [_inside(box) for box in boxes]
+    before = [_get_contents(box) for box in boxes]
     found = target(*args, **kwargs)
-    places = {id(box): _Inside(place) for place, box in enumerate(boxes)}
+    places = {id(box): _ContainerRef(place) for place, box in enumerate(boxes)}
     changed = {
-        place: _each(now, lambda one: places.get(id(one), one))
+        place: _map_contents(now, lambda one: places.get(id(one), one))
         for place, (box, then) in enumerate(zip(boxes, before, strict=True))
-        if not same_inside(now := _inside(box), then)
+        if not has_same_contents(now := _get_contents(box), then)
     }
-    return Filled(found, changed) if changed else found
+    return OutputWithContainerUpdates(found, changed) if changed else found
 
 
-def taken_over(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def apply_container_updates(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the unit gives; the boxes of its caller's own have in them what the unit put there."""
-    if not isinstance(found, Filled):
-        return found
-    boxes = list(_boxes_in((*args, *kwargs.values())))
-    for place, now in found.boxes.items():
-        box = boxes[place] if type(boxes[place]) in (*_LISTS, *_DICTS) else vars(boxes[place])
-        refill(box, _each(now, lambda x: boxes[x.place] if isinstance(x, _Inside) else x))
-    return found.found
+    if not isinstance(output, OutputWithContainerUpdates):
+        return output
+    boxes = list(_iter_nested_containers((*args, *kwargs.values())))
+    for place, now in output.container_updates.items():
+        box = (
+            boxes[place]
+            if type(boxes[place]) in (*_LIST_TYPES, *_DICT_TYPES)
+            else vars(boxes[place])
+        )
+        set_contents(
+            box,
+            _map_contents(now, lambda x: boxes[x.position] if isinstance(x, _ContainerRef) else x),
+        )
+    return output.output
 
 
-def _boxes_in(value: Any) -> Iterator[Any]:
+def _iter_nested_containers(value: Any) -> Iterator[Any]:
     if value is None or isinstance(value, Tensor | bool | int | float | str):
         return
     kind = type(value)
     record = is_dataclass(value) and not isinstance(value, type | dict)
-    if kind in _LISTS or kind in _DICTS or record:
+    if kind in _LIST_TYPES or kind in _DICT_TYPES or record:
         yield value
     if isinstance(value, tuple | list | deque):
         inner = list(value)
@@ -73,18 +82,18 @@ def _boxes_in(value: Any) -> Iterator[Any]:
     else:
         inner = list(vars(value).values()) if record and hasattr(value, "__dict__") else []
     for one in inner:
-        yield from _boxes_in(one)
+        yield from _iter_nested_containers(one)
 
 
-def _inside(box: Any) -> list[Any] | dict[Any, Any]:
-    if type(box) in _LISTS:
-        return list(box)
-    if type(box) in _DICTS:
-        return dict(box)
-    return dict(getattr(box, "__dict__", {}))
+def _get_contents(container: Any) -> list[Any] | dict[Any, Any]:
+    if type(container) in _LIST_TYPES:
+        return list(container)
+    if type(container) in _DICT_TYPES:
+        return dict(container)
+    return dict(getattr(container, "__dict__", {}))
 
 
-def _each(inside: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(inside, dict):
-        return {key: change(one) for key, one in inside.items()}
-    return [change(one) for one in inside]
+def _map_contents(contents: Any, transform: Callable[[Any], Any]) -> Any:
+    if isinstance(contents, dict):
+        return {key: transform(one) for key, one in contents.items()}
+    return [transform(one) for one in contents]

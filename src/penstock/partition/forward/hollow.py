@@ -9,27 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.forward.absent import Absent, Look
-from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.skeleton import remade
+from penstock.partition.forward.absent import RemoteTensor, TensorSpec
+from penstock.partition.forward.faking import FakeTensorFactory
+from penstock.partition.forward.skeleton import copy_module_tree
 
-_HOLLOW = "_hollow"  # the attribute
+_REMOTE_UNIT_KEY = "_hollow"  # the attribute
 
 
-def hollow(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+def build_remote_unit(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy with other tensors: what a process keeps of another's unit."""
-    made = remade(module, change)
-    made.__dict__[_HOLLOW] = True
+    made = copy_module_tree(module, transform)
+    made.__dict__[_REMOTE_UNIT_KEY] = True
     return made
 
 
-def is_hollow(module: nn.Module) -> bool:
+def is_remote_unit(module: nn.Module) -> bool:
     """Is it another process's?"""
-    return _HOLLOW in module.__dict__
+    return _REMOTE_UNIT_KEY in module.__dict__
 
 
 @contextmanager
-def faked(modules: Collection[nn.Module], fakes: Fakes) -> Iterator[None]:
+def fake_remote_tensors(
+    modules: Collection[nn.Module], fake_factory: FakeTensorFactory
+) -> Iterator[None]:
     """Within, what is elsewhere can be computed with; what is set on the modules is undone."""
     before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
     made: dict[int, Tensor] = {}
@@ -37,9 +39,9 @@ def faked(modules: Collection[nn.Module], fakes: Fakes) -> Iterator[None]:
         homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for held in homes:
             for key, tensor in held.items():
-                if isinstance(tensor, Absent):
+                if isinstance(tensor, RemoteTensor):
                     if id(tensor) not in made:
-                        made[id(tensor)] = _fake(tensor, fakes)
+                        made[id(tensor)] = _make_fake(tensor, fake_factory)
                     held[key] = made[id(tensor)]
     try:
         yield
@@ -53,10 +55,12 @@ def faked(modules: Collection[nn.Module], fakes: Fakes) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _fake(tensor: Absent, fakes: Fakes) -> Tensor:
-    look = Look.of(tensor)
-    with fakes.mode:
-        made = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device=fakes.device)
+def _make_fake(tensor: RemoteTensor, fake_factory: FakeTensorFactory) -> Tensor:
+    look = TensorSpec.from_tensor(tensor)
+    with fake_factory.mode:
+        made = torch.empty_strided(
+            look.shape, look.strides, dtype=look.dtype, device=fake_factory.device
+        )
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, look.learns)
+        return nn.Parameter(made, look.requires_grad)
     return made

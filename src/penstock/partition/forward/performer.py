@@ -16,269 +16,331 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
-from penstock.partition.forward.absent import Absent
-from penstock.partition.forward.boxes import hooks_after, with_hooks
-from penstock.partition.forward.dry import numberless
-from penstock.partition.forward.filled import Filled, filled, taken_over
-from penstock.partition.forward.score import Act, Score
-from penstock.partition.forward.tables import (
-    LOOKING,
-    MIRRORED,
-    SHAPED,
-    TYING,
-    called,
-    only_looks,
+from penstock.partition.forward.absent import RemoteTensor
+from penstock.partition.forward.boxes import get_forward_hooks, wrap_with_hooks
+from penstock.partition.forward.dry import make_shape_placeholder
+from penstock.partition.forward.filled import (
+    OutputWithContainerUpdates,
+    apply_container_updates,
+    call_tracking_containers,
 )
-from penstock.partition.forward.trace import Kind, New, Same, Step
-from penstock.partition.forward.trees import changed_in_call, flatten, mapped, tensors_in, unflatten
-from penstock.partition.forward.watching import Handle, Muted, Watcher, aside, where_now
+from penstock.partition.forward.score import Instruction, StageProgram
+from penstock.partition.forward.tables import (
+    HOOK_REGISTRATION,
+    METADATA_ONLY,
+    REFLECTED_COMPARISONS,
+    SHAPE_ONLY,
+    get_function_name,
+    is_metadata_only,
+)
+from penstock.partition.forward.trace import ArgumentLeaf, NodeKind, TraceNode, ValueLeaf
+from penstock.partition.forward.trees import (
+    flatten,
+    iter_tensors,
+    map_call_tensors,
+    map_tensors,
+    unflatten,
+)
+from penstock.partition.forward.watching import (
+    HookSkipped,
+    NullHookHandle,
+    OpInterceptor,
+    get_source_location,
+    without_interception,
+)
 
 
-class Ended(BaseException):
+class StageFinished(BaseException):
     """The stage's part is done. No model catches it by mistake."""
 
 
-def _tied_to_nothing(*_: Any, **__: Any) -> Handle:
-    return Handle()
+def _register_no_hook(*_: Any, **__: Any) -> NullHookHandle:
+    return NullHookHandle()
 
 
-def _is_of(step: Step, func: Any) -> bool:
-    known = step.func
-    if step.kind is Kind.UNIT:
+def _matches_node(node: TraceNode, func: Any) -> bool:
+    known = node.func
+    if node.kind is NodeKind.UNIT:
         return bool(known.unit == func)
-    return known is func or bool(known == func) or func is MIRRORED.get(known, known)
+    return known is func or bool(known == func) or func is REFLECTED_COMPARISONS.get(known, known)
 
 
-class Performer(Watcher):
+class StageInterpreter(OpInterceptor):
     """Performs a score once. `received` has the values that came from other stages, `given` those
     from outside.
     """
 
     def __init__(
         self,
-        score: Score,
-        targets: Mapping[str, nn.Module],
+        program: StageProgram,
+        unit_modules: Mapping[str, nn.Module],
         received: dict[int, Tensor],
-        given: Mapping[int, Tensor],
+        inputs: Mapping[int, Tensor],
     ) -> None:
         super().__init__()
-        self._acts, self._end, self._targets = score.acts, score.end, targets
-        self._device = score.device  # wherever the model's other parts are
-        self._roots, self._received, self._last = score.roots, received, score.last
-        for value in score.copied:
+        self._instructions, self._end, self._unit_modules = (
+            program.instructions,
+            program.end,
+            unit_modules,
+        )
+        self._device = program.device  # wherever the model's other parts are
+        self._original_values, self._received, self._is_last = (
+            program.original_values,
+            received,
+            program.is_last,
+        )
+        for value in program.values_to_clone:
             received[value] = received[value].clone()
-        self._held: dict[int, Tensor] = dict(given)
-        self._instead: dict[int, Tensor] = {}  # of tensors that were changed elsewhere, by identity
-        self.kept: dict[int, Tensor] = {}
-        self._at, self._over, self._mute = 0, False, False
+        self._live_values: dict[int, Tensor] = dict(inputs)
+        self._replacements: dict[
+            int, Tensor
+        ] = {}  # of tensors that were changed elsewhere, by identity
+        self.sent_values: dict[int, Tensor] = {}
+        self._node_index, self._is_finished, self._in_hook = 0, False, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """One step, unless it only looks."""
-        if func in LOOKING and only_looks(func, args):
+        if func in METADATA_ONLY and is_metadata_only(func, args):
             found = func(*args, **(kwargs or {}))
             return self._device if type(found) is torch.device else found
-        return self.operation(func, args, kwargs or {}, func)
+        return self.intercept_op(func, args, kwargs or {}, func)
 
-    def operation(
+    def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Run it, or pass over it."""
-        if self._over:
+        if self._is_finished:
             return call(*args, **kwargs)
-        if self._mute:
-            raise Muted
-        act = self._next(func)
-        step = act.step
-        if not act.runs:
-            if act.plain and not act.rebinds:
-                return act.ready
-            tensors = list(tensors_in((args, kwargs)))
-            if act.rebinds:
+        if self._in_hook:
+            raise HookSkipped
+        act = self._advance(func)
+        step = act.node
+        if not act.runs_here:
+            if act.placeholder_is_static and not act.rebound_values:
+                return act.placeholder_result
+            tensors = list(iter_tensors((args, kwargs)))
+            if act.rebound_values:
                 self._rebind(act, tensors)
-            return act.ready if act.plain else self._given(act, tensors)
-        if step.kind is Kind.CALL:
+            return (
+                act.placeholder_result
+                if act.placeholder_is_static
+                else self._fill_placeholder(act, tensors)
+            )
+        if step.kind is NodeKind.NON_TENSOR:
             return call(*args, **kwargs)
-        change = self._shaped if func in SHAPED and not step.takes else self._real
-        some_args, some_kwargs = mapped((args, kwargs), change)
-        if func in TYING and not some_args[0].requires_grad:  # in a forward without a graph
-            call = _tied_to_nothing
+        change = (
+            self._resolve_shape_only if func in SHAPE_ONLY and not step.inputs else self._resolve
+        )
+        some_args, some_kwargs = map_tensors((args, kwargs), change)
+        if (
+            func in HOOK_REGISTRATION and not some_args[0].requires_grad
+        ):  # in a forward without a graph
+            call = _register_no_hook
         found = call(*some_args, **some_kwargs)
-        if isinstance(found, tuple | list) and step.result is not None:
-            self._check_count(step, found)
-        if act.keeps:
-            self._keep(act, found, lambda: list(tensors_in((some_args, some_kwargs))))
+        if isinstance(found, tuple | list) and step.output is not None:
+            self._check_result_count(step, found)
+        if act.saved_values:
+            self._save_values(act, found, lambda: list(iter_tensors((some_args, some_kwargs))))
         return found
 
-    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def intercept_unit(
+        self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """Run it, or pass over it; its hooks are told in any case."""
-        if self._over:
-            raise Ended
-        if self._mute:
-            raise Muted
-        act = self._next(name)
-        if not act.runs:
-            found = act.ready
-            if act.rebinds or not act.plain:
-                tensors = _tensors_of((args, kwargs))
-                if act.rebinds:
+        if self._is_finished:
+            raise StageFinished
+        if self._in_hook:
+            raise HookSkipped
+        act = self._advance(name)
+        if not act.runs_here:
+            found = act.placeholder_result
+            if act.rebound_values or not act.placeholder_is_static:
+                tensors = _find_tensors((args, kwargs))
+                if act.rebound_values:
                     self._rebind(act, tensors)
-                found = act.ready if act.plain else self._given(act, tensors)
-                found = taken_over(found, args, kwargs)
-            self._tell_hooks(name, target, args, kwargs, found)
+                found = (
+                    act.placeholder_result
+                    if act.placeholder_is_static
+                    else self._fill_placeholder(act, tensors)
+                )
+                found = apply_container_updates(found, args, kwargs)
+            self._notify_hooks(name, target, args, kwargs, found)
             return found
-        some_args, some_kwargs = changed_in_call(args, kwargs, self._real)
-        run: Callable[..., Any] = with_hooks(self._targets[name], self.hooks.get(name))
-        if self.checkpointed is not None:
-            how = {"use_reentrant": False, **self.checkpointed}
+        some_args, some_kwargs = map_call_tensors(args, kwargs, self._resolve)
+        run: Callable[..., Any] = wrap_with_hooks(
+            self._unit_modules[name], self.unit_hooks.get(name)
+        )
+        if self.checkpoint_options is not None:
+            how = {"use_reentrant": False, **self.checkpoint_options}
             run = partial(checkpoint, run, **how)
-        with aside(self):
-            found = filled(run, some_args, some_kwargs)
-            if act.shapes:
-                _check_shapes(act, found)
-            if act.keeps:  # a copy that is made of one is no step of the forward
+        with without_interception(self):
+            found = call_tracking_containers(run, some_args, some_kwargs)
+            if act.expected_shapes:
+                _check_unit_shapes(act, found)
+            if act.saved_values:  # a copy that is made of one is no step of the forward
                 given = some_args, some_kwargs
-                self._keep(act, found, lambda: _tensors_of(given))
-        if isinstance(found, Filled) is not act.fills:
-            raise self._elsewhere(f"unit '{name}', which fills a list or a dict now and then")
-        return taken_over(found, args, kwargs)
+                self._save_values(act, found, lambda: _find_tensors(given))
+        if isinstance(found, OutputWithContainerUpdates) is not act.fills_container:
+            raise self._divergence_error(
+                f"unit '{name}', which fills a list or a dict now and then"
+            )
+        return apply_container_updates(found, args, kwargs)
 
-    def finished(self, output: Any) -> Any:
+    def resolve_output(self, output: Any) -> Any:
         """The model's output, with the values that other stages sent."""
-        if self._at != len(self._acts):
-            raise self._elsewhere("the end of the forward")
-        self._over = True
-        if not self._last:
+        if self._node_index != len(self._instructions):
+            raise self._divergence_error("the end of the forward")
+        self._is_finished = True
+        if not self._is_last:
             return None
         leaves, spec = flatten(output)
-        leaves = [self._real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [self._resolve(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return unflatten(leaves, spec)
 
-    def _next(self, func: Any) -> Act:
-        at = self._at
-        if at >= self._end and not self._only_sets(at):
-            self._over = True
-            raise Ended
-        if at < len(self._acts) and _is_of(self._acts[at].step, func):
-            self._at = at + 1
-            return self._acts[at]
-        raise self._elsewhere(f"unit '{func}'" if isinstance(func, str) else called(func))
+    def _advance(self, func: Any) -> Instruction:
+        at = self._node_index
+        if at >= self._end and not self._is_tensor_free(at):
+            self._is_finished = True
+            raise StageFinished
+        if at < len(self._instructions) and _matches_node(self._instructions[at].node, func):
+            self._node_index = at + 1
+            return self._instructions[at]
+        raise self._divergence_error(
+            f"unit '{func}'" if isinstance(func, str) else get_function_name(func)
+        )
 
-    def _only_sets(self, at: int) -> bool:
+    def _is_tensor_free(self, node_index: int) -> bool:
         """A step that has to do with no tensor: it may leave `no_grad`, and must not be missed.
 
         Nor does a forward end before its next step: it may still assign what it has computed.
         """
-        return at < len(self._acts) and self._acts[at].step.kind is Kind.CALL
+        return (
+            node_index < len(self._instructions)
+            and self._instructions[node_index].node.kind is NodeKind.NON_TENSOR
+        )
 
-    def _elsewhere(self, found: str) -> CutError:
-        at = self._at
+    def _divergence_error(self, actual: str) -> CutError:
+        at = self._node_index
         planned = "its end"
-        if at < len(self._acts):
-            step = self._acts[at].step
-            unit = step.kind is Kind.UNIT
-            planned = f"unit '{step.func}'" if unit else f"{called(step.func)} ({step.where})"
+        if at < len(self._instructions):
+            step = self._instructions[at].node
+            unit = step.kind is NodeKind.UNIT
+            planned = (
+                f"unit '{step.func}'"
+                if unit
+                else f"{get_function_name(step.func)} ({step.location})"
+            )
         return CutError(
             f"the forward took another path at its step {at}: with inputs like these there came "
-            f"{planned}, and now {found} ({where_now()}). What a forward does may depend on the "
+            f"{planned}, and now {actual} ({get_source_location()}). What a forward does may depend on the "
             "inputs, on settings and on whether it trains, and not on anything else that changes: "
             "let it go by these, or put what decides into one unit with units="
         )
 
-    def _real(self, tensor: Tensor) -> Tensor:
-        if type(tensor) is Absent:
-            if tensor.value not in self._received:
-                raise self._elsewhere("a value that no stage sends to this one")
-            return self._received[tensor.value]
-        return self._instead.get(id(tensor), tensor) if self._instead else tensor
+    def _resolve(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is RemoteTensor:
+            if tensor.value_index not in self._received:
+                raise self._divergence_error("a value that no stage sends to this one")
+            return self._received[tensor.value_index]
+        return self._replacements.get(id(tensor), tensor) if self._replacements else tensor
 
-    def _check_count(self, step: Step, found: Sequence[Any]) -> None:
+    def _check_result_count(self, node: TraceNode, result: Sequence[Any]) -> None:
         """Into how many parts something falls may depend on its shape, and that on numbers."""
-        assert step.result is not None
-        count = len(flatten(found)[0])
-        if count != len(step.result.leaves):
+        assert node.output is not None
+        count = len(flatten(result)[0])
+        if count != len(node.output.leaves):
             raise CutError(
-                f"at {step.where}, {called(step.func)} gives {count} values, and "
-                f"{len(step.result.leaves)} were planned for inputs like these: how many depends "
+                f"at {node.location}, {get_function_name(node.func)} gives {count} values, and "
+                f"{len(node.output.leaves)} were planned for inputs like these: how many depends "
                 "on numbers that other stages do not have; put it into one unit, with all that "
                 "follows from it, with units="
             )
 
-    def _shaped(self, tensor: Tensor) -> Tensor:
-        return numberless(tensor) if type(tensor) is Absent else tensor
+    def _resolve_shape_only(self, tensor: Tensor) -> Tensor:
+        return make_shape_placeholder(tensor) if type(tensor) is RemoteTensor else tensor
 
-    def _given(self, act: Act, tensors: Sequence[Tensor]) -> Any:
-        assert act.step.result is not None
-        leaves = [tensors[x.argument] if isinstance(x, Same) else x for x in act.ready]
-        return unflatten(leaves, act.step.result.spec)
+    def _fill_placeholder(self, instruction: Instruction, tensors: Sequence[Tensor]) -> Any:
+        assert instruction.node.output is not None
+        leaves = [
+            tensors[x.argument_index] if isinstance(x, ArgumentLeaf) else x
+            for x in instruction.placeholder_result
+        ]
+        return unflatten(leaves, instruction.node.output.tree_spec)
 
-    def _rebind(self, act: Act, tensors: Sequence[Tensor]) -> None:
+    def _rebind(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
         """Tensors were changed in place on another stage, which sends them as they are now."""
-        takes = act.step.takes
-        for old, new in act.rebinds:
-            here = tensors[takes.index(old)] if old in takes else self._held.get(old)
+        takes = instruction.node.inputs
+        for old, new in instruction.rebound_values:
+            here = tensors[takes.index(old)] if old in takes else self._live_values.get(old)
             if here is not None:
-                self._held[new] = here
+                self._live_values[new] = here
             if new in self._received:
-                self._use(here, self._received[new], self._roots.get(old, old))
+                self._replace_value(here, self._received[new], self._original_values.get(old, old))
 
-    def _use(self, here: Tensor | None, instead: Tensor, root: int) -> None:
+    def _replace_value(
+        self, local: Tensor | None, replacement: Tensor, original_value: int
+    ) -> None:
         """From now on; what is not here is known by the value that it was at first."""
-        if here is None:
-            self._received[root] = instead
-        elif type(here) is Absent:
-            self._received[here.value] = instead
+        if local is None:
+            self._received[original_value] = replacement
+        elif type(local) is RemoteTensor:
+            self._received[local.value_index] = replacement
         else:
-            self._instead[id(here)] = instead
+            self._replacements[id(local)] = replacement
 
-    def _keep(self, act: Act, found: Any, arguments: Callable[[], list[Tensor]]) -> None:
-        leaves = flatten(found)[0]
-        assert act.step.result is not None
-        places = act.step.result.leaves
-        for value, place, sent, copied in act.keeps:
-            if isinstance(place, New):
+    def _save_values(
+        self, instruction: Instruction, result: Any, arguments: Callable[[], list[Tensor]]
+    ) -> None:
+        leaves = flatten(result)[0]
+        assert instruction.node.output is not None
+        places = instruction.node.output.leaves
+        for value, place, sent, copied in instruction.saved_values:
+            if isinstance(place, ValueLeaf):
                 tensor = leaves[places.index(place)]
-            elif isinstance(place, Same):
-                tensor = arguments()[place.argument]
-            elif place in self._held:
-                tensor = self._held[place]
+            elif isinstance(place, ArgumentLeaf):
+                tensor = arguments()[place.argument_index]
+            elif place in self._live_values:
+                tensor = self._live_values[place]
             else:
-                tensor = self._received[self._roots.get(place, place)]
-            self._held[value] = tensor
+                tensor = self._received[self._original_values.get(place, place)]
+            self._live_values[value] = tensor
             if sent:
-                self.kept[value] = tensor.clone() if copied else tensor
+                self.sent_values[value] = tensor.clone() if copied else tensor
 
-    def _tell_hooks(self, name: str, target: nn.Module, args: Any, kwargs: Any, found: Any) -> None:
+    def _notify_hooks(
+        self, name: str, target: nn.Module, args: Any, kwargs: Any, result: Any
+    ) -> None:
         """What they collect is there; what they compute is computed where the unit runs."""
-        for key, hook in hooks_after(target, self.hooks.get(name)).items():
-            self._mute = True
+        for key, hook in get_forward_hooks(target, self.unit_hooks.get(name)).items():
+            self._in_hook = True
             try:
                 if key in target._forward_hooks_with_kwargs:
-                    hook(target, args, kwargs, found)
+                    hook(target, args, kwargs, result)
                 else:
-                    hook(target, args, found)
-            except Muted:
+                    hook(target, args, result)
+            except HookSkipped:
                 pass
             finally:
-                self._mute = False
+                self._in_hook = False
 
 
-def _check_shapes(act: Act, found: Any) -> None:
+def _check_unit_shapes(instruction: Instruction, result: Any) -> None:
     """Other stages know what the unit gives by the shape that it was planned with."""
-    leaves = [found] if isinstance(found, Tensor) else flatten(found)[0]
-    for leaf, planned in zip(leaves, act.shapes, strict=False):
+    leaves = [result] if isinstance(result, Tensor) else flatten(result)[0]
+    for leaf, planned in zip(leaves, instruction.expected_shapes, strict=False):
         now = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
         if planned is not None and now != planned:
             raise CutError(
-                f"unit '{act.step.func}' gives a tensor of the shape {now}, and {planned} was "
+                f"unit '{instruction.node.func}' gives a tensor of the shape {now}, and {planned} was "
                 f"planned for inputs like these: it depends on numbers, and the forward goes on by "
-                f"it, on stages that do not have them ({act.step.where}). Let the unit give one "
+                f"it, on stages that do not have them ({instruction.node.location}). Let the unit give one "
                 "shape (pad, or mask instead of picking), or put all that goes by the shape into "
                 "one unit with units="
             )
 
 
-def _tensors_of(given: Any) -> list[Tensor]:
+def _find_tensors(arguments: Any) -> list[Tensor]:
     """The tensors that a unit is given, wherever they are in its arguments."""
-    return [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)]

@@ -15,75 +15,85 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
-from penstock.partition.forward.absent import Look
-from penstock.partition.forward.boxes import filling, hooks_on
-from penstock.partition.forward.counted import LOSSES
+from penstock.partition.forward.absent import TensorSpec
+from penstock.partition.forward.boxes import install_hooks, track_container_changes
+from penstock.partition.forward.counted import CROSS_ENTROPY_FUNCTIONS
 from penstock.partition.forward.dry import (
-    DATA_DECIDES,
-    changed_among,
-    computed_with_any,
-    computed_without_numbers,
-    numberless,
-    outside,
-    random_state,
-    versions,
+    DATA_DEPENDENT_ERRORS,
+    find_mutated,
+    get_rng_state,
+    get_versions,
+    make_shape_placeholder,
+    run_on_dummy_data,
+    run_on_fakes,
+    select_originals,
 )
-from penstock.partition.forward.faking import Fakes
-from penstock.partition.forward.filled import taken_over
+from penstock.partition.forward.faking import FakeTensorFactory
+from penstock.partition.forward.filled import apply_container_updates
 from penstock.partition.forward.history import (
-    check_open,
-    check_plain,
-    check_transforms,
-    goes_on,
-    is_check,
-    looked,
+    build_host_read_error,
+    check_no_hidden_fakes,
+    check_no_transform,
+    check_not_nested,
+    is_distribution_check,
+    is_persistent_update,
 )
-from penstock.partition.forward.ledger import Extremes, Leak, Ledger
-from penstock.partition.forward.packing import PACK, PAD, Packing
+from penstock.partition.forward.ledger import EscapedTensor, RandomRange, ValueTable
+from penstock.partition.forward.packing import PACK_PADDED, PAD_PACKED, PackedSequenceLengths
 from penstock.partition.forward.tables import (
-    ANSWERED,
-    CHECKING,
-    COMPARING,
-    COUNTING,
-    SHAPED,
-    TYING,
-    UNIFORM,
-    called,
-    only_looks,
+    ASSERTIONS,
+    BINCOUNT,
+    COMPARISONS,
+    HOOK_REGISTRATION,
+    MODE_DEPENDENT,
+    SHAPE_ONLY,
+    UNIFORM_RANDOM,
+    get_function_name,
+    is_metadata_only,
 )
 from penstock.partition.forward.trace import (
-    CallOf,
-    Kind,
-    New,
-    Ref,
-    Result,
-    Same,
-    Step,
+    ArgumentLeaf,
+    NodeKind,
     Trace,
-    Value,
+    TracedOutput,
+    TracedValue,
+    TraceNode,
+    UnitCall,
+    ValueLeaf,
+    ValueRef,
 )
 from penstock.partition.forward.trees import (
-    Called,
+    FunctionCall,
     flatten,
-    hidden_in,
-    mapped,
-    said_in,
-    tensors_in,
+    format_literals,
+    iter_hidden_tensors,
+    iter_tensors,
+    map_tensors,
     unflatten,
 )
-from penstock.partition.forward.watching import Handle, Watcher, aside, where_now
+from penstock.partition.forward.watching import (
+    NullHookHandle,
+    OpInterceptor,
+    get_source_location,
+    without_interception,
+)
 
 
-class Recorder(Watcher):
+class Tracer(OpInterceptor):
     """Writes steps and values."""
 
-    def __init__(self, models: Sequence[nn.Module], fakes: Fakes) -> None:
+    def __init__(self, models: Sequence[nn.Module], fake_factory: FakeTensorFactory) -> None:
         super().__init__()
-        self.ledger = Ledger(models, fakes)
-        self.steps: list[Step] = []
-        self.shared: Mapping[str, Sequence[Any]] = {}  # lists and such of units that others have
-        self._drawn, self._turns = dict[int, Extremes](), Counter[str]()
-        self._packing, self._told = Packing(fakes), dict[int, Tensor]()
+        self.value_table = ValueTable(models, fake_factory)
+        self.nodes: list[TraceNode] = []
+        self.shared_containers: Mapping[
+            str, Sequence[Any]
+        ] = {}  # lists and such of units that others have
+        self._random_ranges, self._call_counts = dict[int, RandomRange](), Counter[str]()
+        self._packed_lengths, self._unit_integer_inputs = (
+            PackedSequenceLengths(fake_factory),
+            dict[int, Tensor](),
+        )
 
     # ---- operations -----------------------------------------------------------------------
 
@@ -91,260 +101,309 @@ class Recorder(Watcher):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """One step, unless it only looks."""
-        if only_looks(func, args):
-            self.ledger.look(func, args)
+        if is_metadata_only(func, args):
+            self.value_table.record_metadata_read(func, args)
             return func(*args, **(kwargs or {}))
-        return self.operation(func, args, kwargs or {}, func)
+        return self.intercept_op(func, args, kwargs or {}, func)
 
-    def operation(
+    def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Compute it, with numbers if they are there, and write it down."""
-        asked = Called(args, kwargs, call, list(tensors_in((args, kwargs))))
-        takes = tuple(map(self.ledger.value_of, asked.tensors))
-        said, where = said_in((args, kwargs)), where_now()
-        step = Step(Kind.GLUE, func, takes, None, where, said=said, call=call)
-        check_transforms(step)
-        if func in ANSWERED:
+        asked = FunctionCall(args, kwargs, call, list(iter_tensors((args, kwargs))))
+        takes = tuple(map(self.value_table.value_of, asked.tensors))
+        said, where = format_literals((args, kwargs)), get_source_location()
+        step = TraceNode(NodeKind.OPERATION, func, takes, None, where, literals=said, call=call)
+        check_no_transform(step)
+        if func in MODE_DEPENDENT:
             found = call(*args, **kwargs)
-            self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=found))
+            self.nodes.append(replace(step, kind=NodeKind.HOST_READ, inputs=(), recorded_result=found))
             return found
-        if func in SHAPED and len(takes) == 1:  # else it takes the numbers of the others
-            found, plain = asked.with_each(numberless)
-            arguments = mapped((args, kwargs), lambda t: plain.pop(0))
-            self.ledger.measured.update(takes)
-            step = replace(step, takes=(), free=True, arguments=arguments)
-            return self._write(step, found, ())
-        if func in CHECKING or func in TYING:
-            self.steps.append(replace(step, lasting=True))
-            return Handle() if func in TYING else None
-        if all(map(self.ledger.is_free, takes)):
-            return self._with_numbers(step, asked)
-        if func is Tensor.__bool__ and is_check(self.ledger.values[takes[0]], self.steps):
-            self.steps.append(replace(step, kind=Kind.READ, lasting=True, outcome=True))
+        if func in SHAPE_ONLY and len(takes) == 1:  # else it takes the numbers of the others
+            found, plain = asked.call_with_mapped_tensors(make_shape_placeholder)
+            arguments = map_tensors((args, kwargs), lambda t: plain.pop(0))
+            self.value_table.shape_read_values.update(takes)
+            step = replace(step, inputs=(), input_only=True, arg_template=arguments)
+            return self._append_node(step, found, ())
+        if func in ASSERTIONS or func in HOOK_REGISTRATION:
+            self.nodes.append(replace(step, has_side_effect=True))
+            return NullHookHandle() if func in HOOK_REGISTRATION else None
+        if all(map(self.value_table.is_input_only, takes)):
+            return self._trace_on_real_tensors(step, asked)
+        if func is Tensor.__bool__ and is_distribution_check(
+            self.value_table.values[takes[0]], self.nodes
+        ):
+            self.nodes.append(replace(step, kind=NodeKind.HOST_READ, has_side_effect=True, recorded_result=True))
             return True
-        if func in COMPARING and any(at in self._drawn for at in takes):
-            settled = self._follow_draws(step, asked)
+        if func in COMPARISONS and any(at in self._random_ranges for at in takes):
+            settled = self._trace_random_comparison(step, asked)
             if settled is not None:
                 return settled[0]
-        if func is PACK or func is PAD:
-            return self._packed(step, asked)
-        return self._without_numbers(step, asked)
+        if func is PACK_PADDED or func is PAD_PACKED:
+            return self._trace_packed_sequence(step, asked)
+        return self._trace_on_fakes(step, asked)
 
-    def _packed(self, step: Step, asked: Called) -> Any:
-        free = {id(t): t for t in asked.tensors if self._is_known(t)}
-        found = self._packing.computed(asked, free)
+    def _trace_packed_sequence(self, node: TraceNode, function_call: FunctionCall) -> Any:
+        free = {id(t): t for t in function_call.tensors if self._is_input_only(t)}
+        found = self._packed_lengths.compute(function_call, free)
         if found is None:
-            raise looked(step, self.steps, self.ledger.values)
-        if step.func is PACK:  # the rest follows from how much it packs
-            step = self._asking(step, asked, found)
-        return self._write(step, found, asked.tensors)
+            raise build_host_read_error(node, self.nodes, self.value_table.values)
+        if node.func is PACK_PADDED:  # the rest follows from how much it packs
+            node = self._add_shape_guard(node, function_call, found)
+        return self._append_node(node, found, function_call.tensors)
 
-    def _with_numbers(self, step: Step, asked: Called) -> Any:
-        before, random = versions(asked.tensors), random_state(self.ledger.fakes.device)
-        refs = self._refs(asked)
-        found = asked.call(*asked.args, **asked.kwargs)
-        changed = changed_among(step.func, asked.tensors, before, asked.args, asked.kwargs)
-        gives = any(True for _ in tensors_in(found))
-        if not asked.tensors and not gives:
-            self.steps.append(replace(step, kind=Kind.CALL))
+    def _trace_on_real_tensors(self, node: TraceNode, function_call: FunctionCall) -> Any:
+        before, random = (
+            get_versions(function_call.tensors),
+            get_rng_state(self.value_table.fake_factory.device),
+        )
+        refs = self._build_arg_template(function_call)
+        found = function_call.call(*function_call.args, **function_call.kwargs)
+        changed = find_mutated(
+            node.func, function_call.tensors, before, function_call.args, function_call.kwargs
+        )
+        gives = any(True for _ in iter_tensors(found))
+        if not function_call.tensors and not gives:
+            self.nodes.append(replace(node, kind=NodeKind.NON_TENSOR))
             return found
-        if not torch.equal(random, random_state(self.ledger.fakes.device)):
-            return self._draw(step, asked, found)
-        if any(map(self.ledger.stays, changed)):
-            return self._write(replace(step, lasting=True), found, asked.tensors, changed)
-        step = replace(step, free=True, arguments=refs)
+        if not torch.equal(random, get_rng_state(self.value_table.fake_factory.device)):
+            return self._trace_random(node, function_call, found)
+        if any(map(self.value_table.is_persistent, changed)):
+            return self._append_node(
+                replace(node, has_side_effect=True), found, function_call.tensors, changed
+            )
+        node = replace(node, input_only=True, arg_template=refs)
         if not changed and not gives:
-            self.steps.append(replace(step, kind=Kind.READ, asks=True, outcome=found))
+            self.nodes.append(replace(node, kind=NodeKind.HOST_READ, is_guard=True, recorded_result=found))
             return found
-        if asked.tensors and not changed and self._shape_asks(asked):
-            shapes = [tuple(t.shape) for t in tensors_in(found)]
-            step = replace(step, asks=True, outcome=shapes)
-        return self._write(step, found, asked.tensors, changed)
+        if function_call.tensors and not changed and self._has_data_dependent_shape(function_call):
+            shapes = [tuple(t.shape) for t in iter_tensors(found)]
+            node = replace(node, is_guard=True, recorded_result=shapes)
+        return self._append_node(node, found, function_call.tensors, changed)
 
-    def _shape_asks(self, asked: Called) -> bool:
+    def _has_data_dependent_shape(self, function_call: FunctionCall) -> bool:
         """Does the shape of what it makes depend on numbers?"""
         try:
-            with self.ledger.fakes.mode:
-                asked.with_each(self.ledger.faked)
-        except DATA_DECIDES:
+            with self.value_table.fake_factory.mode:
+                function_call.call_with_mapped_tensors(self.value_table.get_fake)
+        except DATA_DEPENDENT_ERRORS:
             return True
         except Exception:  # whatever else a fake cannot do
             return False
         return False
 
-    def _without_numbers(self, step: Step, asked: Called) -> Any:
-        fakes = {id(t): self.ledger.faked(t) for t in asked.tensors}
-        inside = [fakes[id(t)] for t in asked.tensors]
-        before = versions(inside)
-        args, kwargs = mapped((asked.args, asked.kwargs), lambda t: fakes[id(t)])
-        known = {id(fakes[id(t)]): t for t in asked.tensors if self._is_known(t)}
-        how = (self.ledger.fakes, "", asked.call, args, kwargs, known)
+    def _trace_on_fakes(self, node: TraceNode, function_call: FunctionCall) -> Any:
+        fakes = {id(t): self.value_table.get_fake(t) for t in function_call.tensors}
+        inside = [fakes[id(t)] for t in function_call.tensors]
+        before = get_versions(inside)
+        args, kwargs = map_tensors(
+            (function_call.args, function_call.kwargs), lambda t: fakes[id(t)]
+        )
+        known = {id(fakes[id(t)]): t for t in function_call.tensors if self._is_input_only(t)}
+        how = (self.value_table.fake_factory, "", function_call.call, args, kwargs, known)
         try:
-            found, drew = computed_without_numbers(*how)
-        except DATA_DECIDES as error:
-            if not self._known_decides(step, asked):
-                raise looked(step, self.steps, self.ledger.values) from error
-            found, drew = computed_with_any(*how), False
-            step = self._asking(step, asked, found)
-        changed = changed_among(step.func, inside, before, args, kwargs)
-        changed = outside(asked.tensors, inside, changed)
-        if not changed and not any(True for _ in tensors_in(found)):
+            found, drew = run_on_fakes(*how)
+        except DATA_DEPENDENT_ERRORS as error:
+            if not self._is_decided_by_inputs(node, function_call):
+                raise build_host_read_error(node, self.nodes, self.value_table.values) from error
+            found, drew = run_on_dummy_data(*how), False
+            node = self._add_shape_guard(node, function_call, found)
+        changed = find_mutated(node.func, inside, before, args, kwargs)
+        changed = select_originals(function_call.tensors, inside, changed)
+        if not changed and not any(True for _ in iter_tensors(found)):
             if found is not None:
-                raise looked(step, self.steps, self.ledger.values)
-            self.steps.append(replace(step, lasting=True))
+                raise build_host_read_error(node, self.nodes, self.value_table.values)
+            self.nodes.append(replace(node, has_side_effect=True))
             return None
-        step = replace(step, lasting=any(map(self.ledger.stays, changed)), draws=drew)
-        if step.func in LOSSES:
-            step = replace(step, arguments=self._refs(asked))
-        return self._write(step, found, asked.tensors, changed, inside)
+        node = replace(node, has_side_effect=any(map(self.value_table.is_persistent, changed)), uses_rng=drew)
+        if node.func in CROSS_ENTROPY_FUNCTIONS:
+            node = replace(node, arg_template=self._build_arg_template(function_call))
+        return self._append_node(node, found, function_call.tensors, changed, inside)
 
-    def _is_known(self, tensor: Tensor) -> bool:
-        return self.ledger.is_free(self.ledger.value_of(tensor))
+    def _is_input_only(self, tensor: Tensor) -> bool:
+        return self.value_table.is_input_only(self.value_table.value_of(tensor))
 
-    def _known_decides(self, step: Step, asked: Called) -> bool:
+    def _is_decided_by_inputs(self, node: TraceNode, function_call: FunctionCall) -> bool:
         """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
-        if step.func in COUNTING:
-            return bool(asked.kwargs.get("minlength"))
-        unknown = [t for t in asked.tensors if not self._is_known(t)]
-        return len(unknown) < len(asked.tensors) and all(t.is_floating_point() for t in unknown)
+        if node.func in BINCOUNT:
+            return bool(function_call.kwargs.get("minlength"))
+        unknown = [t for t in function_call.tensors if not self._is_input_only(t)]
+        return len(unknown) < len(function_call.tensors) and all(
+            t.is_floating_point() for t in unknown
+        )
 
-    def _asking(self, step: Step, asked: Called, found: Any) -> Step:
-        shapes = [tuple(t.shape) for t in tensors_in(found)]
-        if step.func in COUNTING or not any(shapes):
-            return step
-        return replace(step, asks=True, outcome=shapes, arguments=self._refs(asked))
+    def _add_shape_guard(
+        self, node: TraceNode, function_call: FunctionCall, output: Any
+    ) -> TraceNode:
+        shapes = [tuple(t.shape) for t in iter_tensors(output)]
+        if node.func in BINCOUNT or not any(shapes):
+            return node
+        return replace(
+            node, is_guard=True, recorded_result=shapes, arg_template=self._build_arg_template(function_call)
+        )
 
-    def _refs(self, asked: Called) -> Any:
-        return mapped((asked.args, asked.kwargs), lambda t: Ref(self.ledger.value_of(t)))
+    def _build_arg_template(self, function_call: FunctionCall) -> Any:
+        return map_tensors(
+            (function_call.args, function_call.kwargs),
+            lambda t: ValueRef(self.value_table.value_of(t)),
+        )
 
     # ---- random numbers -------------------------------------------------------------------
 
-    def _draw(self, step: Step, asked: Called, found: Any) -> Any:
+    def _trace_random(self, node: TraceNode, function_call: FunctionCall, output: Any) -> Any:
         """Drawn on one stage. Of uniform ones it is known how far they reach."""
-        found = self._write(replace(step, lasting=True, draws=True), found, asked.tensors)
-        if step.func in UNIFORM and isinstance(found, Tensor):
-            largest = torch.nextafter(torch.ones_like(found), torch.zeros_like(found))
-            value = self.ledger.value_of(found)
-            self._drawn[value] = Extremes(torch.zeros_like(found), largest)
-        return found
+        output = self._append_node(
+            replace(node, has_side_effect=True, uses_rng=True), output, function_call.tensors
+        )
+        if node.func in UNIFORM_RANDOM and isinstance(output, Tensor):
+            largest = torch.nextafter(torch.ones_like(output), torch.zeros_like(output))
+            value = self.value_table.value_of(output)
+            self._random_ranges[value] = RandomRange(torch.zeros_like(output), largest)
+        return output
 
-    def _follow_draws(self, step: Step, asked: Called) -> tuple[Any] | None:
+    def _trace_random_comparison(
+        self, node: TraceNode, function_call: FunctionCall
+    ) -> tuple[Any] | None:
         """What is decided by chance is refused; `rand() < 0.0` is not decided by chance."""
-        value_of = self.ledger.value_of
-        if not all(at in self._drawn or self.ledger.is_free(at) for at in step.takes):
+        value_of = self.value_table.value_of
+        if not all(
+            at in self._random_ranges or self.value_table.is_input_only(at) for at in node.inputs
+        ):
             return None
 
-        def at_extreme(which: str) -> Any:
-            def chosen(tensor: Tensor) -> Tensor:
-                drawn = self._drawn.get(value_of(tensor))
-                return tensor if drawn is None else getattr(drawn, which)
+        def evaluate_at_bound(bound: str) -> Any:
+            def replace_random(tensor: Tensor) -> Tensor:
+                drawn = self._random_ranges.get(value_of(tensor))
+                return tensor if drawn is None else getattr(drawn, bound)
 
-            return asked.with_each(chosen)[0]
+            return function_call.call_with_mapped_tensors(replace_random)[0]
 
-        least, largest = at_extreme("least"), at_extreme("largest")
+        least, largest = evaluate_at_bound("least"), evaluate_at_bound("largest")
         if isinstance(least, Tensor):
-            found = self._write(replace(step, lasting=True), least.clone(), asked.tensors)
-            self._drawn[value_of(found)] = Extremes(least, largest)
+            found = self._append_node(
+                replace(node, has_side_effect=True), least.clone(), function_call.tensors
+            )
+            self._random_ranges[value_of(found)] = RandomRange(least, largest)
             return (found,)
         if least != largest:
             raise CutError(
-                f"at {step.where}, random numbers decide what the forward does next, and every "
+                f"at {node.location}, random numbers decide what the forward does next, and every "
                 "stage would draw its own: switch it off (layerdrop=0, or another such option)"
             )
-        self.steps.append(replace(step, kind=Kind.READ, takes=(), outcome=least))
+        self.nodes.append(replace(node, kind=NodeKind.HOST_READ, inputs=(), recorded_result=least))
         return (least,)
 
     # ---- units ----------------------------------------------------------------------------
 
-    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def intercept_unit(
+        self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """Compute it without numbers, and write it down."""
-        filled = filling(self.shared.get(name, ()))
-        with aside(self):
-            found = self._unit(name, target, args, kwargs)
+        filled = track_container_changes(self.shared_containers.get(name, ()))
+        with without_interception(self):
+            found = self._trace_unit(name, target, args, kwargs)
         if filled():
-            raise Leak(name, where_now())
+            raise EscapedTensor(name, get_source_location())
         return found
 
-    def _unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        where = where_now()
-        self.ledger.check_parameters(name, target)
+    def _trace_unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        where = get_source_location()
+        self.value_table.check_own_parameters(name, target)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
-            check_open(leaf, f"unit '{name}' is given", where)
-        takes = tuple(map(self.ledger.value_of, tensors))
-        fakes = [self.ledger.faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            check_no_hidden_fakes(leaf, f"unit '{name}' is given", where)
+        takes = tuple(map(self.value_table.value_of, tensors))
+        fakes = [
+            self.value_table.get_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
-        before = versions(inside)
-        known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_known(t)}
-        known |= self._packing.told(inside)
+        before = get_versions(inside)
+        known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_input_only(t)}
+        known |= self._packed_lengths.find_known_integers(inside)
         told = ((at, known.get(id(fake))) for at, fake in zip(takes, inside, strict=True))
-        self._told |= {at: t for at, t in told if t is not None and not t.is_floating_point()}
-        with hooks_on(target, self.hooks.get(name)):
-            how = (self.ledger.fakes, name, target, *unflatten(fakes, spec), known)
-            found, _ = computed_without_numbers(*how)
-        changed = outside(tensors, inside, changed_among(None, inside, before))
-        call = CallOf(name, self._turns[name])
-        self._turns[name] += 1
+        self._unit_integer_inputs |= {
+            at: t for at, t in told if t is not None and not t.is_floating_point()
+        }
+        with install_hooks(target, self.unit_hooks.get(name)):
+            how = (self.value_table.fake_factory, name, target, *unflatten(fakes, spec), known)
+            found, _ = run_on_fakes(*how)
+        changed = select_originals(tensors, inside, find_mutated(None, inside, before))
+        call = UnitCall(name, self._call_counts[name])
+        self._call_counts[name] += 1
         for leaf in flatten(found)[0]:
-            if not isinstance(leaf, Tensor) and any(True for _ in hidden_in(leaf)):
-                raise Leak(name, where)
+            if not isinstance(leaf, Tensor) and any(True for _ in iter_hidden_tensors(leaf)):
+                raise EscapedTensor(name, where)
         numbers = iter(takes)
-        refs = [Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        step = Step(Kind.UNIT, call, takes, None, where, arguments=(refs, spec))
-        return taken_over(self._write(step, found, tensors, changed, inside), args, kwargs)
+        refs = [ValueRef(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        step = TraceNode(NodeKind.UNIT, call, takes, None, where, arg_template=(refs, spec))
+        return apply_container_updates(
+            self._append_node(step, found, tensors, changed, inside), args, kwargs
+        )
 
     # ---- writing --------------------------------------------------------------------------
 
-    def _write(
+    def _append_node(
         self,
-        step: Step,
-        found: Any,
+        node: TraceNode,
+        output: Any,
         tensors: Sequence[Tensor],
-        changed: Sequence[Tensor] = (),
-        inside: Sequence[Tensor] | None = None,
+        mutated: Sequence[Tensor] = (),
+        fake_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
         """A step that gave tensors; `inside` are the arguments as they were computed with."""
-        at = len(self.steps)
-        changes = self.ledger.change(at, step.free, changed)
-        places = {id(t): n for n, t in reversed(list(enumerate(inside or tensors)))}
+        at = len(self.nodes)
+        changes = self.value_table.record_mutation(at, node.input_only, mutated)
+        places = {id(t): n for n, t in reversed(list(enumerate(fake_tensors or tensors)))}
         places |= {id(t): n for n, t in reversed(list(enumerate(tensors)))}
-        leaves, spec = flatten(found)
+        leaves, spec = flatten(output)
         written: list[Any] = []
-        twice: dict[int, New] = {}
+        twice: dict[int, ValueLeaf] = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 written.append(leaf)
             elif id(leaf) in twice:
                 written.append(twice[id(leaf)])
             elif id(leaf) in places:
-                written.append(Same(places[id(leaf)]))
+                written.append(ArgumentLeaf(places[id(leaf)]))
                 leaves[position] = tensors[places[id(leaf)]]
             else:
-                check_plain(leaf, step.where)
-                made = Value(Look.of(leaf), step.free, at, self._named(step, position))
-                twice[id(leaf)] = New(self.ledger.register(leaf, made))
+                check_not_nested(leaf, node.location)
+                made = TracedValue(
+                    TensorSpec.from_tensor(leaf),
+                    node.input_only,
+                    at,
+                    self._name_value(node, position),
+                )
+                twice[id(leaf)] = ValueLeaf(self.value_table.register(leaf, made))
                 written.append(twice[id(leaf)])
-        self.steps.append(replace(step, result=Result(tuple(written), spec), changes=changes))
+        self.nodes.append(replace(node, output=TracedOutput(tuple(written), spec), mutations=changes))
         return unflatten(leaves, spec)
 
-    def _named(self, step: Step, position: int) -> str:
-        if step.kind is Kind.UNIT:
-            return f"{step.func}.{position}"
-        taken = ", ".join(self.ledger.values[at].name for at in step.takes)
-        return self.ledger.new_name(f"{called(step.func)}({taken}){step.said}")
+    def _name_value(self, node: TraceNode, position: int) -> str:
+        if node.kind is NodeKind.UNIT:
+            return f"{node.func}.{position}"
+        taken = ", ".join(self.value_table.values[at].name for at in node.inputs)
+        return self.value_table.make_unique_name(
+            f"{get_function_name(node.func)}({taken}){node.literals}"
+        )
 
-    def trace(self, inputs: tuple[int, ...], output: Any, lasting: Mapping[str, Tensor]) -> Trace:
+    def build_trace(
+        self, inputs: tuple[int, ...], output: Any, reassigned_buffers: Mapping[str, Tensor]
+    ) -> Trace:
         """What was seen; `lasting` are buffers that were assigned anew."""
         leaves, spec = flatten(output)
         for leaf in leaves:
-            check_open(leaf, "the model gives", "its end")
-        value_of = self.ledger.value_of
-        written = [New(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        anew = {name: value_of(tensor) for name, tensor in lasting.items()}
-        values = self.ledger.values
-        anew = {name: v for name, v in anew.items() if goes_on(name, v, self.steps, values)}
-        steps, gives = tuple(self.steps), Result(tuple(written), spec)
-        measured = frozenset(self.ledger.measured)
-        return Trace(steps, tuple(values), inputs, gives, anew, measured, self._told)
+            check_no_hidden_fakes(leaf, "the model gives", "its end")
+        value_of = self.value_table.value_of
+        written = [
+            ValueLeaf(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        anew = {name: value_of(tensor) for name, tensor in reassigned_buffers.items()}
+        values = self.value_table.values
+        anew = {
+            name: v for name, v in anew.items() if is_persistent_update(name, v, self.nodes, values)
+        }
+        steps, gives = tuple(self.nodes), TracedOutput(tuple(written), spec)
+        measured = frozenset(self.value_table.shape_read_values)
+        return Trace(steps, tuple(values), inputs, gives, anew, measured, self._unit_integer_inputs)

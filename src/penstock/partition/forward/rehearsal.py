@@ -12,131 +12,143 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.forward.absent import Absent
-from penstock.partition.forward.boxes import hooks_after
-from penstock.partition.forward.filled import taken_over
-from penstock.partition.forward.ledger import Leak
-from penstock.partition.forward.skeleton import Skeleton
-from penstock.partition.forward.tables import MIRRORED, TYING, only_looks
-from penstock.partition.forward.trace import Kind, New, Same, Step, Trace
-from penstock.partition.forward.trees import flatten, tensors_in, unflatten
-from penstock.partition.forward.watching import Handle, Muted, Watcher
+from penstock.partition.forward.absent import RemoteTensor
+from penstock.partition.forward.boxes import get_forward_hooks
+from penstock.partition.forward.filled import apply_container_updates
+from penstock.partition.forward.ledger import EscapedTensor
+from penstock.partition.forward.skeleton import ProxyModel
+from penstock.partition.forward.tables import (
+    HOOK_REGISTRATION,
+    REFLECTED_COMPARISONS,
+    is_metadata_only,
+)
+from penstock.partition.forward.trace import ArgumentLeaf, NodeKind, Trace, TraceNode, ValueLeaf
+from penstock.partition.forward.trees import flatten, iter_tensors, unflatten
+from penstock.partition.forward.watching import HookSkipped, NullHookHandle, OpInterceptor
 
 
-class _Lost(Exception):
+class _PathDiverged(Exception):
     """The forward does something else. A stage that runs tells of it better."""
 
 
-def rehearse(trace: Trace, skeleton: Skeleton, leaves: Sequence[Any], spec: Any) -> bool:
+def is_reproducible(
+    trace: Trace, skeleton: ProxyModel, leaves: Sequence[Any], tree_spec: Any
+) -> bool:
     """Does it take the same path? A Leak, where a result of a unit is missed that came sideways."""
     device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
-    watcher = _Passing(trace, device)
-    watcher.hooks = skeleton.hooks
+    watcher = _ConsistencyChecker(trace, device)
+    watcher.unit_hooks = skeleton.unit_hooks
     given = iter(trace.inputs)
-    stand_ins = [watcher.absent(next(given)) if isinstance(x, Tensor) else x for x in leaves]
-    args, kwargs = unflatten(stand_ins, spec)
+    stand_ins = [
+        watcher.get_remote_tensor(next(given)) if isinstance(x, Tensor) else x for x in leaves
+    ]
+    args, kwargs = unflatten(stand_ins, tree_spec)
     try:
         with watcher:
             output = skeleton.model(*args, **kwargs)
-    except Leak:
+    except EscapedTensor:
         raise
-    except _Lost:
+    except _PathDiverged:
         return False
     except Exception:  # whatever comes of values that are not there
         return True
-    found = {x.value for x in flatten(output)[0] if isinstance(x, Absent)}
-    for value in trace.output.made:
+    found = {x.value_index for x in flatten(output)[0] if isinstance(x, RemoteTensor)}
+    for value in trace.output.value_indices:
         if value not in found:
-            watcher.check(value, None, "its end")
+            watcher.check_unit_output(value, None, "its end")
     return True
 
 
-class _Passing(Watcher):
+class _ConsistencyChecker(OpInterceptor):
     def __init__(self, trace: Trace, device: torch.device) -> None:
         super().__init__()
         self._trace, self._device = trace, device
-        self._absent: dict[int, Absent] = {}
-        self._at, self._mute = 0, False
-        self._units = {
+        self._remote_tensors: dict[int, RemoteTensor] = {}
+        self._node_index, self._in_hook = 0, False
+        self._unit_by_value = {
             value: str(step.func.unit)
-            for step in trace.steps
-            if step.kind is Kind.UNIT and step.result is not None
-            for value in step.result.made
+            for step in trace.nodes
+            if step.kind is NodeKind.UNIT and step.output is not None
+            for value in step.output.value_indices
         }
 
-    def absent(self, value: int) -> Absent:
+    def get_remote_tensor(self, value: int) -> RemoteTensor:
         """What stands for it."""
-        if value not in self._absent:
-            look = self._trace.values[value].look
-            self._absent[value] = Absent.of(look, self._device, value)
-        return self._absent[value]
+        if value not in self._remote_tensors:
+            look = self._trace.values[value].tensor_spec
+            self._remote_tensors[value] = RemoteTensor.from_spec(look, self._device, value)
+        return self._remote_tensors[value]
 
-    def check(self, value: int, tensor: Tensor | None, where: str) -> None:
+    def check_unit_output(self, value: int, tensor: Tensor | None, location: str) -> None:
         """A result of a unit must come from the unit's call."""
-        if value in self._units and not (isinstance(tensor, Absent) and tensor.value == value):
-            raise Leak(self._units[value], where)
+        if value in self._unit_by_value and not (
+            isinstance(tensor, RemoteTensor) and tensor.value_index == value
+        ):
+            raise EscapedTensor(self._unit_by_value[value], location)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Passed over, unless it only looks."""
-        if only_looks(func, args):
+        if is_metadata_only(func, args):
             return func(*args, **(kwargs or {}))
-        return self.operation(func, args, kwargs or {}, func)
+        return self.intercept_op(func, args, kwargs or {}, func)
 
-    def operation(
+    def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """What it gave."""
-        step = self._next(func)
-        if step.kind is Kind.CALL:
+        step = self._next_node(func)
+        if step.kind is NodeKind.NON_TENSOR:
             return call(*args, **kwargs)
-        tensors = list(tensors_in((args, kwargs)))
-        turned = step.func is not func and MIRRORED.get(func) is step.func
-        return self._given(step, tensors[::-1] if turned else tensors)
+        tensors = list(iter_tensors((args, kwargs)))
+        turned = step.func is not func and REFLECTED_COMPARISONS.get(func) is step.func
+        return self._replay_output(step, tensors[::-1] if turned else tensors)
 
-    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def intercept_unit(
+        self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """What it gave; its own hooks see it."""
-        step = self._next(name)
+        step = self._next_node(name)
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        found = taken_over(self._given(step, tensors), args, kwargs)
-        for key, hook in hooks_after(target, self.hooks.get(name)).items():
+        found = apply_container_updates(self._replay_output(step, tensors), args, kwargs)
+        for key, hook in get_forward_hooks(target, self.unit_hooks.get(name)).items():
             more = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
-            self._mute = True
+            self._in_hook = True
             try:
                 hook(target, args, *more, found)
-            except Muted:
+            except HookSkipped:
                 pass
             finally:
-                self._mute = False
+                self._in_hook = False
         return found
 
-    def _next(self, func: Any) -> Step:
-        if self._mute:
-            raise Muted
-        if self._at >= len(self._trace.steps):
-            raise _Lost
-        step = self._trace.steps[self._at]
-        known = step.func.unit if step.kind is Kind.UNIT else step.func
-        if known is not func and known != func and MIRRORED.get(func) is not known:
-            raise _Lost
-        self._at += 1
+    def _next_node(self, func: Any) -> TraceNode:
+        if self._in_hook:
+            raise HookSkipped
+        if self._node_index >= len(self._trace.nodes):
+            raise _PathDiverged
+        step = self._trace.nodes[self._node_index]
+        known = step.func.unit if step.kind is NodeKind.UNIT else step.func
+        if known is not func and known != func and REFLECTED_COMPARISONS.get(func) is not known:
+            raise _PathDiverged
+        self._node_index += 1
         return step
 
-    def _given(self, step: Step, tensors: Sequence[Tensor]) -> Any:
-        if len(tensors) == len(step.takes):
-            for value, tensor in zip(step.takes, tensors, strict=True):
-                self.check(value, tensor, step.where)
-        if step.kind is Kind.READ:
-            return step.outcome
-        if step.result is None:
-            return Handle() if step.func in TYING else None
+    def _replay_output(self, node: TraceNode, tensors: Sequence[Tensor]) -> Any:
+        if len(tensors) == len(node.inputs):
+            for value, tensor in zip(node.inputs, tensors, strict=True):
+                self.check_unit_output(value, tensor, node.location)
+        if node.kind is NodeKind.HOST_READ:
+            return node.recorded_result
+        if node.output is None:
+            return NullHookHandle() if node.func in HOOK_REGISTRATION else None
         leaves = [
-            self.absent(leaf.value)
-            if isinstance(leaf, New)
-            else tensors[leaf.argument]
-            if isinstance(leaf, Same)
+            self.get_remote_tensor(leaf.value)
+            if isinstance(leaf, ValueLeaf)
+            else tensors[leaf.argument_index]
+            if isinstance(leaf, ArgumentLeaf)
             else leaf
-            for leaf in step.result.leaves
+            for leaf in node.output.leaves
         ]
-        return unflatten(leaves, step.result.spec)
+        return unflatten(leaves, node.output.tree_spec)

@@ -9,128 +9,134 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition.forward.trace import New, Ref, Step, Trace
-from penstock.partition.forward.trees import flatten, tensors_in
+from penstock.partition.forward.trace import Trace, TraceNode, ValueLeaf, ValueRef
+from penstock.partition.forward.trees import flatten, iter_tensors
 
 
-class Replay:
+class TraceReplay:
     """The steps of a trace that lead to some of its steps and values."""
 
     def __init__(
         self,
         trace: Trace,
         constants: Mapping[int, Tensor],
-        buffer: Callable[[str], Tensor],
-        goals: Iterable[int],
+        get_buffer: Callable[[str], Tensor],
+        goal_nodes: Iterable[int],
     ) -> None:
-        self._trace, self._constants, self._buffer = trace, constants, buffer
-        self._steps = _needed(trace, goals)
-        self._copies = any(trace.steps[at].changes for at in self._steps)
+        self._trace, self._constants, self._get_buffer = trace, constants, get_buffer
+        self._node_indices = _find_dependencies(trace, goal_nodes)
+        self._clones_inputs = any(trace.nodes[at].mutations for at in self._node_indices)
 
-    def run(self, inputs: Sequence[Tensor]) -> Iterator[tuple[Step, Any]]:
+    def run_nodes(self, inputs: Sequence[Tensor]) -> Iterator[tuple[TraceNode, Any]]:
         """Each step, and what it gives."""
-        return self._run(self._real(inputs, {}))
+        return self._run_nodes(self._make_resolver(inputs, {}))
 
-    def values(self, inputs: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    def compute_values(
+        self, inputs: Sequence[Tensor], value_indices: Sequence[int]
+    ) -> list[Tensor]:
         """Some of the values that they make, or that were there."""
-        real = self._real(inputs, {})
-        for _ in self._run(real):
+        real = self._make_resolver(inputs, {})
+        for _ in self._run_nodes(real):
             pass
-        return [real(value) for value in wanted]
+        return [real(value) for value in value_indices]
 
-    def _real(self, inputs: Sequence[Tensor], made: dict[int, Tensor]) -> _Real:
+    def _make_resolver(
+        self, inputs: Sequence[Tensor], computed: dict[int, Tensor]
+    ) -> _ValueResolver:
         values = self._trace.values
 
-        def found(value: int) -> Tensor:
-            given, buffer = values[value].given, values[value].buffer
-            if not values[value].free:  # only its shape counts
-                look, device = values[value].look, inputs[0].device if inputs else None
+        def load_tensor(value: int) -> Tensor:
+            given, buffer = values[value].input_index, values[value].buffer_name
+            if not values[value].input_only:  # only its shape counts
+                look, device = values[value].tensor_spec, inputs[0].device if inputs else None
                 return torch.zeros(look.shape, dtype=look.dtype, device=device)
             if given is not None:
                 tensor = inputs[given]
             else:
-                tensor = self._buffer(buffer) if buffer else self._constants[value]
+                tensor = self._get_buffer(buffer) if buffer else self._constants[value]
             if inputs and tensor.device != inputs[0].device:
                 return tensor.detach().to(inputs[0].device)
-            return tensor.detach().clone() if self._copies else tensor
+            return tensor.detach().clone() if self._clones_inputs else tensor
 
-        return _Real(found, made)
+        return _ValueResolver(load_tensor, computed)
 
-    def _run(self, real: _Real) -> Iterator[tuple[Step, Any]]:
+    def _run_nodes(self, resolver: _ValueResolver) -> Iterator[tuple[TraceNode, Any]]:
         with torch.no_grad():
-            for at in self._steps:
-                step = self._trace.steps[at]
-                args, kwargs = _with_values(step.arguments, real)
+            for at in self._node_indices:
+                step = self._trace.nodes[at]
+                args, kwargs = _substitute_values(step.arg_template, resolver)
                 found = step.call(*args, **kwargs)
-                for old, new in step.changes.items():
-                    real.made[new] = real(old)
-                if step.result is not None:
-                    for leaf, tensor in zip(step.result.leaves, flatten(found)[0], strict=True):
-                        if isinstance(leaf, New):
-                            real.made[leaf.value] = tensor
+                for old, new in step.mutations.items():
+                    resolver.computed[new] = resolver(old)
+                if step.output is not None:
+                    for leaf, tensor in zip(step.output.leaves, flatten(found)[0], strict=True):
+                        if isinstance(leaf, ValueLeaf):
+                            resolver.computed[leaf.value] = tensor
                 yield step, found
 
 
 @dataclass
-class _Real:
+class _ValueResolver:
     """Values with their numbers: made, or found where they were before."""
 
-    find: Callable[[int], Tensor]
-    made: dict[int, Tensor]
+    load: Callable[[int], Tensor]
+    computed: dict[int, Tensor]
 
     def __call__(self, value: int) -> Tensor:
-        if value not in self.made:
-            self.made[value] = self.find(value)
-        return self.made[value]
+        if value not in self.computed:
+            self.computed[value] = self.load(value)
+        return self.computed[value]
 
 
-class Questions:
+class InputGuards:
     """All that a traced forward asked about numbers, and the answers it got."""
 
     def __init__(
-        self, trace: Trace, constants: Mapping[int, Tensor], buffer: Callable[[str], Tensor]
+        self, trace: Trace, constants: Mapping[int, Tensor], get_buffer: Callable[[str], Tensor]
     ) -> None:
-        asking = [at for at, step in enumerate(trace.steps) if step.asks]
-        self._replay = Replay(trace, constants, buffer, asking)
+        asking = [at for at, step in enumerate(trace.nodes) if step.is_guard]
+        self._replay = TraceReplay(trace, constants, get_buffer, asking)
 
-    def same_answers(self, inputs: Sequence[Tensor]) -> bool:
+    def matches(self, inputs: Sequence[Tensor]) -> bool:
         """Would the forward go the same way with these?"""
         return all(
-            _same(step.result is None, found, step.outcome)
-            for step, found in self._replay.run(inputs)
-            if step.asks
+            _same_outcome(step.output is None, found, step.recorded_result)
+            for step, found in self._replay.run_nodes(inputs)
+            if step.is_guard
         )
 
 
-def _needed(trace: Trace, goals: Iterable[int]) -> list[int]:
+def _find_dependencies(trace: Trace, goal_nodes: Iterable[int]) -> list[int]:
     """The steps that lead to others, and those, in order."""
-    waiting = list(goals)
+    waiting = list(goal_nodes)
     found: set[int] = set()
     while waiting:
         at = waiting.pop()
         if at in found:
             continue
         found.add(at)
-        takes = [trace.values[value] for value in trace.steps[at].takes]
-        waiting += [v.maker for v in takes if v.maker is not None and v.free]
+        takes = [trace.values[value] for value in trace.nodes[at].inputs]
+        waiting += [v.producer for v in takes if v.producer is not None and v.input_only]
     return sorted(found)
 
 
-def _with_values(arguments: Any, real: Callable[[int], Tensor]) -> Any:
-    if isinstance(arguments, Ref):
-        return real(arguments.value)
+def _substitute_values(arguments: Any, resolve: Callable[[int], Tensor]) -> Any:
+    if isinstance(arguments, ValueRef):
+        return resolve(arguments.value)
     if type(arguments) in (tuple, list):
-        return type(arguments)(_with_values(one, real) for one in arguments)
+        return type(arguments)(_substitute_values(one, resolve) for one in arguments)
     if type(arguments) is dict:
-        return {key: _with_values(one, real) for key, one in arguments.items()}
+        return {key: _substitute_values(one, resolve) for key, one in arguments.items()}
     if isinstance(arguments, slice):
-        return slice(*(_with_values((arguments.start, arguments.stop, arguments.step), real)))
+        return slice(
+            *(_substitute_values((arguments.start, arguments.stop, arguments.step), resolve))
+        )
     return arguments
 
 
-def _same(read: bool, found: Any, outcome: Any) -> bool:
-    if not read:
-        return bool([tuple(t.shape) for t in tensors_in(found)] == outcome)
-    if hasattr(found, "tobytes"):  # an array
-        return bool(found.shape == outcome.shape and found.tobytes() == outcome.tobytes())
-    return bool(found == outcome)
+def _same_outcome(is_read: bool, actual: Any, expected: Any) -> bool:
+    if not is_read:
+        return bool([tuple(t.shape) for t in iter_tensors(actual)] == expected)
+    if hasattr(actual, "tobytes"):  # an array
+        return bool(actual.shape == expected.shape and actual.tobytes() == expected.tobytes())
+    return bool(actual == expected)

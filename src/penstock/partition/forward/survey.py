@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.partition.forward.division import Division
-from penstock.partition.forward.trace import CallOf
+from penstock.partition.forward.division import TraceAssignment
+from penstock.partition.forward.trace import UnitCall
 
 
 @dataclass(frozen=True)
@@ -18,22 +18,22 @@ class UnitCost:
     """
 
     forward: float
-    inputs: float
-    weights: float
-    keeps: int
-    holds: int
+    input_grad: float
+    weight_grad: float
+    activation_bytes: int
+    resident_bytes: int
 
     @property
     def seconds(self) -> float:
         """Of all three."""
-        return self.forward + self.inputs + self.weights
+        return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True)
-class Survey:
+class CutSummary:
     """The calls of units in order, how many each stage takes, and what goes between stages."""
 
-    calls: tuple[CallOf, ...]
-    counts: tuple[int, ...]
-    division: Division
+    calls: tuple[UnitCall, ...]
+    calls_per_stage: tuple[int, ...]
+    assignment: TraceAssignment
     costs: Sequence[UnitCost] = ()  # empty: not measured

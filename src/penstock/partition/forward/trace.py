@@ -10,120 +10,126 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.partition.forward.absent import Look
-from penstock.partition.forward.tables import called
+from penstock.partition.forward.absent import TensorSpec
+from penstock.partition.forward.tables import get_function_name
 
 
-class Kind(Enum):
+class NodeKind(Enum):
     """Of a step."""
 
     UNIT = auto()  # a unit is called
-    GLUE = auto()  # an operation between units
-    READ = auto()  # the host looks at numbers, and goes on accordingly
-    CALL = auto()  # it has nothing to do with tensors
+    OPERATION = auto()  # an operation between units
+    HOST_READ = auto()  # the host looks at numbers, and goes on accordingly
+    NON_TENSOR = auto()  # it has nothing to do with tensors
 
 
-class Ref(NamedTuple):
+class ValueRef(NamedTuple):
     """An argument that is a value."""
 
     value: int
 
 
-class New(NamedTuple):
+class ValueLeaf(NamedTuple):
     """A leaf that the step makes: a value."""
 
     value: int
 
 
-class Same(NamedTuple):
+class ArgumentLeaf(NamedTuple):
     """A leaf that is one of the step's own arguments."""
 
-    argument: int  # which of the tensors among them
+    argument_index: int  # which of the tensors among them
 
 
 @dataclass(frozen=True)
-class Result:
+class TracedOutput:
     """What a step gave: leaves that are New, Same, or plain."""
 
     leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    tree_spec: pytree.TreeSpec
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Result, (self.leaves, None)  # a copy is to be looked at
+        return TracedOutput, (self.leaves, None)  # a copy is to be looked at
 
     @property
-    def made(self) -> tuple[int, ...]:
+    def value_indices(self) -> tuple[int, ...]:
         """The values among them."""
-        return tuple(leaf.value for leaf in self.leaves if isinstance(leaf, New))
+        return tuple(leaf.value for leaf in self.leaves if isinstance(leaf, ValueLeaf))
 
 
 @dataclass(frozen=True)
-class Value:
+class TracedValue:
     """A tensor, as it is between two changes in place.
 
     It is `free` if it follows from the inputs and from what is not learned: then every stage can
     have it. `maker` is a step; None: it was there before.
     """
 
-    look: Look
-    free: bool
-    maker: int | None = None
+    tensor_spec: TensorSpec
+    input_only: bool
+    producer: int | None = None
     name: str = ""  # the same on every rank
-    parameter: str = ""  # its name, if it is one
-    buffer: str = ""
-    given: int | None = None  # which of the tensors that the forward was called with
+    parameter_name: str = ""  # its name, if it is one
+    buffer_name: str = ""
+    input_index: int | None = None  # which of the tensors that the forward was called with
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceNode:
     """One thing that the forward did."""
 
-    kind: Kind
+    kind: NodeKind
     func: Any  # what was called; of a unit, its call
-    takes: tuple[int, ...]
-    result: Result | None
-    where: str  # file and line
-    free: bool = False
-    changes: Mapping[int, int] = field(default_factory=dict)  # in place: values before, after
-    lasting: bool = False  # it has an effect beyond this forward, or draws: it runs once
-    draws: bool = False  # random numbers; of a unit that is not known
-    asks: bool = False  # the outcome is a fact about numbers, on which the rest depends
-    outcome: Any = None
-    said: str = ""  # the arguments that are no tensors, as text
-    arguments: Any = None  # of a unit, or one that is free: with a Ref where a value was
+    inputs: tuple[int, ...]
+    output: TracedOutput | None
+    location: str  # file and line
+    input_only: bool = False
+    mutations: Mapping[int, int] = field(default_factory=dict)  # in place: values before, after
+    has_side_effect: bool = False  # it has an effect beyond this forward, or draws: it runs once
+    uses_rng: bool = False  # random numbers; of a unit that is not known
+    is_guard: bool = False  # the outcome is a fact about numbers, on which the rest depends
+    recorded_result: Any = None
+    literals: str = ""  # the arguments that are no tensors, as text
+    arg_template: Any = None  # of a unit, or one that is free: with a Ref where a value was
     call: Any = None  # how an operation is called
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is to be looked at: functions cannot all be copied."""
-        func = self.func if self.kind is Kind.UNIT else called(self.func)
-        plain = replace(self, func=func, arguments=None, call=None)
-        return Step, tuple(getattr(plain, one.name) for one in fields(self))
+        func = self.func if self.kind is NodeKind.UNIT else get_function_name(self.func)
+        plain = replace(self, func=func, arg_template=None, call=None)
+        return TraceNode, tuple(getattr(plain, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True)
-class CallOf:
+class UnitCall:
     """The n-th call of a unit in a forward."""
 
     unit: str
-    turn: int = 0
+    call_index: int = 0
 
     def __str__(self) -> str:
-        return self.unit + (f" (call {self.turn + 1})" if self.turn else "")
+        return self.unit + (f" (call {self.call_index + 1})" if self.call_index else "")
 
 
 @dataclass(frozen=True)
 class Trace:
     """A whole forward."""
 
-    steps: tuple[Step, ...]
-    values: tuple[Value, ...]
+    nodes: tuple[TraceNode, ...]
+    values: tuple[TracedValue, ...]
     inputs: tuple[int, ...]  # the values of the tensors it was called with
-    output: Result
-    lasting: Mapping[str, int]  # buffers that were assigned anew: values, by the buffers' names
-    measured: frozenset[int] = frozenset()  # values of which the host knows how large they are
-    told: Mapping[int, Tensor] = field(default_factory=dict)  # whole numbers that units are given
+    output: TracedOutput
+    reassigned_buffers: Mapping[
+        str, int
+    ]  # buffers that were assigned anew: values, by the buffers' names
+    shape_read_values: frozenset[int] = (
+        frozenset()
+    )  # values of which the host knows how large they are
+    unit_integer_inputs: Mapping[int, Tensor] = field(
+        default_factory=dict
+    )  # whole numbers that units are given
 
     @property
-    def calls(self) -> list[int]:
+    def unit_call_indices(self) -> list[int]:
         """The steps that call units."""
-        return [at for at, step in enumerate(self.steps) if step.kind is Kind.UNIT]
+        return [at for at, step in enumerate(self.nodes) if step.kind is NodeKind.UNIT]

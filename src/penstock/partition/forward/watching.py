@@ -23,40 +23,42 @@ from torch._functorch import apis as _apis
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint as torch_checkpoint
 
-from penstock.partition.forward.boxes import Hooks, remade
+from penstock.partition.forward.boxes import ReboundHooks, rebind_function
 
 
-class Watcher(TorchFunctionMode):
+class OpInterceptor(TorchFunctionMode):
     """Sees each operation of a forward, and is asked where a unit is called."""
 
-    checkpointed: dict[str, Any] | None = None  # how, inside PyTorch's checkpoint
-    hooks: Mapping[str, Hooks] = {}
+    checkpoint_options: dict[str, Any] | None = None  # how, inside PyTorch's checkpoint
+    unit_hooks: Mapping[str, ReboundHooks] = {}
 
-    def unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def intercept_unit(
+        self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """A parent calls a unit."""
         raise NotImplementedError
 
-    def operation(
+    def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """A function is called; `call` is how, if another name is to be known for it."""
         raise NotImplementedError
 
 
-def watcher_here() -> Watcher | None:
+def get_current_interceptor() -> OpInterceptor | None:
     """The one under which this thread computes; None inside units, and where nobody watches."""
     for at in range(torch._C._len_torch_function_stack() - 1, -1, -1):
         mode = torch._C._get_function_stack_at(at)
-        if isinstance(mode, Watcher):
+        if isinstance(mode, OpInterceptor):
             return mode
     return None
 
 
 @contextmanager
-def aside(watcher: Watcher) -> Iterator[None]:
+def without_interception(interceptor: OpInterceptor) -> Iterator[None]:
     """Within, nobody watches: what is computed is one thing."""
     stack = _get_current_function_mode_stack()
-    above = stack[stack.index(watcher) :]
+    above = stack[stack.index(interceptor) :]
     for _ in above:
         torch._C._pop_torch_function_stack()
     for mode in above[1:]:
@@ -70,30 +72,30 @@ def aside(watcher: Watcher) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
-_NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+_LIBRARY_PATHS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
 
 
-def where_now() -> str:
+def get_source_location() -> str:
     """The line of the model's code that is being run."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        if not frame.f_code.co_filename.startswith(_LIBRARY_PATHS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"
 
 
-class Muted(Exception):
+class HookSkipped(Exception):
     """A hook of a unit that is not run here computes."""
 
 
-class Handle:
+class NullHookHandle:
     """In the place of a hook's handle, where the hook is on another stage."""
 
     def remove(self) -> None:
         """There is none."""
 
-    def __enter__(self) -> Handle:
+    def __enter__(self) -> NullHookHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,76 +104,78 @@ class Handle:
 
 # ---- what a mode does not see -------------------------------------------------------------
 
-apis: Any = _apis  # its names are not exported
-checks: Any = torch_checkpoint
+functorch_apis: Any = _apis  # its names are not exported
+checkpoint_module: Any = torch_checkpoint
 
-_making = threading.Lock()
+_patch_lock = threading.Lock()
 
 
-def follow_all() -> None:
+def install_interception_patches() -> None:
     """Let what a mode does not see tell a watcher; where nobody watches, nothing is different."""
-    with _making:
+    with _patch_lock:
         if not hasattr(torch.autograd.Function.apply, "_tells_watchers"):
-            _follow_functions()
-            _follow_scripts()
-            _follow_vmap()
-            _follow_checkpoint()
+            _patch_autograd_function()
+            _patch_script_function()
+            _patch_vmap()
+            _patch_checkpoint()
 
 
-def _follow_functions() -> None:
+def _patch_autograd_function() -> None:
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = watcher_here()
+        watcher = get_current_interceptor()
         if watcher is None:
             return original(cls, *args, **kwargs)
         if cls is torch_checkpoint.CheckpointFunction:
             function, preserve, *rest = args
-            with _checkpointed(watcher, {"preserve_rng_state": preserve}):
+            with _set_checkpoint_options(watcher, {"preserve_rng_state": preserve}):
                 return function(*rest)
-        with aside(watcher):
-            return watcher.operation(cls, args, kwargs, lambda *a, **k: original(cls, *a, **k))
+        with without_interception(watcher):
+            return watcher.intercept_op(cls, args, kwargs, lambda *a, **k: original(cls, *a, **k))
 
     apply._tells_watchers = True  # type: ignore[attr-defined]
     apply.__doc__ = original.__doc__
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
 
 
-def _follow_scripts() -> None:
+def _patch_script_function() -> None:
     kind = torch.jit.ScriptFunction
     original = kind.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = watcher_here()
+        watcher = get_current_interceptor()
         if watcher is None:
             return original(self, *args, **kwargs)
-        with aside(watcher):
-            return watcher.operation(self, args, kwargs, lambda *a, **k: original(self, *a, **k))
+        with without_interception(watcher):
+            return watcher.intercept_op(self, args, kwargs, lambda *a, **k: original(self, *a, **k))
 
     kind.__call__ = call  # type: ignore[method-assign]
 
 
-def _follow_vmap() -> None:
-    original = apis.vmap_impl
+def _patch_vmap() -> None:
+    original = functorch_apis.vmap_impl
 
     def vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher = watcher_here()
+        watcher = get_current_interceptor()
         if watcher is None:
             return original(func, *args, **kwargs)
-        captured = list(_captured(func))
+        captured = list(_iter_captured_tensors(func))
 
-        def call(now: list[Tensor], *some: Any, **named: Any) -> Any:
-            pairs = zip(captured, now, strict=True)
+        def call(current_tensors: list[Tensor], *call_args: Any, **call_kwargs: Any) -> Any:
+            pairs = zip(captured, current_tensors, strict=True)
             made = {id(before): after for before, after in pairs if after is not before}
-            return original(remade(func, made) if made else func, *some, **named)
+            return original(
+                rebind_function(func, made) if made else func, *call_args, **call_kwargs
+            )
 
-        with aside(watcher):
-            return watcher.operation(original, (captured, *args), kwargs, call)
+        with without_interception(watcher):
+            return watcher.intercept_op(original, (captured, *args), kwargs, call)
 
-    apis.vmap_impl = vmap_impl
+    functorch_apis.vmap_impl = vmap_impl
 
 
-def _captured(func: Any) -> Iterator[Tensor]:
+def _iter_captured_tensors(func: Any) -> Iterator[Tensor]:
     """The tensors that a function has from around it, and those that functions there have."""
     waiting, seen = [func], set[int]()
     while waiting:
@@ -186,19 +190,21 @@ def _captured(func: Any) -> Iterator[Tensor]:
         elif isinstance(inside, partial):
             waiting += [inside.func, *inside.args, *inside.keywords.values()]
         elif isinstance(inside, FunctionType):
-            waiting += [cell.cell_contents for cell in inside.__closure__ or () if _is_set(cell)]
+            waiting += [
+                cell.cell_contents for cell in inside.__closure__ or () if _has_contents(cell)
+            ]
 
 
-def _is_set(cell: Any) -> bool:
+def _has_contents(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:
         return False
 
 
-def _follow_checkpoint() -> None:
+def _patch_checkpoint() -> None:
     """What a parent checkpoints is checkpointed unit by unit: so it can be cut anywhere."""
-    original = checks._checkpoint_without_reentrant_generator
+    original = checkpoint_module._checkpoint_without_reentrant_generator
 
     def generator(
         function: Any,
@@ -209,7 +215,7 @@ def _follow_checkpoint() -> None:
         *more: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        watcher = watcher_here()
+        watcher = get_current_interceptor()
         if watcher is None:
             yield from original(
                 function, preserve_rng_state, context_fn, determinism_check, debug, *more, **kwargs
@@ -221,16 +227,16 @@ def _follow_checkpoint() -> None:
             "determinism_check": determinism_check,
             "debug": debug,
         }
-        with _checkpointed(watcher, how):
+        with _set_checkpoint_options(watcher, how):
             yield
 
-    checks._checkpoint_without_reentrant_generator = generator
+    checkpoint_module._checkpoint_without_reentrant_generator = generator
 
 
 @contextmanager
-def _checkpointed(watcher: Watcher, how: dict[str, Any]) -> Iterator[None]:
-    before, watcher.checkpointed = watcher.checkpointed, how
+def _set_checkpoint_options(interceptor: OpInterceptor, options: dict[str, Any]) -> Iterator[None]:
+    before, interceptor.checkpoint_options = interceptor.checkpoint_options, options
     try:
         yield
     finally:
-        watcher.checkpointed = before
+        interceptor.checkpoint_options = before

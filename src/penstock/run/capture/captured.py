@@ -11,50 +11,50 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.run.call import Measured
-from penstock.run.capture.homes import Taken, at_home
-from penstock.run.capture.recording import Recording
-from penstock.run.capture.sources import Sources
-from penstock.run.capture.standing import Standing
+from penstock.run.call import MeasuredRun
+from penstock.run.capture.homes import GradBufferMap, redirect_grads_for_replay
+from penstock.run.capture.recording import RecordedGraph
+from penstock.run.capture.sources import GraphGenerators
+from penstock.run.capture.standing import StaticInputs
 from penstock.run.training import StepResult
-from penstock.run.worker import Mark
-from penstock.stage.places import Moment, Stamp
-from penstock.stage.stamps import Clocks, Times
+from penstock.run.worker import TimedAction
+from penstock.stage.places import GraphTimestamp, Timestamp
+from penstock.stage.stamps import GraphTimestamps, ReplayTimestamps
 from penstock.timeline import Timeline
 
 
 @dataclass
-class Captured:
+class CapturedStep:
     """It is replayed with other numbers each time."""
 
-    recording: Recording
-    standing: Standing
-    taken: Taken
-    sources: Sources
-    clocks: Clocks  # which it writes down
+    graph: RecordedGraph
+    static_inputs: StaticInputs
+    grad_buffers: GradBufferMap
+    generators: GraphGenerators
+    clocks: GraphTimestamps  # which it writes down
     result: StepResult  # whose tensors it writes, too
-    measured: Measured
-    held: Any  # what has to live as long as the recording
-    replays: int = 0
+    measured: MeasuredRun
+    keep_alive: Any  # what has to live as long as the recording
+    replay_count: int = 0
 
     def replay(self, tensors: Sequence[Tensor]) -> StepResult:
         """The step, of the caller's tensors."""
-        self.standing.fill(tensors)
-        self.sources.seed()
-        with at_home(self.taken):
-            self.recording.replay()
-        self.standing.pass_on(tensors)
-        self.replays += 1
+        self.static_inputs.copy_from(tensors)
+        self.generators.seed_generators()
+        with redirect_grads_for_replay(self.grad_buffers):
+            self.graph.replay()
+        self.static_inputs.write_back(tensors)
+        self.replay_count += 1
         return replace(
             self.result,
             loss=self.result.loss.clone(),
-            outputs=_copied(self.result.outputs),
-            metrics=_copied(self.result.metrics),
-            measured=_Replayed(self.measured, self.clocks.copied()),
+            outputs=_clone_tensors(self.result.outputs),
+            metrics=_clone_tensors(self.result.metrics),
+            measured=_ReplayMeasurement(self.measured, self.clocks.snapshot()),
         )
 
 
-def _copied(value: Any) -> Any:
+def _clone_tensors(value: Any) -> Any:
     """The caller's own: the next replay writes other numbers."""
     if value is None or (isinstance(value, dict) and not value):  # in most steps
         return value
@@ -63,22 +63,29 @@ def _copied(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Replayed:
+class _ReplayMeasurement:
     """When a replay did what."""
 
-    captured: Measured
-    times: Times
+    capture: MeasuredRun
+    timestamps: ReplayTimestamps
 
     @cached_property
     def timeline(self) -> Timeline:
         """This waits until the replay has ended."""
-        written = self.times.read()
+        written = self.timestamps.read()
 
-        def seconds(moment: Moment) -> Moment:
-            if isinstance(moment, Stamp):
-                return written[moment.device][moment.number] / 1e9
+        def to_seconds(moment: Timestamp) -> Timestamp:
+            if isinstance(moment, GraphTimestamp):
+                return written[moment.device][moment.slot] / 1e9
             return moment
 
-        program, lanes, origins = self.captured.program, self.captured.marks, self.captured.origins
-        marks = [[Mark(m.step, seconds(m.start), seconds(m.end)) for m in lane] for lane in lanes]
-        return Measured(program, marks, list(map(seconds, origins))).timeline
+        program, lanes, origins = (
+            self.capture.program,
+            self.capture.timed_actions,
+            self.capture.time_origins,
+        )
+        marks = [
+            [TimedAction(m.bound_action, to_seconds(m.start), to_seconds(m.end)) for m in lane]
+            for lane in lanes
+        ]
+        return MeasuredRun(program, marks, list(map(to_seconds, origins))).timeline

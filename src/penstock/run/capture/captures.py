@@ -16,219 +16,300 @@ import torch
 from torch import nn
 
 from penstock.partition.partition import Partition
-from penstock.run.asking import Ready
-from penstock.run.call import Measured, Runtime, Terms
-from penstock.run.capture.captured import Captured
-from penstock.run.capture.homes import Homes, Learned, check_dense, viewed
-from penstock.run.capture.host import Host
-from penstock.run.capture.layers import attributes_of, check_same
-from penstock.run.capture.lending import Lending
-from penstock.run.capture.likeness import Likeness, check_counts, likeness_of, numbers_of
-from penstock.run.capture.rebound import AsItWas, Rebound, bound
-from penstock.run.capture.recording import CudaRecording, Pools, Recording
-from penstock.run.capture.sources import Asked, Sources
-from penstock.run.capture.standing import Inputs, Standing, inputs_of
-from penstock.run.capture.subject import Subject
-from penstock.run.capture.watching import Uncapturable, Watch, constants_for, naming
-from penstock.run.inline import Inline
+from penstock.run.asking import PreparedStep
+from penstock.run.call import CaptureOverrides, LaneExecutor, MeasuredRun
+from penstock.run.capture.captured import CapturedStep
+from penstock.run.capture.homes import (
+    GradBufferPool,
+    GradUpdateDetector,
+    check_dense_grads,
+    find_viewed_grads,
+)
+from penstock.run.capture.host import HostRngGuard
+from penstock.run.capture.layers import check_attributes_unchanged, fingerprint_attributes
+from penstock.run.capture.lending import CaptureTransport
+from penstock.run.capture.likeness import (
+    GraphKey,
+    build_graph_key,
+    check_optimizer_numbers_unchanged,
+    get_optimizer_numbers,
+)
+from penstock.run.capture.rebound import (
+    ModuleTablesSnapshot,
+    ReassignedTensors,
+    collect_module_tensors,
+)
+from penstock.run.capture.recording import GraphMemoryPools, RecordedCudaGraph, RecordedGraph
+from penstock.run.capture.sources import GraphGenerators, RngUsage
+from penstock.run.capture.standing import FlatInputs, StaticInputs, flatten_inputs
+from penstock.run.capture.subject import StepModules
+from penstock.run.capture.watching import (
+    CaptureError,
+    CaptureGuard,
+    build_constant_fill_mode,
+    locate_capture_errors,
+)
+from penstock.run.inline import InlineExecutor
 from penstock.run.training import StepResult
 from penstock.run.transport import Mailboxes
-from penstock.stage.places import Place
-from penstock.stage.stamps import Clocks
+from penstock.stage.places import Device
+from penstock.stage.stamps import GraphTimestamps
 
-KEPT = 8  # recordings; the one that was not used for longest is dropped
-NOTED = 64  # kinds of steps that were seen once, or could not be captured
-IN_A_ROW = 16  # steps, each of another kind: then something changes that should not
-TRIES = 2  # what stood against it so often is not tried again
+MAX_GRAPHS = 8  # recordings; the one that was not used for longest is dropped
+MAX_REMEMBERED_KEYS = 64  # kinds of steps that were seen once, or could not be captured
+WARN_AFTER_MISSES = 16  # steps, each of another kind: then something changes that should not
+MAX_CAPTURE_ATTEMPTS = 2  # what stood against it so often is not tried again
 
-Run = Callable[[Ready, Runtime, Terms], StepResult]
-Record = Callable[[Sequence[torch.device], Pools], Recording]
+RunStepEagerly = Callable[[PreparedStep, LaneExecutor, CaptureOverrides], StepResult]
+GraphFactory = Callable[[Sequence[torch.device], GraphMemoryPools], RecordedGraph]
 
 
-class Seen(NamedTuple):
+class FirstStepObservations(NamedTuple):
     """What the first step of a kind has shown."""
 
-    asked: Asked
-    learning: list[nn.Parameter]
+    rng_usage: RngUsage
+    updated_parameters: list[nn.Parameter]
 
 
 @dataclass
-class _Notes:
+class _CaptureHistory:
     """Of kinds of steps."""
 
-    captured: OrderedDict[Likeness, Captured] = field(default_factory=OrderedDict)
-    seen: OrderedDict[Likeness, Seen] = field(default_factory=OrderedDict)
-    refused: OrderedDict[Likeness, str] = field(default_factory=OrderedDict)
-    failed: OrderedDict[Likeness, int] = field(default_factory=OrderedDict)  # how often
+    graphs: OrderedDict[GraphKey, CapturedStep] = field(default_factory=OrderedDict)
+    observations: OrderedDict[GraphKey, FirstStepObservations] = field(default_factory=OrderedDict)
+    refusals: OrderedDict[GraphKey, str] = field(default_factory=OrderedDict)
+    failure_counts: OrderedDict[GraphKey, int] = field(default_factory=OrderedDict)  # how often
 
 
-class Captures:
+class GraphCache:
     """Of one pipe."""
 
     def __init__(
         self,
         partition: Partition,
-        places: Sequence[Place],
+        devices: Sequence[Device],
         placement: Sequence[int],
-        record: Record = CudaRecording,
+        graph_factory: GraphFactory = RecordedCudaGraph,
     ) -> None:
-        self._partition, self._record = partition, record
-        self._where = places, placement
-        self._kinds = frozenset(place.device.type for place in places)
-        self._pools, self._homes, self._rebound = Pools(), Homes(), Rebound()
-        self._notes = _Notes()
-        self._subject: Subject | None = None
-        self._last: Likeness | None = None
-        self._in_a_row = 0
+        self._partition, self._graph_factory = partition, graph_factory
+        self._devices_and_placement = devices, placement
+        self._device_types = frozenset(place.device.type for place in devices)
+        self._memory_pools, self._grad_buffers, self._reassigned_tensors = (
+            GraphMemoryPools(),
+            GradBufferPool(),
+            ReassignedTensors(),
+        )
+        self._history = _CaptureHistory()
+        self._step_modules: StepModules | None = None
+        self._last_missed_key: GraphKey | None = None
+        self._consecutive_misses = 0
 
-    def step(self, ready: Ready, run: Run) -> StepResult:
+    def run_step(self, prepared: PreparedStep, run_eagerly: RunStepEagerly) -> StepResult:
         """Replayed, if there is a recording; else captured, if one like it was seen."""
-        self._rebound.settle()
-        subject, notes = self._subject_of(ready), self._notes
-        check_dense(subject.parameters, subject.named)
-        inputs = inputs_of(ready.fed, ready.scale)
-        key = likeness_of(ready, inputs, subject, self._kinds)
-        captured = self._recorded(key)
+        self._reassigned_tensors.restore_static_tensors()
+        subject, notes = self._current_modules(prepared), self._history
+        check_dense_grads(subject.parameters, subject.describe_parameter)
+        inputs = flatten_inputs(prepared.stage_inputs, prepared.loss_scale)
+        key = build_graph_key(prepared, inputs, subject, self._device_types)
+        captured = self._find_replayable(key)
         if captured is None:
-            for refused in (key, key.whatever_layers_have()):
-                if refused in notes.refused:
-                    raise Uncapturable(notes.refused[refused])
-            if key not in notes.seen:
-                return self._first(ready, run, key, subject)
-            captured = self._try(ready, run, inputs, key, subject)
-        notes.captured.move_to_end(key)
-        self._in_a_row = 0
+            for refused in (key, key.without_module_state()):
+                if refused in notes.refusals:
+                    raise CaptureError(notes.refusals[refused])
+            if key not in notes.observations:
+                return self._run_first_step(prepared, run_eagerly, key, subject)
+            captured = self._try_capture(prepared, run_eagerly, inputs, key, subject)
+        notes.graphs.move_to_end(key)
+        self._consecutive_misses = 0
         return captured.replay(inputs.tensors)
 
-    def _recorded(self, key: Likeness) -> Captured | None:
+    def _find_replayable(self, key: GraphKey) -> CapturedStep | None:
         """What may be replayed: not what would write where old gradients are still looked at."""
-        recordings = self._notes.captured
+        recordings = self._history.graphs
         captured = recordings.get(key)
-        gone = set() if captured is None else viewed(captured.taken)
+        gone = set() if captured is None else find_viewed_grads(captured.grad_buffers)
         if gone:
-            self._homes.leave(gone)
-            for other in [other for other, one in recordings.items() if gone & one.taken.keys()]:
+            self._grad_buffers.discard(gone)
+            for other in [
+                other for other, one in recordings.items() if gone & one.grad_buffers.keys()
+            ]:
                 del recordings[other]
         return recordings.get(key)
 
-    def _subject_of(self, ready: Ready) -> Subject:
+    def _current_modules(self, prepared: PreparedStep) -> StepModules:
         """That of the last step, if nothing of it has changed."""
-        loss_fn = ready.lesson.loss_fn
-        if self._subject is None or not self._subject.still(loss_fn):
-            self._subject = Subject(self._partition, loss_fn)
-        return self._subject
+        loss_fn = prepared.request.loss_fn
+        if self._step_modules is None or not self._step_modules.is_current(loss_fn):
+            self._step_modules = StepModules(self._partition, loss_fn)
+        return self._step_modules
 
     # ---- the first of its kind ------------------------------------------------------------
 
-    def _first(self, ready: Ready, run: Run, key: Likeness, subject: Subject) -> StepResult:
+    def _run_first_step(
+        self,
+        prepared: PreparedStep,
+        run_eagerly: RunStepEagerly,
+        key: GraphKey,
+        step_modules: StepModules,
+    ) -> StepResult:
         """As the reference does it."""
-        self._count(key)
-        modules, optimizer = subject.modules, ready.lesson.optimizer
-        asked, learned, host = Asked(), Learned(subject.parameters), Host()
-        attributes, tensors = attributes_of(modules), bound(modules)
-        numbers = numbers_of(optimizer)
-        result = run(ready, Inline(Mailboxes(*self._where)), Terms(asked.draws))
-        asked.close()
+        self._count_miss(key)
+        modules, optimizer = step_modules.modules, prepared.request.optimizer
+        asked, learned, host = (
+            RngUsage(),
+            GradUpdateDetector(step_modules.parameters),
+            HostRngGuard(),
+        )
+        attributes, tensors = fingerprint_attributes(modules), collect_module_tensors(modules)
+        numbers = get_optimizer_numbers(optimizer)
+        result = run_eagerly(
+            prepared,
+            InlineExecutor(Mailboxes(*self._devices_and_placement)),
+            CaptureOverrides(asked.rng_policy),
+        )
+        asked.finish_step()
         try:
-            check_same(attributes, attributes_of(modules), subject.called)
-            host.check()
-            check_counts(optimizer, numbers)
-            check_dense(subject.parameters, subject.named)
-            self._rebound.notice(tensors, modules, subject.called)
-        except Uncapturable as reason:
-            self._failed(key.whatever_layers_have(), reason)
+            check_attributes_unchanged(
+                attributes, fingerprint_attributes(modules), step_modules.describe_module
+            )
+            host.check_unchanged()
+            check_optimizer_numbers_unchanged(optimizer, numbers)
+            check_dense_grads(step_modules.parameters, step_modules.describe_parameter)
+            self._reassigned_tensors.register_reassigned(
+                tensors, modules, step_modules.describe_module
+            )
+        except CaptureError as reason:
+            self._record_failure(key.without_module_state(), reason)
         else:
-            moved = key._replace(places=subject.places_now())
-            _note(self._notes.seen, moved, Seen(asked, learned.found()))
+            moved = key._replace(tensors_and_hooks=step_modules.fingerprint_current_tensors())
+            _remember(
+                self._history.observations,
+                moved,
+                FirstStepObservations(asked, learned.find_updated_parameters()),
+            )
         return result
 
-    def _count(self, key: Likeness) -> None:
-        last, self._last = self._last, key
-        self._in_a_row += 1
-        if self._in_a_row == IN_A_ROW and last is not None:
+    def _count_miss(self, key: GraphKey) -> None:
+        last, self._last_missed_key = self._last_missed_key, key
+        self._consecutive_misses += 1
+        if self._consecutive_misses == WARN_AFTER_MISSES and last is not None:
             warnings.warn(
-                f"{IN_A_ROW} steps in a row were each of another kind, and so none was replayed: "
-                f"the last two differ in {key.difference(last)}",
+                f"{WARN_AFTER_MISSES} steps in a row were each of another kind, and so none was replayed: "
+                f"the last two differ in {key.describe_difference(last)}",
                 stacklevel=9,
             )
 
     # ---- the second -----------------------------------------------------------------------
 
-    def _try(
-        self, ready: Ready, run: Run, inputs: Inputs, key: Likeness, subject: Subject
-    ) -> Captured:
-        notes, before, host = self._notes, AsItWas(subject.modules), Host()
-        while len(notes.captured) >= KEPT:
-            notes.captured.popitem(last=False)
+    def _try_capture(
+        self,
+        prepared: PreparedStep,
+        run_eagerly: RunStepEagerly,
+        inputs: FlatInputs,
+        key: GraphKey,
+        step_modules: StepModules,
+    ) -> CapturedStep:
+        notes, before, host = (
+            self._history,
+            ModuleTablesSnapshot(step_modules.modules),
+            HostRngGuard(),
+        )
+        while len(notes.graphs) >= MAX_GRAPHS:
+            notes.graphs.popitem(last=False)
         try:
-            with naming(self._partition.names):
-                captured = self._capture(ready, run, inputs, notes.seen[key], subject)
-                host.check()
+            with locate_capture_errors(self._partition.names):
+                captured = self._capture(
+                    prepared, run_eagerly, inputs, notes.observations[key], step_modules
+                )
+                host.check_unchanged()
         except BaseException as reason:
-            before.put_back()
-            host.put_back()
-            if isinstance(reason, Uncapturable):
-                self._failed(key, reason, TRIES if reason.passing else 1)
+            before.restore()
+            host.restore()
+            if isinstance(reason, CaptureError):
+                self._record_failure(
+                    key, reason, MAX_CAPTURE_ATTEMPTS if reason.is_transient else 1
+                )
             raise
         finally:
             torch.clear_autocast_cache()  # what was cast in the recording is of no use outside
-        notes.captured[key] = captured
+        notes.graphs[key] = captured
         return captured
 
     def _capture(
-        self, ready: Ready, run: Run, inputs: Inputs, seen: Seen, subject: Subject
-    ) -> Captured:
-        places, placement = self._where
-        recording = self._record([place.device for place in places], self._pools)
-        watch = Watch(self._kinds)
-        sources = Sources(recording, watch, seen.asked, lambda s: places[placement[s]].device)
-        standing = Standing(inputs)
-        clocks = Clocks(places)
-        lending = Lending(clocks.places, placement)
-        standing.fill(inputs.tensors)  # numbers that are possible, for whoever tries a kernel out
-        fed, scale = standing.fed(ready.fed, inputs)
-        static = Ready(ready.settings, ready.lesson, fed, scale)
-        modules = subject.modules
-        others = {p: p.grad for p in set(subject.parameters) - set(seen.learning)}
-        attributes, tensors = attributes_of(modules), bound(modules)
+        self,
+        prepared: PreparedStep,
+        run_eagerly: RunStepEagerly,
+        inputs: FlatInputs,
+        observations: FirstStepObservations,
+        step_modules: StepModules,
+    ) -> CapturedStep:
+        places, placement = self._devices_and_placement
+        recording = self._graph_factory([place.device for place in places], self._memory_pools)
+        watch = CaptureGuard(self._device_types)
+        sources = GraphGenerators(
+            recording, watch, observations.rng_usage, lambda s: places[placement[s]].device
+        )
+        standing = StaticInputs(inputs)
+        clocks = GraphTimestamps(places)
+        lending = CaptureTransport(clocks.devices, placement)
+        standing.copy_from(
+            inputs.tensors
+        )  # numbers that are possible, for whoever tries a kernel out
+        fed, scale = standing.bind(prepared.stage_inputs, inputs)
+        static = PreparedStep(prepared.options, prepared.request, fed, scale)
+        modules = step_modules.modules
+        others = {
+            p: p.grad for p in set(step_modules.parameters) - set(observations.updated_parameters)
+        }
+        attributes, tensors = fingerprint_attributes(modules), collect_module_tensors(modules)
 
-        def body() -> StepResult:
-            with constants_for(modules, self._kinds), watch:
-                result = run(static, Inline(lending), Terms(sources.draws, True, clocks.places))
-                self._rebound.put_back(tensors, modules, subject.called)
+        def run_step_in_capture() -> StepResult:
+            with build_constant_fill_mode(modules, self._device_types), watch:
+                result = run_eagerly(
+                    static,
+                    InlineExecutor(lending),
+                    CaptureOverrides(sources.rng_policy, True, clocks.devices),
+                )
+                self._reassigned_tensors.write_back(tensors, modules, step_modules.describe_module)
             return result
 
         torch.clear_autocast_cache()  # or what was cast before would be part of the recording
         try:
-            with self._homes.moved_in(seen.learning, subject.named) as taken:
-                result = recording.capture(body)
+            with self._grad_buffers.redirect_grads_for_capture(
+                observations.updated_parameters, step_modules.describe_parameter
+            ) as taken:
+                result = recording.capture(run_step_in_capture)
                 for parameter, gradient in others.items():
                     if parameter.grad is not gradient:
-                        raise Uncapturable(
-                            f"{subject.named(parameter)} gets a gradient, and got none before"
+                        raise CaptureError(
+                            f"{step_modules.describe_parameter(parameter)} gets a gradient, and got none before"
                         )
         except BaseException:
             for parameter, gradient in others.items():
                 parameter.grad = gradient
             raise
-        check_same(attributes, attributes_of(modules), subject.called)
-        sources.close()
-        standing.close()
-        assert isinstance(result.measured, Measured)
-        return Captured(
+        check_attributes_unchanged(
+            attributes, fingerprint_attributes(modules), step_modules.describe_module
+        )
+        sources.finish_capture()
+        standing.finish_capture()
+        assert isinstance(result.measured, MeasuredRun)
+        return CapturedStep(
             recording, standing, taken, sources, clocks, result, result.measured, static
         )
 
-    def _failed(self, key: Likeness, reason: Uncapturable, tries: int = TRIES) -> None:
+    def _record_failure(
+        self, key: GraphKey, error: CaptureError, max_attempts: int = MAX_CAPTURE_ATTEMPTS
+    ) -> None:
         """Remember it, if it was so before: some layers make in their first step what they keep."""
-        times = self._notes.failed.get(key, 0) + 1
-        _note(self._notes.failed, key, times)
-        if times >= tries:
-            _note(self._notes.refused, key, str(reason))
+        times = self._history.failure_counts.get(key, 0) + 1
+        _remember(self._history.failure_counts, key, times)
+        if times >= max_attempts:
+            _remember(self._history.refusals, key, str(error))
 
 
-def _note(notes: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    notes[key] = value
-    notes.move_to_end(key)
-    while len(notes) > NOTED:
-        notes.popitem(last=False)
+def _remember(entries: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    entries[key] = value
+    entries.move_to_end(key)
+    while len(entries) > MAX_REMEMBERED_KEYS:
+        entries.popitem(last=False)

@@ -12,74 +12,89 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.run.capture.told import Telling, is_still, place_of, places_in_columns
-from penstock.run.capture.watching import Uncapturable
+from penstock.run.capture.told import (
+    Fingerprinter,
+    fingerprint_tensor,
+    fingerprint_tensors_by_column,
+    has_constant_fingerprint,
+)
+from penstock.run.capture.watching import CaptureError
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = tuple(sorted(name for name in _OF_TORCH if name.endswith("_hooks")))
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-_SIMPLE = frozenset((bool, int, str, type(None)))
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_HOOK_TABLES = tuple(sorted(name for name in _MODULE_INTERNALS if name.endswith("_hooks")))
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules", *_HOOK_TABLES)
+_IMMUTABLE_TYPES = frozenset((bool, int, str, type(None)))
 
-Attributes = Mapping[nn.Module, Mapping[str, Hashable]]
+AttributeFingerprints = Mapping[nn.Module, Mapping[str, Hashable]]
 
 # ---- places --------------------------------------------------------------------------------
 
 
-def places_of(modules: Iterable[nn.Module]) -> Hashable:
+def fingerprint_tensors_and_hooks(modules: Iterable[nn.Module]) -> Hashable:
     """Of all tensors of the layers; and hooks."""
-    return tuple(_places(modules, Telling()))
+    return tuple(_iter_tensor_and_hook_fingerprints(modules, Fingerprinter()))
 
 
-def _places(modules: Iterable[nn.Module], tell: Telling) -> Iterator[Hashable]:
+def _iter_tensor_and_hook_fingerprints(
+    modules: Iterable[nn.Module], fingerprint: Fingerprinter
+) -> Iterator[Hashable]:
     for module in modules:
         own = vars(module)
         for table in (own["_parameters"], own["_buffers"]):
             for value in table.values():
                 if value is not None:
-                    yield place_of(value)
-                    yield from [_hooks_in(table, tell) for table in _hooks_on(value) if table]
+                    yield fingerprint_tensor(value)
+                    yield from [
+                        _fingerprint_hooks(table, fingerprint)
+                        for table in _get_hook_tables(value)
+                        if table
+                    ]
         for name, value in own.items():
-            if name not in _OF_TORCH:
+            if name not in _MODULE_INTERNALS:
                 if isinstance(value, Tensor):
-                    yield place_of(value)
-            elif value and name in _HOOKS:
-                yield _hooks_in(value, tell)
+                    yield fingerprint_tensor(value)
+            elif value and name in _HOOK_TABLES:
+                yield _fingerprint_hooks(value, fingerprint)
 
 
-def _hooks_in(table: Mapping[Any, Any], tell: Telling) -> Hashable:
-    return tuple([(key, tell(hook)) for key, hook in table.items()])
+def _fingerprint_hooks(table: Mapping[Any, Any], fingerprint: Fingerprinter) -> Hashable:
+    return tuple([(key, fingerprint(hook)) for key, hook in table.items()])
 
 
-def _hooks_on(tensor: Tensor) -> tuple[Any, Any]:
+def _get_hook_tables(tensor: Tensor) -> tuple[Any, Any]:
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 # ---- attributes ----------------------------------------------------------------------------
 
 
-def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
+def fingerprint_attributes(modules: Iterable[nn.Module]) -> AttributeFingerprints:
     """What layers have that is no tensor, and that Python could go by."""
-    tell = Telling()
-    return {module: dict(_attributes(module, tell)) for module in modules}
+    tell = Fingerprinter()
+    return {module: dict(_fingerprint_module_attributes(module, tell)) for module in modules}
 
 
-def _attributes(module: nn.Module, tell: Telling) -> list[tuple[str, Hashable]]:
+def _fingerprint_module_attributes(
+    module: nn.Module, fingerprint: Fingerprinter
+) -> list[tuple[str, Hashable]]:
     return [
-        (name, value if type(value) in _SIMPLE else tell(value))
+        (name, value if type(value) in _IMMUTABLE_TYPES else fingerprint(value))
         for name, value in vars(module).items()
-        if name not in _OF_TORCH and not isinstance(value, Tensor)
+        if name not in _MODULE_INTERNALS and not isinstance(value, Tensor)
     ]
 
 
-def check_same(before: Attributes, now: Attributes, called: Callable[[nn.Module], str]) -> None:
+def check_attributes_unchanged(
+    before: AttributeFingerprints, now: AttributeFingerprints, describe: Callable[[nn.Module], str]
+) -> None:
     """No layer has changed an attribute: a replay would not."""
     for module, own in now.items():
         was = before.get(module, own)
         if was == own:
             continue
         names = [name for name in (*was, *own) if was.get(name, was) != own.get(name, own)]
-        raise Uncapturable(
-            f"{called(module)}: it changes its attribute '{names[0]}' in every step, and a replay "
+        raise CaptureError(
+            f"{describe(module)}: it changes its attribute '{names[0]}' in every step, and a replay "
             "would not: keep the number in a buffer, as a tensor"
         )
 
@@ -87,7 +102,7 @@ def check_same(before: Attributes, now: Attributes, called: Callable[[nn.Module]
 # ---- at a glance ---------------------------------------------------------------------------
 
 
-class Glance:
+class ModuleSnapshot:
     """Modules as they are now, and whether they are so still.
 
     They are if they have the same objects by the same names: what these are can change no more, or
@@ -96,46 +111,49 @@ class Glance:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._names, self._values = _own(modules)
-        self._tensors = _tensors(modules)
-        self._hooks = _hooks_of(self._tensors)
-        tables = [vars(module)[name] for module in modules for name in _TABLES] + [
-            table for table in self._hooks if table is not None
+        self._attribute_names, self._attribute_values = _list_attributes(modules)
+        self._tensors = _collect_tensors(modules)
+        self._tensor_hooks = _list_tensor_hooks(self._tensors)
+        tables = [vars(module)[name] for module in modules for name in _MODULE_TABLES] + [
+            table for table in self._tensor_hooks if table is not None
         ]
-        self._empty = [table for table in tables if not table]
-        self._full = [table for table in tables if table]
-        self._entries = _entries(self._full)
-        pairs = zip(self._names, self._values, strict=True)
-        given = [value for name, value in pairs if name not in _OF_TORCH]
-        self._inside = [  # of each of both, what may change inside
-            [v for v in values if not isinstance(v, Tensor) and not is_still(v)]
-            for values in (given, self._entries)
+        self._empty_tables = [table for table in tables if not table]
+        self._filled_tables = [table for table in tables if table]
+        self._table_entries = _list_entries(self._filled_tables)
+        pairs = zip(self._attribute_names, self._attribute_values, strict=True)
+        given = [value for name, value in pairs if name not in _MODULE_INTERNALS]
+        self._mutable_values = [  # of each of both, what may change inside
+            [v for v in values if not isinstance(v, Tensor) and not has_constant_fingerprint(v)]
+            for values in (given, self._table_entries)
         ]
-        self._places, self._told = self._look()
+        self._tensor_fingerprints, self._mutable_fingerprints = self._fingerprint_mutable_state()
 
-    def still(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Is all as it was?"""
-        names, values = _own(self._modules)
+        names, values = _list_attributes(self._modules)
         return (
-            names == self._names
-            and same(values, self._values)
-            and not any(self._empty)
-            and same(_entries(self._full), self._entries)
-            and same(_hooks_of(self._tensors), self._hooks)
-            and self._look() == (self._places, self._told)
+            names == self._attribute_names
+            and are_same_objects(values, self._attribute_values)
+            and not any(self._empty_tables)
+            and are_same_objects(_list_entries(self._filled_tables), self._table_entries)
+            and are_same_objects(_list_tensor_hooks(self._tensors), self._tensor_hooks)
+            and self._fingerprint_mutable_state()
+            == (self._tensor_fingerprints, self._mutable_fingerprints)
         )
 
-    def _look(self) -> tuple[Any, list[Hashable]]:
-        told = [tell(v) for values in self._inside for tell in [Telling()] for v in values]
-        return places_in_columns(self._tensors), told
+    def _fingerprint_mutable_state(self) -> tuple[Any, list[Hashable]]:
+        told = [
+            tell(v) for values in self._mutable_values for tell in [Fingerprinter()] for v in values
+        ]
+        return fingerprint_tensors_by_column(self._tensors), told
 
 
-def _hooks_of(tensors: Sequence[Tensor]) -> list[Any]:
+def _list_tensor_hooks(tensors: Sequence[Tensor]) -> list[Any]:
     others = [tensor._post_accumulate_grad_hooks for tensor in tensors]
     return [tensor._backward_hooks for tensor in tensors] + others
 
 
-def _own(modules: Iterable[nn.Module]) -> tuple[list[str], list[Any]]:
+def _list_attributes(modules: Iterable[nn.Module]) -> tuple[list[str], list[Any]]:
     """What each has, and by which names, one after the other."""
     names: list[str] = []
     values: list[Any] = []
@@ -146,7 +164,7 @@ def _own(modules: Iterable[nn.Module]) -> tuple[list[str], list[Any]]:
     return names, values
 
 
-def _entries(tables: Iterable[Mapping[Any, Any]]) -> list[Any]:
+def _list_entries(tables: Iterable[Mapping[Any, Any]]) -> list[Any]:
     found: list[Any] = []
     for table in tables:
         found += table.keys()
@@ -154,7 +172,7 @@ def _entries(tables: Iterable[Mapping[Any, Any]]) -> list[Any]:
     return found
 
 
-def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+def _collect_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Parameters, buffers and others, each once."""
     found: dict[int, Tensor] = {}
     for module in modules:
@@ -164,6 +182,6 @@ def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Are they the same objects?"""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return len(first) == len(second) and all(map(is_, first, second))

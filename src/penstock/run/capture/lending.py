@@ -19,73 +19,79 @@ import torch
 
 from penstock.ir import Message
 from penstock.run.transport import Transport
-from penstock.stage.parcel import Parcel
-from penstock.stage.places import Delivery, Gpu, Place, carry, within_reach
+from penstock.stage.parcel import Payload
+from penstock.stage.places import Device, Gpu, InFlightPayload, shares_memory, transfer
 
 
-class Loan:
+class BorrowedStorage:
     """Memory of one rank that another reads."""
 
-    def __init__(self, parcel: Parcel) -> None:
-        tensors = [tensor for tensor in parcel.tensors if tensor is not None]
+    def __init__(self, payload: Payload) -> None:
+        tensors = [tensor for tensor in payload.tensors if tensor is not None]
         self._storages = [tensor.untyped_storage() for tensor in tensors]
 
     @property
-    def returned(self) -> bool:
+    def is_released(self) -> bool:
         """Is this all that holds it?"""
         counts = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
         return max(counts, default=1) <= 1
 
 
-class _Sent(NamedTuple):
-    delivery: Delivery
-    returned: list[Loan]  # before it, by who has sent it to who receives it
+class _SentPayload(NamedTuple):
+    delivery: InFlightPayload
+    released: list[BorrowedStorage]  # before it, by who has sent it to who receives it
 
 
-class Lending:
+class CaptureTransport:
     """What joins the ranks, all in one thread."""
 
-    def __init__(self, places: Sequence[Place], placement: Sequence[int]) -> None:
-        self.places, self.placement = places, placement
-        self.sent: dict[Message, _Sent] = {}
-        self.loans: dict[tuple[int, int], list[Loan]] = {}  # by owner and reader
+    def __init__(self, devices: Sequence[Device], placement: Sequence[int]) -> None:
+        self.devices, self.placement = devices, placement
+        self.sent: dict[Message, _SentPayload] = {}
+        self.borrowed: dict[tuple[int, int], list[BorrowedStorage]] = {}  # by owner and reader
 
-    def end(self, rank: int) -> Transport:
+    def endpoint(self, rank: int) -> Transport:
         """The rank's end."""
-        return _End(self, rank)
+        return _CaptureEndpoint(self, rank)
 
-    def taken_back(self, owner: int, reader: int) -> list[Loan]:
+    def take_released(self, owner: int, reader: int) -> list[BorrowedStorage]:
         """Those that the reader has returned by now."""
-        loans = self.loans.get((owner, reader), [])
-        returned = [loan for loan in loans if loan.returned]
-        self.loans[owner, reader] = [loan for loan in loans if loan not in returned]
+        loans = self.borrowed.get((owner, reader), [])
+        returned = [loan for loan in loans if loan.is_released]
+        self.borrowed[owner, reader] = [loan for loan in loans if loan not in returned]
         return returned
 
 
-class _End:
-    def __init__(self, lending: Lending, rank: int) -> None:
-        self._all, self._rank = lending, rank
-        self._place = lending.places[rank]
+class _CaptureEndpoint:
+    def __init__(self, transport: CaptureTransport, rank: int) -> None:
+        self._transport, self._rank = transport, rank
+        self._device = transport.devices[rank]
 
-    def send(self, message: Message, parcel: Parcel) -> None:
+    def send(self, message: Message, payload: Payload) -> None:
         """From here on, who receives it may read it."""
-        receiver = self._all.placement[message.dst]
-        place = self._all.places[receiver]
-        back = self._all.taken_back(receiver, self._rank)
-        if within_reach(self._place, place):
-            computed = self._place.compute.record_event() if isinstance(self._place, Gpu) else None
-            self._all.loans.setdefault((self._rank, receiver), []).append(Loan(parcel))
-            delivery = Delivery(parcel, computed, lent=True)
+        receiver = self._transport.placement[message.dst]
+        place = self._transport.devices[receiver]
+        back = self._transport.take_released(receiver, self._rank)
+        if shares_memory(self._device, place):
+            computed = (
+                self._device.compute_stream.record_event()
+                if isinstance(self._device, Gpu)
+                else None
+            )
+            self._transport.borrowed.setdefault((self._rank, receiver), []).append(
+                BorrowedStorage(payload)
+            )
+            delivery = InFlightPayload(payload, computed, borrowed=True)
         else:  # its copy is kept until the capture ends
-            delivery = carry(parcel, self._place, place)
-        self._all.sent[message] = _Sent(delivery, back)
+            delivery = transfer(payload, self._device, place)
+        self._transport.sent[message] = _SentPayload(delivery, back)
 
-    def recv(self, message: Message) -> Callable[[], Parcel]:
+    def recv(self, message: Message) -> Callable[[], Payload]:
         """It has been sent already: they take turns."""
-        return lambda: self._take(message)
+        return lambda: self._receive(message)
 
-    def _take(self, message: Message) -> Parcel:
-        delivery, returned = self._all.sent.pop(message)
-        parcel = delivery.taken(self._place)
+    def _receive(self, message: Message) -> Payload:
+        delivery, returned = self._transport.sent.pop(message)
+        parcel = delivery.receive_on(self._device)
         returned.clear()  # what is computed here from now on comes after all that read them
         return parcel

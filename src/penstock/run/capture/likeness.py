@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from penstock.run.asking import Ready
-from penstock.run.capture.standing import Inputs
-from penstock.run.capture.subject import Subject
-from penstock.run.capture.told import Once, Telling, Which
-from penstock.run.capture.watching import Uncapturable
-from penstock.stage.context import Context
+from penstock.run.asking import PreparedStep
+from penstock.run.capture.standing import FlatInputs
+from penstock.run.capture.subject import StepModules
+from penstock.run.capture.told import CachedHash, Fingerprinter, ObjectIdentity
+from penstock.run.capture.watching import CaptureError
+from penstock.stage.context import CallerContext
 
-_GLOBAL = (
+_GLOBAL_HOOK_TABLES = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
 
-_IN_WORDS = (
+_FIELD_DESCRIPTIONS = (
     "what is asked (the loss function, the optimizer's numbers, settings of the pipe)",
     "the inputs (shapes, kinds, what is no tensor)",
     "which layers are in training",
@@ -36,46 +36,68 @@ _IN_WORDS = (
 )
 
 
-class Likeness(NamedTuple):
+class GraphKey(NamedTuple):
     """Two steps with the same are done by the same recording."""
 
-    asked: Hashable
+    request: Hashable
     inputs: Hashable
-    modes: Hashable  # which layers are in training
-    places: Hashable  # of parameters, buffers, and other tensors of layers; and hooks
+    training_modes: Hashable  # which layers are in training
+    tensors_and_hooks: Hashable  # of parameters, buffers, and other tensors of layers; and hooks
     attributes: Hashable  # of layers, that are no tensors
 
-    def whatever_layers_have(self) -> Likeness:
+    def without_module_state(self) -> GraphKey:
         """That of all steps that differ in nothing but what layers may change themselves."""
-        return self._replace(places=None, attributes=None)
+        return self._replace(tensors_and_hooks=None, attributes=None)
 
-    def difference(self, other: Likeness) -> str:
+    def describe_difference(self, other: GraphKey) -> str:
         """What is not the same, for people."""
-        pairs = zip(_IN_WORDS, self, other, strict=True)
+        pairs = zip(_FIELD_DESCRIPTIONS, self, other, strict=True)
         return " and ".join(name for name, a, b in pairs if a != b)
 
 
-def likeness_of(ready: Ready, inputs: Inputs, subject: Subject, kinds: frozenset[str]) -> Likeness:
+def build_graph_key(
+    prepared: PreparedStep,
+    inputs: FlatInputs,
+    step_modules: StepModules,
+    device_types: frozenset[str],
+) -> GraphKey:
     """Of one step."""
-    settings, lesson, fed = ready.settings, ready.lesson, ready.fed
-    context = Context.here(kinds)
-    if context.inference:
-        raise Uncapturable("it is asked for in torch.inference_mode: take torch.no_grad")
-    if context.saved_hooks is not None:
-        raise Uncapturable("there are hooks on saved tensors around it, which no replay calls")
-    tell = Telling()
+    settings, lesson, fed = prepared.options, prepared.request, prepared.stage_inputs
+    context = CallerContext.current(device_types)
+    if context.inference_mode:
+        raise CaptureError("it is asked for in torch.inference_mode: take torch.no_grad")
+    if context.saved_tensors_hooks is not None:
+        raise CaptureError("there are hooks on saved tensors around it, which no replay calls")
+    tell = Fingerprinter()
     asked = (
         (settings.chunks, settings.checkpoint, settings.training, settings.reduction),
-        (tell(lesson.loss_fn), lesson.outputs, lesson.scaler is None),
-        _of_optimizer(lesson.optimizer, subject.parameters, tell),
-        (context, torch.get_default_dtype(), *(tuple(vars(torch_module)[g]) for g in _GLOBAL)),
-        _kernels(),
+        (tell(lesson.loss_fn), lesson.return_outputs, lesson.scaler is None),
+        _fingerprint_optimizer(lesson.optimizer, step_modules.parameters, tell),
+        (
+            context,
+            torch.get_default_dtype(),
+            *(tuple(vars(torch_module)[g]) for g in _GLOBAL_HOOK_TABLES),
+        ),
+        _get_kernel_flags(),
     )
-    given = fed.rows, fed.chunks, fed.graph, fed.target, fed.divided, *_of_inputs(inputs, tell)
-    return Likeness(Once(asked), Once(given), subject.modes, subject.places, subject.attributes)
+    given = (
+        fed.rows,
+        fed.chunks,
+        fed.graph,
+        fed.has_target,
+        fed.assignment_digest,
+        *_fingerprint_inputs(inputs, tell),
+    )
+    return GraphKey(
+        CachedHash(asked),
+        CachedHash(given),
+        step_modules.training_modes,
+        step_modules.tensors_and_hooks,
+        step_modules.attributes,
+    )
 
 
-def _kernels() -> Hashable:
+def _get_kernel_flags() -> Hashable:
     """What the caller has set that libraries choose their kernels by."""
     return (
         torch.are_deterministic_algorithms_enabled(),
@@ -85,34 +107,44 @@ def _kernels() -> Hashable:
     )
 
 
-def _of_inputs(inputs: Inputs, tell: Telling) -> tuple[Hashable, ...]:
-    memory = inputs.memory, inputs.overlap
-    return inputs.kinds, inputs.places, memory, tell(inputs.rest), inputs.shape
+def _fingerprint_inputs(inputs: FlatInputs, fingerprint: Fingerprinter) -> tuple[Hashable, ...]:
+    memory = inputs.alias_indices, inputs.has_overlap
+    return (
+        inputs.specs,
+        inputs.tensor_indices,
+        memory,
+        fingerprint(inputs.other_leaves),
+        inputs.structure,
+    )
 
 
 # ---- the optimizer -------------------------------------------------------------------------
 
 
-def _of_optimizer(
-    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], tell: Telling
+def _fingerprint_optimizer(
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Sequence[nn.Parameter],
+    fingerprint: Fingerprinter,
 ) -> Hashable:
     """Its numbers, where its state is, and which parameters have a gradient before the step."""
     if optimizer is None:
         return None
     groups = [
-        tuple([(k, tuple(map(id, v)) if k == "params" else tell(v)) for k, v in group.items()])
+        tuple(
+            [(k, tuple(map(id, v)) if k == "params" else fingerprint(v)) for k, v in group.items()]
+        )
         for group in optimizer.param_groups
     ]
     state = [
-        (name, tell(value) if isinstance(value, Tensor) else type(value))
+        (name, fingerprint(value) if isinstance(value, Tensor) else type(value))
         for of_one in optimizer.state.values()
         for name, value in (of_one.items() if isinstance(of_one, dict) else ())
     ]
     empty = tuple([p.grad is None for p in parameters])
-    return Which(optimizer), tuple(groups), tuple(state), empty
+    return ObjectIdentity(optimizer), tuple(groups), tuple(state), empty
 
 
-def numbers_of(optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, str], float]:
+def get_optimizer_numbers(optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, str], float]:
     """What it has in its state that is no tensor."""
     if optimizer is None:
         return {}
@@ -124,12 +156,14 @@ def numbers_of(optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, str],
     }
 
 
-def check_counts(optimizer: torch.optim.Optimizer | None, before: Mapping[Any, float]) -> None:
+def check_optimizer_numbers_unchanged(
+    optimizer: torch.optim.Optimizer | None, before: Mapping[Any, float]
+) -> None:
     """It does not count in Python: a replay would not."""
-    now = numbers_of(optimizer)
+    now = get_optimizer_numbers(optimizer)
     changed = [name for at, name in before if now.get((at, name)) != before[at, name]]
     if changed:
-        raise Uncapturable(
+        raise CaptureError(
             f"{type(optimizer).__name__} changes '{changed[0]}' of its state in every step, a "
             "number in Python, and a replay would not: call its step after pipe.step"
         )

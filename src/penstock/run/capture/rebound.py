@@ -14,95 +14,107 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from penstock.run.capture.watching import Uncapturable
+from penstock.run.capture.watching import CaptureError
 
-Called = Callable[[nn.Module], str]
+DescribeModule = Callable[[nn.Module], str]
 
 
-class Name(NamedTuple):
+class TensorAttribute(NamedTuple):
     """Of a tensor of a module's: a buffer, or a plain attribute."""
 
-    buffer: bool
+    is_buffer: bool
     name: str
 
-    def table(self, module: nn.Module) -> dict[str, Any]:
+    def get_table(self, module: nn.Module) -> dict[str, Any]:
         """Where the module has it."""
-        return module._buffers if self.buffer else vars(module)
+        return module._buffers if self.is_buffer else vars(module)
 
 
-Bound = dict[tuple[nn.Module, Name], Tensor]
+TensorsByAttribute = dict[tuple[nn.Module, TensorAttribute], Tensor]
 
 
-def bound(modules: Sequence[nn.Module]) -> Bound:
+def collect_module_tensors(modules: Sequence[nn.Module]) -> TensorsByAttribute:
     """All of the modules' buffers, and tensors that are plain attributes."""
-    return dict(_bound(modules))
+    return dict(_iter_module_tensors(modules))
 
 
-def _bound(modules: Sequence[nn.Module]) -> Iterator[tuple[tuple[nn.Module, Name], Tensor]]:
+def _iter_module_tensors(
+    modules: Sequence[nn.Module],
+) -> Iterator[tuple[tuple[nn.Module, TensorAttribute], Tensor]]:
     for module in modules:
         for buffer, table in ((True, module._buffers), (False, vars(module))):
             for name, value in table.items():
                 if isinstance(value, Tensor):
-                    yield (module, Name(buffer, name)), value
+                    yield (module, TensorAttribute(buffer, name)), value
 
 
-class Rebound:
+class ReassignedTensors:
     """The places of those that were seen to be replaced, as long as their modules are there."""
 
     def __init__(self) -> None:
-        self._places: WeakKeyDictionary[nn.Module, dict[Name, Tensor]] = WeakKeyDictionary()
+        self._static_tensors: WeakKeyDictionary[nn.Module, dict[TensorAttribute, Tensor]] = (
+            WeakKeyDictionary()
+        )
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def restore_static_tensors(self) -> None:
         """Before a step, whoever has taken the one before: each is in its place."""
-        for module, places in list(self._places.items()):
+        for module, places in list(self._static_tensors.items()):
             for name, place in list(places.items()):
-                table = name.table(module)
+                table = name.get_table(module)
                 value = table.get(name.name)
                 if value is place:
                     continue
-                if isinstance(value, Tensor) and _alike(value, place):
+                if isinstance(value, Tensor) and _has_same_spec(value, place):
                     place.copy_(value)
                     table[name.name] = place
                 else:
                     del places[name]
 
-    def notice(self, before: Bound, modules: Sequence[nn.Module], called: Called) -> None:
+    def register_reassigned(
+        self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
+    ) -> None:
         """After a step: give those a place that it has replaced."""
-        for (module, name), value in bound(modules).items():
+        for (module, name), value in collect_module_tensors(modules).items():
             old = before.get((module, name))
             if old is value:
                 continue
-            if old is not None and not _alike(value, old):
-                raise Uncapturable(_another(called(module), name.name, old, value))
+            if old is not None and not _has_same_spec(value, old):
+                raise CaptureError(_describe_reassignment(describe(module), name.name, old, value))
             if value.requires_grad:
-                raise Uncapturable(
-                    f"{called(module)}: it keeps a tensor with its history as its "
+                raise CaptureError(
+                    f"{describe(module)}: it keeps a tensor with its history as its "
                     f"'{name.name}' in every step: keep it detached"
                 )
-            places = self._places.setdefault(module, {})
+            places = self._static_tensors.setdefault(module, {})
             if name not in places:  # else it has one
                 places[name] = value.detach().clone()
-        self.settle()
+        self.restore_static_tensors()
 
     @torch.no_grad()
-    def put_back(self, before: Bound, modules: Sequence[nn.Module], called: Called) -> None:
+    def write_back(
+        self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
+    ) -> None:
         """At the end of a capture, as a part of it."""
-        for (module, name), value in bound(modules).items():
+        for (module, name), value in collect_module_tensors(modules).items():
             old = before.get((module, name))
             if old is value:
                 continue
-            if old is None or name not in self._places.get(module, ()) or not _alike(value, old):
-                raise Uncapturable(_another(called(module), name.name, old, value))
+            if (
+                old is None
+                or name not in self._static_tensors.get(module, ())
+                or not _has_same_spec(value, old)
+            ):
+                raise CaptureError(_describe_reassignment(describe(module), name.name, old, value))
             old.copy_(value)
-            name.table(module)[name.name] = old
+            name.get_table(module)[name.name] = old
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _has_same_spec(first: Tensor, second: Tensor) -> bool:
+    return (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
 
 
-def _another(layer: str, name: str, old: Tensor | None, new: Tensor) -> str:
+def _describe_reassignment(layer: str, name: str, old: Tensor | None, new: Tensor) -> str:
     was = "none" if old is None else f"{tuple(old.shape)} of {old.dtype} on {old.device}"
     return (
         f"{layer}: its '{name}' is another tensor after the step ({was} before, "
@@ -111,15 +123,15 @@ def _another(layer: str, name: str, old: Tensor | None, new: Tensor) -> str:
     )
 
 
-class AsItWas:
+class ModuleTablesSnapshot:
     """What modules have, to be put back if a capture fails."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         tables = [t for m in modules for t in (vars(m), m._buffers, m._parameters)]
-        self._kept = [(table, dict(table)) for table in tables]
+        self._saved_tables = [(table, dict(table)) for table in tables]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """The names, not the numbers: nothing has been computed."""
-        for table, kept in self._kept:
+        for table, kept in self._saved_tables:
             table.clear()
             table.update(kept)

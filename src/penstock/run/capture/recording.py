@@ -16,127 +16,129 @@ from weakref import WeakSet
 import torch
 
 from penstock.errors import MissingExtra
-from penstock.stage.driver import driver_for
-from penstock.stage.randomness import shared_generator
+from penstock.stage.driver import load_driver
+from penstock.stage.randomness import get_shared_generator
 
-Made = TypeVar("Made")
+BodyResult = TypeVar("BodyResult")
 
 
-class Recording(Protocol):
+class RecordedGraph(Protocol):
     """One step, to be captured once and replayed often."""
 
-    def generator(self, device: torch.device) -> torch.Generator:
+    def create_generator(self, device: torch.device) -> torch.Generator:
         """Before the capture: one that goes on from where it stands when a replay begins."""
 
-    def lent(self, mine: torch.Generator) -> AbstractContextManager[None]:
+    def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
         """Within, the generator that all threads share gives the numbers of such a one."""
 
-    def capture(self, body: Callable[[], Made]) -> Made:
+    def capture(self, body: Callable[[], BodyResult]) -> BodyResult:
         """Record all that the body asks devices for; its tensors stay where they are."""
 
     def replay(self) -> None:
         """Do all of it again: after what was asked for before, and before what is asked next."""
 
 
-class Pools:
+class GraphMemoryPools:
     """The memory that the recordings of one pipe have in common: only one is replayed at a time."""
 
     def __init__(self) -> None:
-        self._first: Any = None
-        self._others: dict[torch.device, Any] = {}
-        self._users: WeakSet[CudaRecording] = WeakSet()
+        self._first_device_pool: Any = None
+        self._other_device_pools: dict[torch.device, Any] = {}
+        self._graphs: WeakSet[RecordedCudaGraph] = WeakSet()
 
-    def handle(self) -> Any:
+    def get_first_device_pool(self) -> Any:
         """On the first device, for `capture_begin`. PyTorch takes none again that has no users."""
-        if not self._users:
-            self._first = torch.cuda.graph_pool_handle()
-        return self._first
+        if not self._graphs:
+            self._first_device_pool = torch.cuda.graph_pool_handle()
+        return self._first_device_pool
 
-    def used_by(self, recording: CudaRecording) -> None:
+    def add_graph(self, graph: RecordedCudaGraph) -> None:
         """As long as that is there."""
-        self._users.add(recording)
+        self._graphs.add(graph)
 
-    def on(self, device: torch.device) -> Any:
+    def get_pool(self, device: torch.device) -> Any:
         """On another device, for `use_mem_pool`."""
-        if device not in self._others:
+        if device not in self._other_device_pools:
             with torch.cuda.device(device):
-                self._others[device] = torch.cuda.MemPool()
-        return self._others[device]
+                self._other_device_pools[device] = torch.cuda.MemPool()
+        return self._other_device_pools[device]
 
 
-class CudaRecording:
+class RecordedCudaGraph:
     """A CUDA graph over devices; the first one's stream is where it begins and ends."""
 
-    def __init__(self, devices: Sequence[torch.device], pools: Pools) -> None:
-        self._first, *self._others = dict.fromkeys(devices)
+    def __init__(self, devices: Sequence[torch.device], pools: GraphMemoryPools) -> None:
+        self._first_device, *self._other_devices = dict.fromkeys(devices)
         self._pools = pools
         self._graph = torch.cuda.CUDAGraph()
 
-    def generator(self, device: torch.device) -> torch.Generator:
+    def create_generator(self, device: torch.device) -> torch.Generator:
         """Known to the graph: each replay hands its seed over."""
         made = torch.Generator(device)
         self._graph.register_generator_state(made)
         return made
 
     @contextmanager
-    def lent(self, mine: torch.Generator) -> Iterator[None]:
+    def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
         """By handing over the state itself: under capture it cannot be copied."""
-        shared = shared_generator(mine.device)
+        shared = get_shared_generator(generator.device)
         before = shared.graphsafe_get_state()
-        shared.graphsafe_set_state(mine)
+        shared.graphsafe_set_state(generator)
         try:
             yield
         finally:
             shared.graphsafe_set_state(before)
 
-    def capture(self, body: Callable[[], Made]) -> Made:
+    def capture(self, body: Callable[[], BodyResult]) -> BodyResult:
         """On streams of its own, one a device."""
-        for device in (self._first, *self._others):
+        for device in (self._first_device, *self._other_devices):
             torch.cuda.synchronize(device)
         gc.collect()  # what is freed during a capture is not reused in it
         torch.cuda.empty_cache()
-        origin = torch.cuda.Stream(self._first)
+        origin = torch.cuda.Stream(self._first_device)
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.device(self._first), torch.cuda.stream(origin):
-                return self._captured(body, origin)
+            with torch.cuda.device(self._first_device), torch.cuda.stream(origin):
+                return self._capture_from(body, origin)
         finally:
             if collecting:
                 gc.enable()
 
-    def _captured(self, body: Callable[[], Made], origin: torch.cuda.Stream) -> Made:
-        pool = self._pools.handle()
+    def _capture_from(
+        self, body: Callable[[], BodyResult], origin: torch.cuda.Stream
+    ) -> BodyResult:
+        pool = self._pools.get_first_device_pool()
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             with ExitStack() as stack:
-                for device in self._others:
-                    stack.enter_context(self._joined(device, origin))
+                for device in self._other_devices:
+                    stack.enter_context(self._capture_device(device, origin))
                 made = body()
             self._graph.capture_end()
         except BaseException:
-            self._give_up(origin)
+            self._abort_capture(origin)
             raise
-        self._pools.used_by(self)
+        self._pools.add_graph(self)
         return made
 
     @contextmanager
-    def _joined(self, device: torch.device, origin: torch.cuda.Stream) -> Iterator[None]:
+    def _capture_device(self, device: torch.device, origin: torch.cuda.Stream) -> Iterator[None]:
         """Within, another device is captured, too."""
         stream = torch.cuda.Stream(device)
         stream.wait_stream(origin)
-        with torch.cuda.use_mem_pool(self._pools.on(device), device=device):
+        with torch.cuda.use_mem_pool(self._pools.get_pool(device), device=device):
             before = torch.cuda.current_stream(device)
             torch.cuda.set_stream(stream)
-            torch.cuda.set_device(self._first)
+            torch.cuda.set_device(self._first_device)
             try:
                 yield
             finally:
                 origin.wait_stream(stream)
                 torch.cuda.set_stream(before)
-                torch.cuda.set_device(self._first)
+                torch.cuda.set_device(self._first_device)
 
-    def _give_up(self, origin: torch.cuda.Stream) -> None:
+    def _abort_capture(self, origin: torch.cuda.Stream) -> None:
         """End the capture, whatever has become of it, so that PyTorch knows.
 
         If the driver has given it up, PyTorch goes no further: its allocators and its generators
@@ -147,25 +149,25 @@ class CudaRecording:
         except RuntimeError:
             with suppress(MissingExtra, RuntimeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says that the graph is empty
-                _begin(origin)
+                _begin_driver_capture(origin)
                 self._graph.capture_end()
         self._graph.reset()
 
     def replay(self) -> None:
         """On the caller's streams."""
-        here = torch.cuda.current_stream(self._first)
-        others = [torch.cuda.current_stream(device) for device in self._others]
+        here = torch.cuda.current_stream(self._first_device)
+        others = [torch.cuda.current_stream(device) for device in self._other_devices]
         for stream in others:
             here.wait_stream(stream)
-        with torch.cuda.device(self._first):
+        with torch.cuda.device(self._first_device):
             self._graph.replay()
         for stream in others:
             stream.wait_stream(here)
 
 
-def _begin(stream: torch.cuda.Stream) -> None:
+def _begin_driver_capture(stream: torch.cuda.Stream) -> None:
     """A capture that PyTorch knows nothing of."""
-    driver = driver_for("to end a capture that failed")
+    driver = load_driver("to end a capture that failed")
     driver.cuStreamBeginCapture(
         stream.cuda_stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     )

@@ -12,119 +12,125 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from penstock.run.call import Draws
-from penstock.run.capture.recording import Recording
-from penstock.run.capture.watching import Uncapturable, Watch
-from penstock.stage.randomness import Seeded, Source, move_on, next_seed, seed_of_cell
+from penstock.run.call import RngPolicy
+from penstock.run.capture.recording import RecordedGraph
+from penstock.run.capture.watching import CaptureError, CaptureGuard
+from penstock.stage.randomness import (
+    RngSource,
+    SeededRng,
+    advance_caller_rng,
+    derive_cell_seed,
+    peek_seed,
+)
 
 Cell = tuple[int, int]  # stage, micro-batch
 
 
-class Asked:
+class RngUsage:
     """In a step that is not captured: how often each cell has drawn random numbers."""
 
     def __init__(self) -> None:
-        self.times: Counter[Cell] = Counter()
-        self.moved_on = False  # was the caller's generator?
-        self._given: list[tuple[Cell, Seeded]] = []
+        self.draws_per_cell: Counter[Cell] = Counter()
+        self.advanced_caller_rng = False  # was the caller's generator?
+        self._issued: list[tuple[Cell, SeededRng]] = []
 
     @property
-    def draws(self) -> Draws:
+    def rng_policy(self) -> RngPolicy:
         """As ever."""
-        return Draws(used=self._used, source=self._source)
+        return RngPolicy(advance_rng=self._advance_caller_rng, make_cell_rng=self._create_source)
 
-    def _used(self) -> None:
-        self.moved_on = True
-        move_on()
+    def _advance_caller_rng(self) -> None:
+        self.advanced_caller_rng = True
+        advance_caller_rng()
 
-    def _source(self, seed: int, stage: int, microbatch: int) -> Seeded:
-        source = Seeded(seed_of_cell(seed, stage, microbatch))
-        self._given.append(((stage, microbatch), source))
+    def _create_source(self, seed: int, stage: int, microbatch: int) -> SeededRng:
+        source = SeededRng(derive_cell_seed(seed, stage, microbatch))
+        self._issued.append(((stage, microbatch), source))
         return source
 
-    def close(self) -> None:
+    def finish_step(self) -> None:
         """The step has ended: who asked may have drawn nothing."""
-        self.times.update(cell for cell, source in self._given if source.drew)
-        self._given.clear()
+        self.draws_per_cell.update(cell for cell, source in self._issued if source.has_drawn)
+        self._issued.clear()
 
 
-class Nothing:
+class ForbiddenGenerator:
     """For a cell that has drawn nothing before."""
 
-    drew = False
+    has_drawn = False
 
-    def on(self, device: torch.device) -> torch.Generator:
+    def generator_for(self, device: torch.device) -> torch.Generator:
         """It draws nothing now."""
-        raise Uncapturable("it draws random numbers, which it had not done before")
+        raise CaptureError("it draws random numbers, which it had not done before")
 
-    def lent(self, mine: torch.Generator) -> AbstractContextManager[None]:
+    def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
         """Nor so."""
         raise AssertionError("there is none to lend")
 
 
-class Registered:
+class GraphGenerator:
     """Of one computation of a cell."""
 
-    def __init__(self, recording: Recording, watch: Watch, device: torch.device) -> None:
-        self._recording, self._watch = recording, watch
-        self.generator = recording.generator(device)
-        watch.repeats(self.generator)
-        self.drew = False
+    def __init__(self, graph: RecordedGraph, guard: CaptureGuard, device: torch.device) -> None:
+        self._graph, self._guard = graph, guard
+        self.generator = graph.create_generator(device)
+        guard.register_generator(self.generator)
+        self.has_drawn = False
 
-    def on(self, device: torch.device) -> torch.Generator:
+    def generator_for(self, device: torch.device) -> torch.Generator:
         """The one that the recording knows."""
         if device != self.generator.device:
-            raise Uncapturable(f"it draws random numbers on {device}, where no replay draws any")
-        self.drew = True
+            raise CaptureError(f"it draws random numbers on {device}, where no replay draws any")
+        self.has_drawn = True
         return self.generator
 
     @contextmanager
-    def lent(self, mine: torch.Generator) -> Iterator[None]:
+    def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
         """As the recording does it."""
-        with self._recording.lent(mine), self._watch.lending():
+        with self._graph.replace_shared_generator(generator), self._guard.allow_shared_generator():
             yield
 
 
-class Sources:
+class GraphGenerators:
     """Those of one recording."""
 
     def __init__(
         self,
-        recording: Recording,
-        watch: Watch,
-        asked: Asked,
+        graph: RecordedGraph,
+        guard: CaptureGuard,
+        rng_usage: RngUsage,
         device_of: Callable[[int], torch.device],
     ) -> None:
-        self._stock = {
-            cell: [Registered(recording, watch, device_of(cell[0])) for _ in range(times)]
-            for cell, times in asked.times.items()
+        self._unused = {
+            cell: [GraphGenerator(graph, guard, device_of(cell[0])) for _ in range(times)]
+            for cell, times in rng_usage.draws_per_cell.items()
         }
-        self._used: list[tuple[Cell, Registered]] = []
-        self._moves_on = asked.moved_on
+        self._used: list[tuple[Cell, GraphGenerator]] = []
+        self._advances_caller_rng = rng_usage.advanced_caller_rng
 
     @property
-    def draws(self) -> Draws:
+    def rng_policy(self) -> RngPolicy:
         """For the capture: others cannot be watched, and the watch of the capture sees them."""
-        return Draws(lambda: 0, lambda: None, self._source, watched=False)
+        return RngPolicy(lambda: 0, lambda: None, self._take_source, detect_outside_rng_use=False)
 
-    def _source(self, _: int, stage: int, microbatch: int) -> Source:
-        stock = self._stock.get((stage, microbatch))
+    def _take_source(self, _: int, stage: int, microbatch: int) -> RngSource:
+        stock = self._unused.get((stage, microbatch))
         if not stock:
-            return Nothing()
+            return ForbiddenGenerator()
         source = stock.pop()
         self._used.append(((stage, microbatch), source))
         return source
 
-    def close(self) -> None:
+    def finish_capture(self) -> None:
         """The capture has ended: those that gave nothing are not seeded."""
-        self._used = [(cell, source) for cell, source in self._used if source.drew]
-        self._stock.clear()
+        self._used = [(cell, source) for cell, source in self._used if source.has_drawn]
+        self._unused.clear()
 
-    def seed(self) -> None:
+    def seed_generators(self) -> None:
         """Before a replay: as in a step that is not captured."""
         if self._used:
-            seed = next_seed()
+            seed = peek_seed()
             for (stage, microbatch), source in self._used:
-                source.generator.manual_seed(seed_of_cell(seed, stage, microbatch))
-        if self._moves_on:
-            move_on()
+                source.generator.manual_seed(derive_cell_seed(seed, stage, microbatch))
+        if self._advances_caller_rng:
+            advance_caller_rng()

@@ -25,46 +25,54 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import RunError
-from penstock.stage.compiled import keep_out, some_compiled
-from penstock.stage.randomness import draws_nothing
+from penstock.stage.compiled import has_compiled_module, skip_dynamo_tracing
+from penstock.stage.randomness import is_deterministic_call
 
-_ASKS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
-_SMALL = 64  # so many numbers may come from the host, each as a part of the recording
-_REFUSED = () if (_of_device := getattr(torch, "AcceleratorError", None)) is None else (_of_device,)
-_MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+_HOST_SYNC_TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+_MAX_CONSTANT_ELEMENTS = (
+    64  # so many numbers may come from the host, each as a part of the recording
+)
+_DEVICE_ERRORS = (
+    ()
+    if (_accelerator_error := getattr(torch, "AcceleratorError", None)) is None
+    else (_accelerator_error,)
+)
+_TENSOR_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
-class Uncapturable(RunError):
+class CaptureError(RunError):
     """A step that a replay would not repeat.
 
     If it is `passing`, something went wrong that need not do so again: its cause says what.
     """
 
-    passing = False
+    is_transient = False
 
 
-class Watch(TorchDispatchMode):
+class CaptureGuard(TorchDispatchMode):
     """Within, an operation that a replay would not repeat is an error."""
 
-    def __init__(self, kinds: frozenset[str]) -> None:
+    def __init__(self, device_types: frozenset[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kinds = kinds  # of the devices that are captured
-        self._constant = WeakIdKeyDictionary()  # tensors of the host, made of nothing but code
+        self._device_types = device_types  # of the devices that are captured
+        self._host_constants = (
+            WeakIdKeyDictionary()
+        )  # tensors of the host, made of nothing but code
         self._generators: dict[int, torch.Generator] = {}  # dispatch makes other objects
-        self._lending = False
+        self._shared_generator_allowed = False
 
-    def repeats(self, generator: torch.Generator) -> None:
+    def register_generator(self, generator: torch.Generator) -> None:
         """A replay draws new numbers from this one."""
-        self._generators[_address(generator)] = generator
+        self._generators[_get_generator_address(generator)] = generator
 
     @contextmanager
-    def lending(self) -> Iterator[None]:
+    def allow_shared_generator(self) -> Iterator[None]:
         """Within, the generator that all threads share gives numbers that a replay repeats."""
-        before, self._lending = self._lending, True
+        before, self._shared_generator_allowed = self._shared_generator_allowed, True
         try:
             yield
         finally:
-            self._lending = before
+            self._shared_generator_allowed = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -76,9 +84,9 @@ class Watch(TorchDispatchMode):
         """What a compiled layer does inside is seen when it is done."""
         return True
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CaptureGuard:
         """For a capture."""
-        keep_out(__name__)
+        skip_dynamo_tracing(__name__)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -87,56 +95,64 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        there = [tensor for tensor in given if tensor.device.type in self._kinds]
-        if there and _waits(func, args, kwargs):
-            raise Uncapturable(f"it waits for what the device has computed ({_name(func)})")
-        host = [t for t in given if t.device.type not in self._kinds and t.numel()]
-        if func is torch.ops.aten.lift_fresh.default and host and _is_fresh(host[0]):
-            self._constant[host[0]] = True
-        self._check_draws(func, args, kwargs)
-        self._check_host(func, host, bool(there), kwargs)
-        if func is torch.ops.aten._to_copy.default and host and self._goes_there(kwargs):
-            return written_out(args[0], **kwargs)
+        there = [tensor for tensor in given if tensor.device.type in self._device_types]
+        if there and _needs_host_sync(func, args, kwargs):
+            raise CaptureError(f"it waits for what the device has computed ({_get_op_name(func)})")
+        host = [t for t in given if t.device.type not in self._device_types and t.numel()]
+        if func is torch.ops.aten.lift_fresh.default and host and _owns_its_memory(host[0]):
+            self._host_constants[host[0]] = True
+        self._check_rng(func, args, kwargs)
+        self._check_host_tensors(func, host, bool(there), kwargs)
+        if (
+            func is torch.ops.aten._to_copy.default
+            and host
+            and self._targets_captured_device(kwargs)
+        ):
+            return fill_constant_on_device(args[0], **kwargs)
         out = func(*args, **kwargs)
         for made in tree_iter(out):
-            if isinstance(made, Tensor) and made.device.type not in self._kinds:
-                self._constant[made] = True
+            if isinstance(made, Tensor) and made.device.type not in self._device_types:
+                self._host_constants[made] = True
         return out
 
-    def _goes_there(self, kwargs: Mapping[str, Any]) -> bool:
+    def _targets_captured_device(self, kwargs: Mapping[str, Any]) -> bool:
         device = kwargs.get("device")
-        return device is not None and torch.device(device).type in self._kinds
+        return device is not None and torch.device(device).type in self._device_types
 
-    def _check_draws(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.Tag.nondeterministic_seeded not in func.tags or self._lending:
+    def _check_rng(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self._shared_generator_allowed:
             return
         own = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)]
-        if own and _address(own[0]) not in self._generators:
-            raise Uncapturable(
+        if own and _get_generator_address(own[0]) not in self._generators:
+            raise CaptureError(
                 "it draws random numbers from a generator of its own: draw without one, and the "
                 "pipe gives the layer its own"
             )
-        if not own and not draws_nothing(func, args, kwargs):
-            raise Uncapturable("it draws random numbers, which it had not done before")
+        if not own and not is_deterministic_call(func, args, kwargs):
+            raise CaptureError("it draws random numbers, which it had not done before")
 
-    def _check_host(self, func: Any, host: list[Tensor], there: bool, kwargs: Any) -> None:
-        if any(tensor not in self._constant for tensor in host):
-            raise Uncapturable(
-                f"it computes with a tensor in the host's memory ({_name(func)}): keep it on the "
+    def _check_host_tensors(
+        self, func: Any, host_tensors: list[Tensor], has_device_tensors: bool, kwargs: Any
+    ) -> None:
+        if any(tensor not in self._host_constants for tensor in host_tensors):
+            raise CaptureError(
+                f"it computes with a tensor in the host's memory ({_get_op_name(func)}): keep it on the "
                 "device, in a buffer"
             )
         device = kwargs.get("device")
-        leaves = device is not None and torch.device(device).type not in self._kinds
-        if there and (leaves or (host and func is torch.ops.aten.copy_.default)):
-            raise Uncapturable(f"it copies between the host and the device ({_name(func)})")
+        leaves = device is not None and torch.device(device).type not in self._device_types
+        if has_device_tensors and (
+            leaves or (host_tensors and func is torch.ops.aten.copy_.default)
+        ):
+            raise CaptureError(f"it copies between the host and the device ({_get_op_name(func)})")
 
 
-class Constants(TorchFunctionMode):
+class ConstantFillMode(TorchFunctionMode):
     """Within, `torch.tensor(0.5, device=...)` writes the number there, and copies nothing."""
 
-    def __init__(self, kinds: frozenset[str]) -> None:
+    def __init__(self, device_types: frozenset[str]) -> None:
         super().__init__()
-        self._kinds = kinds
+        self._device_types = device_types
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -147,31 +163,35 @@ class Constants(TorchFunctionMode):
             func, args = torch.tensor, tuple(args_of_it)
             kwargs = {"device": like.device, "dtype": like.dtype} | kwargs
         device = kwargs.get("device")
-        if func not in _MAKERS or (args and isinstance(args[0], Tensor)):
+        if func not in _TENSOR_CONSTRUCTORS or (args and isinstance(args[0], Tensor)):
             return func(*args, **kwargs)
         if args and type(args[0]).__module__ == "numpy":
-            raise Uncapturable(
+            raise CaptureError(
                 "it makes a tensor of a numpy array in every step: keep it on the device, in a "
                 "buffer"
             )
-        if device is None or torch.device(device).type not in self._kinds:
+        if device is None or torch.device(device).type not in self._device_types:
             return func(*args, **kwargs)
         del kwargs["device"]
         wants = kwargs.pop("requires_grad", False)
-        return written_out(func(*args, **kwargs, device="cpu"), device=device).requires_grad_(wants)
+        return fill_constant_on_device(
+            func(*args, **kwargs, device="cpu"), device=device
+        ).requires_grad_(wants)
 
 
-def constants_for(
-    modules: Iterable[nn.Module], kinds: frozenset[str]
+def build_constant_fill_mode(
+    modules: Iterable[nn.Module], device_types: frozenset[str]
 ) -> AbstractContextManager[object]:
     """Not if some are compiled: under such a mode they would be compiled anew, and for it."""
-    return nullcontext() if some_compiled(modules) else Constants(kinds)
+    return nullcontext() if has_compiled_module(modules) else ConstantFillMode(device_types)
 
 
-def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: Any) -> Tensor:
+def fill_constant_on_device(
+    constant: Tensor, device: Any = None, dtype: Any = None, **_: Any
+) -> Tensor:
     """A small tensor of the host's on the device, each number in a launch of its own."""
-    if constant.numel() > _SMALL:
-        raise Uncapturable(
+    if constant.numel() > _MAX_CONSTANT_ELEMENTS:
+        raise CaptureError(
             f"it copies {constant.numel()} numbers from the host's memory in every step: keep them "
             "on the device, in a buffer"
         )
@@ -182,9 +202,9 @@ def written_out(constant: Tensor, device: Any = None, dtype: Any = None, **_: An
     return made
 
 
-def _waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _needs_host_sync(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Does the host have to know numbers before it can go on?"""
-    if not any(tag in func.tags for tag in _ASKS):
+    if not any(tag in func.tags for tag in _HOST_SYNC_TAGS):
         return False
     if func is torch.ops.aten.index.Tensor:
         masks = (torch.bool, torch.uint8)
@@ -196,52 +216,54 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is_fresh(tensor: Tensor) -> bool:
+def _owns_its_memory(tensor: Tensor) -> bool:
     """Has torch.tensor made it of numbers? Else its memory is numpy's."""
     return bool(tensor.untyped_storage().resizable())
 
 
-def _address(generator: torch.Generator) -> int:
+def _get_generator_address(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
-def _name(func: Any) -> str:
+def _get_op_name(func: Any) -> str:
     return str(func).removesuffix(".default")
 
 
 # ---- which layer ---------------------------------------------------------------------------
 
 
-def captured_around() -> bool:
+def is_capturing() -> bool:
     """Is this thread in the middle of a capture?"""
-    return any(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, CaptureGuard) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager
-def naming(names: Callable[[], Mapping[nn.Module, str]]) -> Iterator[None]:
-    """Within, what goes wrong is an `Uncapturable` that names the layer and its line."""
+def locate_capture_errors(get_layer_names: Callable[[], Mapping[nn.Module, str]]) -> Iterator[None]:
+    """Within, what goes wrong is a `CaptureError` that names the layer and its line."""
     try:
         yield
     except Exception as error:
-        where = _where(error.__traceback__, names())
+        where = _describe_error_location(error.__traceback__, get_layer_names())
         what = str(error).partition("\n")[0]
-        if isinstance(error, Uncapturable):
-            raise Uncapturable(f"{where}{what}") from error
-        found = Uncapturable(f"{where}{type(error).__name__}: {what}")
-        found.passing = not isinstance(error, _REFUSED) and "captur" not in what
+        if isinstance(error, CaptureError):
+            raise CaptureError(f"{where}{what}") from error
+        found = CaptureError(f"{where}{type(error).__name__}: {what}")
+        found.is_transient = not isinstance(error, _DEVICE_ERRORS) and "captur" not in what
         raise found from error
 
 
-def _where(found: TracebackType | None, names: Mapping[nn.Module, str]) -> str:
+def _describe_error_location(
+    error_traceback: TracebackType | None, layer_names: Mapping[nn.Module, str]
+) -> str:
     layer, line = "", ""
-    for frame, number in traceback.walk_tb(found):
+    for frame, number in traceback.walk_tb(error_traceback):
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            layer, line = f"layer {names[module]} ({type(module).__name__})", ""
-        if _is_users(frame.f_globals.get("__name__", "")):
+        if isinstance(module, nn.Module) and module in layer_names:
+            layer, line = f"layer {layer_names[module]} ({type(module).__name__})", ""
+        if _is_user_module(frame.f_globals.get("__name__", "")):
             line = f"{frame.f_code.co_filename}:{number}"
     return ", ".join(part for part in (layer, line) if part) + ": " * bool(layer or line)
 
 
-def _is_users(module: str) -> bool:
-    return module.partition(".")[0] not in ("torch", "penstock", *sys.stdlib_module_names)
+def _is_user_module(module_name: str) -> bool:
+    return module_name.partition(".")[0] not in ("torch", "penstock", *sys.stdlib_module_names)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batch import Rows, gather
+from penstock.batch import MicrobatchRows, gather
 from penstock.errors import RunError
-from penstock.run.processes.copies import Together
-from penstock.run.processes.results import Ending
-from penstock.run.processes.wire import Learned, Wire
-from penstock.run.training import metrics_of
-from penstock.run.weighing import Aside, Ledger
-from penstock.stage.parcel import Parcel
-from penstock.stage.tape import Tape
+from penstock.run.processes.copies import ReplicaLosses
+from penstock.run.processes.results import RankResult
+from penstock.run.processes.wire import CallCacheEntry, ProcessTransport
+from penstock.run.training import combine_metrics
+from penstock.run.weighing import LossAccumulator, PreviousGradients
+from penstock.stage.parcel import Payload
+from penstock.stage.tape import StageRunner
 
 
-class Book:
+class DistributedLossAccumulator:
     """Of one step; `ledger` is None on a rank without the last stage.
 
     `together` tells what copies of the pipe come to, if there are any.
@@ -31,58 +31,75 @@ class Book:
     metrics: dict[str, Any]  # after the step
 
     def __init__(
-        self, ledger: Ledger | None, together: Together | None, wire: Wire, learned: Learned
+        self,
+        accumulator: LossAccumulator | None,
+        replica_losses: ReplicaLosses | None,
+        transport: ProcessTransport,
+        cache_entry: CallCacheEntry,
     ) -> None:
-        self.ledger, self._together, self._wire, self._learned = ledger, together, wire, learned
-        self._aside: Aside | None = None
+        self.accumulator, self._replica_losses, self._transport, self._cache_entry = (
+            accumulator,
+            replica_losses,
+            transport,
+            cache_entry,
+        )
+        self._previous_gradients: PreviousGradients | None = None
         self.metrics = {}
 
-    def answer(self, microbatch: int, made: Parcel) -> Parcel:
+    def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
         """As the ledger does; whether its unit is its own goes with the gradients."""
-        assert self.ledger is not None
-        seeds = self.ledger.answer(microbatch, made)
-        self._wire.weighted = self.ledger.in_own_unit
-        if self._learned.known and self._wire.weighted and not self._learned.weighted:
+        assert self.accumulator is not None
+        seeds = self.accumulator.compute_output_gradients(microbatch, outputs)
+        self._transport.loss_is_weighted = self.accumulator.needs_rescale
+        if (
+            self._cache_entry.is_complete
+            and self._transport.loss_is_weighted
+            and not self._cache_entry.loss_is_weighted
+        ):
             raise RunError(
                 "loss_fn gave a weight, and in the first step with such inputs it gave none: give "
                 "one always or never, or make the pipe with shapes='sent'"
             )
         return seeds
 
-    def prepare(self, tape: Tape, microbatch: int) -> None:
+    def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
         """Before a cell's backward: set earlier gradients aside, if these are of another unit."""
-        if self.ledger is not None:
-            self.ledger.prepare(tape, microbatch)
-        elif self._wire.weighted:
-            self._aside = self._aside or Aside()
-            self._aside.take(tape, microbatch)
+        if self.accumulator is not None:
+            self.accumulator.before_backward(stage_runner, microbatch)
+        elif self._transport.loss_is_weighted:
+            self._previous_gradients = self._previous_gradients or PreviousGradients()
+            self._previous_gradients.set_aside(stage_runner, microbatch)
 
-    def ending(self, drew: bool, rows: Rows, more: bool) -> Ending:
+    def build_rank_result(
+        self, used_rng: bool, rows: MicrobatchRows, has_outputs: bool
+    ) -> RankResult:
         """What this rank has to tell; `more`: outputs follow, if there are any here."""
-        ledger = self.ledger
+        ledger = self.accumulator
         if ledger is None:
-            return Ending(drew=drew)
-        loss, self.metrics = ledger.total(), metrics_of(ledger, rows)
-        if self._together is not None:
-            loss, self.metrics = self._together.loss_and_metrics(ledger, self.metrics)
-        return Ending(loss, ledger.factor, drew, more or bool(self.metrics))
+            return RankResult(used_rng=used_rng)
+        loss, self.metrics = ledger.compute_total_loss(), combine_metrics(ledger, rows)
+        if self._replica_losses is not None:
+            loss, self.metrics = self._replica_losses.combine_loss_and_metrics(ledger, self.metrics)
+        return RankResult(loss, ledger.rescale_factor, used_rng, has_outputs or bool(self.metrics))
 
-    def outputs(self, rows: Rows) -> Any:
+    def collect_outputs(self, rows: MicrobatchRows) -> Any:
         """Those that were asked for; None if they are not here."""
-        scores = [] if self.ledger is None else self.ledger.scores
-        asked = [score.beside.output[0] for score in scores if score.beside.output]
+        scores = [] if self.accumulator is None else self.accumulator.microbatch_losses
+        asked = [score.extras.output[0] for score in scores if score.extras.output]
         return gather(asked, rows) if asked else None
 
-    def finish(self, factor: Tensor | None) -> None:
+    def finish_gradients(self, rescale_factor: Tensor | None) -> None:
         """Add this step's gradients to the earlier ones, multiplied by what the last rank told."""
-        if self.ledger is not None:
-            self.ledger.finish()
-        elif self._aside is not None:
-            self._aside.give_back(torch.ones(()) if factor is None else factor)
+        if self.accumulator is not None:
+            self.accumulator.finish_gradients()
+        elif self._previous_gradients is not None:
+            self._previous_gradients.add_rescaled(
+                torch.ones(()) if rescale_factor is None else rescale_factor
+            )
 
-    def give_up(self) -> None:
+    def restore_gradients(self) -> None:
         """The step has failed: gradients are as they were before it."""
-        if self.ledger is not None:
-            self.ledger.give_up()
-        elif self._aside is not None:
-            self._aside.put_back()
+        if self.accumulator is not None:
+            self.accumulator.restore_gradients()
+        elif self._previous_gradients is not None:
+            self._previous_gradients.restore()

@@ -11,45 +11,59 @@ import torch
 
 from penstock.errors import RunError
 from penstock.ir import Message
-from penstock.partition.split import Split
-from penstock.run.feed import Given
-from penstock.run.passage import Cell, from_outside
-from penstock.run.processes.opening import Announcement
-from penstock.run.processes.wire import Wire
-from penstock.stage.parcel import Parcel
+from penstock.partition.split import PlacedPartition
+from penstock.run.feed import InputsByStage
+from penstock.run.passage import Cell, build_input_payloads
+from penstock.run.processes.opening import BatchAnnouncement
+from penstock.run.processes.wire import ProcessTransport
+from penstock.stage.parcel import Payload
 from penstock.stage.stage import OUTSIDE
 
 
-def carry_away(given: Given, cells: list[Cell], split: Split, wire: Wire) -> None:
+def send_inputs(
+    inputs: InputsByStage,
+    cells: list[Cell],
+    placed_partition: PlacedPartition,
+    transport: ProcessTransport,
+) -> None:
     """On the rank that has the data: what cells of others are given."""
-    parcels = from_outside(given)
+    parcels = build_input_payloads(inputs)
     for stage, i in cells:
         parcel = parcels[stage, i]
-        if any(parcel.needs):
+        if any(parcel.needs_grad):
             raise RunError(
                 "with data='first', a side input or target wants a gradient, and it goes to "
                 "another process, from where no gradient comes back: detach it, or give it to the "
                 "first layer"
             )
-        wire.send_to(split.placement[stage], Message(OUTSIDE, stage, i), parcel)
-    wire.flush()
+        transport.send_to(placed_partition.placement[stage], Message(OUTSIDE, stage, i), parcel)
+    transport.flush()
 
 
-def carried_here(
-    cells: list[Cell], split: Split, wire: Wire, device: torch.device
-) -> dict[Cell, Parcel]:
+def receive_inputs(
+    cells: list[Cell],
+    placed_partition: PlacedPartition,
+    transport: ProcessTransport,
+    device: torch.device,
+) -> dict[Cell, Payload]:
     """On another rank: what its own cells are given."""
-    mine = [cell for cell in cells if split.is_here(cell[0])]
-    asked: list[Callable[[], Parcel]] = [
-        wire.recv_from(split.placement[0], Message(OUTSIDE, *cell)) for cell in mine
+    mine = [cell for cell in cells if placed_partition.is_local(cell[0])]
+    asked: list[Callable[[], Payload]] = [
+        transport.recv_from(placed_partition.placement[0], Message(OUTSIDE, *cell)) for cell in mine
     ]
     return {
-        cell: wait().moved(lambda tensor: tensor.to(device))
+        cell: wait().map_tensors(lambda tensor: tensor.to(device))
         for cell, wait in zip(mine, asked, strict=True)
     }
 
 
-def cells_away(announced: Announcement, split: Split) -> list[Cell]:
+def find_remote_input_cells(
+    announcement: BatchAnnouncement, placed_partition: PlacedPartition
+) -> list[Cell]:
     """Those that are given something, on other ranks than the first stage's."""
-    stages = [s for s in announced.stages if split.placement[s] != split.placement[0]]
-    return [(stage, i) for stage in stages for i in range(announced.chunks)]
+    stages = [
+        s
+        for s in announcement.input_stages
+        if placed_partition.placement[s] != placed_partition.placement[0]
+    ]
+    return [(stage, i) for stage in stages for i in range(announcement.chunks)]

@@ -15,63 +15,67 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import KindError
-from penstock.stage.parcel import Layout, Parcel
+from penstock.errors import PenstockTypeError
+from penstock.stage.parcel import Payload, PayloadLayout
 
 
-class Shape(NamedTuple):
+class WireTensorSpec(NamedTuple):
     """One tensor, without its content."""
 
     dtype: torch.dtype
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor) -> Shape:
+    def from_tensor(tensor: Tensor) -> WireTensorSpec:
         """As it will be laid out at the receiver: as it is, if there are no holes in it."""
         if tensor.is_contiguous() or not _is_dense(tensor):
-            return Shape(tensor.dtype, tuple(tensor.shape), _contiguous(tensor.shape))
-        return Shape(tensor.dtype, tuple(tensor.shape), tensor.stride())
+            return WireTensorSpec(
+                tensor.dtype, tuple(tensor.shape), _contiguous_strides(tensor.shape)
+            )
+        return WireTensorSpec(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    def empty(self, device: torch.device | str, pinned: bool = False) -> Tensor:
+    def allocate(self, device: torch.device | str, pinned: bool = False) -> Tensor:
         """Memory for it."""
         return torch.empty_strided(
-            self.sizes, self.strides, dtype=self.dtype, device=device, pin_memory=pinned
+            self.shape, self.strides, dtype=self.dtype, device=device, pin_memory=pinned
         )
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.sizes)}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Meta(NamedTuple):
+class PayloadSpec(NamedTuple):
     """A parcel without the content of its tensors."""
 
-    shapes: tuple[Shape | None, ...]
-    needs: tuple[bool, ...]
+    tensor_specs: tuple[WireTensorSpec | None, ...]
+    needs_grad: tuple[bool, ...]
     shared: frozenset[int]
-    layout: Layout | None
+    layout: PayloadLayout | None
 
     @staticmethod
-    def of(parcel: Parcel) -> Meta:
+    def from_payload(payload: Payload) -> PayloadSpec:
         """The parcel's."""
-        shapes = tuple([None if t is None else Shape.of(t) for t in parcel.tensors])
-        return Meta(shapes, tuple(parcel.needs), parcel.shared, parcel.layout)
+        shapes = tuple(
+            [None if t is None else WireTensorSpec.from_tensor(t) for t in payload.tensors]
+        )
+        return PayloadSpec(shapes, tuple(payload.needs_grad), payload.shared, payload.layout)
 
-    def fits(self, parcel: Parcel) -> bool:
+    def matches(self, payload: Payload) -> bool:
         """Is it the parcel's? Told at once, if the tensors are laid out just so."""
-        shapes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in parcel.tensors]
-        exact = tuple(shapes), parcel.needs, parcel.shared, parcel.layout
-        return exact == self or Meta.of(parcel) == self
+        shapes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in payload.tensors]
+        exact = tuple(shapes), payload.needs_grad, payload.shared, payload.layout
+        return exact == self or PayloadSpec.from_payload(payload) == self
 
-    def parcel(self, tensors: tuple[Tensor | None, ...]) -> Parcel:
+    def build_payload(self, tensors: tuple[Tensor | None, ...]) -> Payload:
         """The parcel again, with these tensors."""
-        return Parcel(tensors, self.layout, self.needs, self.shared)
+        return Payload(tensors, self.layout, self.needs_grad, self.shared)
 
     def __str__(self) -> str:
-        return ", ".join("none" if shape is None else str(shape) for shape in self.shapes)
+        return ", ".join("none" if shape is None else str(shape) for shape in self.tensor_specs)
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flatten_dense(tensor: Tensor) -> Tensor:
     """Its numbers as they stand in memory; a copy of them, if there are holes or a conjugate."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -81,10 +85,10 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _contiguous(sizes: torch.Size) -> tuple[int, ...]:
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
-    for size in reversed(sizes):
+    for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
     return tuple(strides)
@@ -105,19 +109,20 @@ def _is_dense(tensor: Tensor) -> bool:
 # ---- text ---------------------------------------------------------------------------------
 
 
-def dumps(meta: Meta) -> str:
+def encode_spec(payload_spec: PayloadSpec) -> str:
     """As text."""
     shapes = [
-        None if s is None else [_name(s.dtype), list(s.sizes), list(s.strides)] for s in meta.shapes
+        None if s is None else [_dtype_name(s.dtype), list(s.shape), list(s.strides)]
+        for s in payload_spec.tensor_specs
     ]
     layout = None
-    if meta.layout is not None:
-        spec, leaves, holes = meta.layout
-        layout = [_spec_out(spec), [_plain_out(leaf) for leaf in leaves], list(holes)]
-    return json.dumps([shapes, list(meta.needs), sorted(meta.shared), layout])
+    if payload_spec.layout is not None:
+        spec, leaves, holes = payload_spec.layout
+        layout = [_encode_treespec(spec), [_encode_value(leaf) for leaf in leaves], list(holes)]
+    return json.dumps([shapes, list(payload_spec.needs_grad), sorted(payload_spec.shared), layout])
 
 
-def loads(text: str) -> Meta:
+def decode_spec(text: str) -> PayloadSpec:
     """From text.
 
     >>> meta = Meta.of(Parcel((torch.zeros(2, 3),), None, (True,)))
@@ -126,26 +131,29 @@ def loads(text: str) -> Meta:
     """
     shapes, needs, shared, layout = json.loads(text)
     found = tuple(
-        None if s is None else Shape(_dtype(s[0]), tuple(s[1]), tuple(s[2])) for s in shapes
+        None if s is None else WireTensorSpec(_parse_dtype(s[0]), tuple(s[1]), tuple(s[2]))
+        for s in shapes
     )
     around = None
     if layout is not None:
         spec, leaves, holes = layout
-        around = Layout(_spec_in(spec), tuple(map(_plain_in, leaves)), tuple(holes))
-    return Meta(found, tuple(needs), frozenset(shared), around)
+        around = PayloadLayout(
+            _decode_treespec(spec), tuple(map(_decode_value, leaves)), tuple(holes)
+        )
+    return PayloadSpec(found, tuple(needs), frozenset(shared), around)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def _parse_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found
 
 
-_KINDS: dict[str, type] = {
+_CONTAINER_TYPES: dict[str, type] = {
     "tuple": tuple,
     "list": list,
     "dict": dict,
@@ -153,71 +161,71 @@ _KINDS: dict[str, type] = {
 }
 
 
-def _spec_out(spec: pytree.TreeSpec) -> Any:
+def _encode_treespec(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return None
-    children = [_spec_out(child) for child in spec.children()]
+    children = [_encode_treespec(child) for child in spec.children()]
     kind, context = spec.type, spec.context
-    for name, known in _KINDS.items():
+    for name, known in _CONTAINER_TYPES.items():
         if kind is known:
-            return [name, _plain_out(context), children]
+            return [name, _encode_value(context), children]
     if pytree.is_namedtuple_class(context):  # a namedtuple: its class is the context
         return ["namedtuple", [context.__module__, context.__qualname__], children]
-    return ["registered", [kind.__module__, kind.__qualname__], _plain_out(context), children]
+    return ["registered", [kind.__module__, kind.__qualname__], _encode_value(context), children]
 
 
-def _spec_in(text: Any) -> pytree.TreeSpec:
-    if text is None:
+def _decode_treespec(encoded: Any) -> pytree.TreeSpec:
+    if encoded is None:
         return pytree.treespec_leaf() if hasattr(pytree, "treespec_leaf") else pytree.LeafSpec()
-    name, context, *rest = text
-    children = [_spec_in(child) for child in rest[-1]]
+    name, context, *rest = encoded
+    children = [_decode_treespec(child) for child in rest[-1]]
     if name == "namedtuple":
-        return pytree.TreeSpec(namedtuple, _class(*context), children)
+        return pytree.TreeSpec(namedtuple, _import_class(*context), children)
     if name == "registered":
-        return pytree.TreeSpec(_class(*context), _plain_in(rest[0]), children)
-    return pytree.TreeSpec(_KINDS[name], _plain_in(context), children)
+        return pytree.TreeSpec(_import_class(*context), _decode_value(rest[0]), children)
+    return pytree.TreeSpec(_CONTAINER_TYPES[name], _decode_value(context), children)
 
 
-def _class(module: str, name: str) -> Any:
+def _import_class(module: str, name: str) -> Any:
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     return found
 
 
-def _plain_out(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     """JSON has None, bool, int, float and str; the rest goes as an object with its kind."""
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) in (int, float):
         return value
     if isinstance(value, torch.dtype):
-        return {"dtype": _name(value)}
+        return {"dtype": _dtype_name(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     if type(value) in (tuple, list):
-        return {type(value).__name__: [_plain_out(item) for item in value]}
+        return {type(value).__name__: [_encode_value(item) for item in value]}
     if type(value) is dict:
-        return {"dict": [[_plain_out(k), _plain_out(v)] for k, v in value.items()]}
+        return {"dict": [[_encode_value(k), _encode_value(v)] for k, v in value.items()]}
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
-    raise KindError(
+    raise PenstockTypeError(
         f"a {type(value).__name__} goes from one process to another, where only tensors, numbers, "
         "strings and None can go, in tuples, lists, dicts and named tuples: return those"
     )
 
 
-def _plain_in(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
+def _decode_value(encoded: Any) -> Any:
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, inner),) = encoded.items()
     if kind == "dtype":
-        return _dtype(inner)
+        return _parse_dtype(inner)
     if kind == "device":
         return torch.device(inner)
     if kind == "complex":
         return complex(*inner)
     if kind == "dict":
-        return {_plain_in(k): _plain_in(v) for k, v in inner}
-    items = [_plain_in(item) for item in inner]
+        return {_decode_value(k): _decode_value(v) for k, v in inner}
+    items = [_decode_value(item) for item in inner]
     return tuple(items) if kind == "tuple" else items

@@ -16,73 +16,85 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.batch import Rows
-from penstock.run.processes.agreement import Facts, agree, numbered
-from penstock.run.processes.peers import Peers
-from penstock.run.weighing import Ledger, Part
+from penstock.batch import MicrobatchRows
+from penstock.run.processes.agreement import RankFacts, check_ranks_agree, hash_facts
+from penstock.run.processes.peers import ControlChannel
+from penstock.run.weighing import LossAccumulator, ReplicaShare
 
 
 @dataclass(frozen=True)
-class Together:
+class ReplicaLosses:
     """A step of all copies, on a rank with the last stage."""
 
-    line: Peers
-    rows: Sequence[float]  # of each copy
+    channel: ControlChannel
+    row_counts: Sequence[float]  # of each copy
 
-    def loss_and_metrics(
-        self, ledger: Ledger, metrics: dict[str, Any]
+    def combine_loss_and_metrics(
+        self, accumulator: LossAccumulator, metrics: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Those of the whole batch. Metrics that are no numbers are of this copy alone."""
         leaves, spec = pytree.tree_flatten(metrics)
-        places = [at for at, leaf in enumerate(leaves) if _is_number(leaf)]
-        loss, added, weight = ledger.loss(), ledger.added(), ledger.weight
-        kind = "a sum" if ledger.sums else "a mean by rows" if weight is None else "by weights"
+        places = [at for at, leaf in enumerate(leaves) if _is_scalar_tensor(leaf)]
+        loss, added, weight = (
+            accumulator.compute_loss(),
+            accumulator.compute_aux_losses(),
+            accumulator.total_weight,
+        )
+        kind = (
+            "a sum" if accumulator.is_sum else "a mean by rows" if weight is None else "by weights"
+        )
         facts = {"the loss": kind, "metrics": f"{', '.join(metrics)} ({len(places)} numbers)"}
-        own = [numbered(facts), loss, sum(added) if added else 0.0, weight or 0.0]
-        told = self.line.exchange(_numbers(own), "its loss")
+        own = [hash_facts(facts), loss, sum(added) if added else 0.0, weight or 0.0]
+        told = self.channel.all_gather(_to_float64(own), "its loss")
         if any(row[0] != told[0][0] for row in told):
-            agree(self.line, "what comes of a step", facts)
+            check_ranks_agree(self.channel, "what comes of a step", facts)
         _, losses, extras, weights = torch.stack(told).unbind(1)
-        shares = weights if weight is not None else torch.tensor(self.rows).double()
+        shares = weights if weight is not None else torch.tensor(self.row_counts).double()
         if weight is not None:
-            ledger.give_all_weights(weights.sum())
-        total = _combined(losses, shares, ledger.sums)
+            accumulator.set_global_weight(weights.sum())
+        total = _combine_replicas(losses, shares, accumulator.is_sum)
         if added:
-            total = total + _combined(extras, torch.tensor(self.rows).double(), sums=False)
+            total = total + _combine_replicas(
+                extras, torch.tensor(self.row_counts).double(), is_sum=False
+            )
         if places:
-            mine = _numbers([leaves[at] for at in places])
-            found = torch.stack(self.line.exchange(mine, "its metrics")).unbind(1)
+            mine = _to_float64([leaves[at] for at in places])
+            found = torch.stack(self.channel.all_gather(mine, "its metrics")).unbind(1)
             for at, column in zip(places, found, strict=True):
-                leaves[at] = _like(_combined(column, shares, ledger.sums), leaves[at])
-        return _like(total, loss), pytree.tree_unflatten(leaves, spec)
+                leaves[at] = _cast_like(
+                    _combine_replicas(column, shares, accumulator.is_sum), leaves[at]
+                )
+        return _cast_like(total, loss), pytree.tree_unflatten(leaves, spec)
 
 
-def begin_together(line: Peers, facts: Facts, ledger: Ledger, rows: Rows) -> Together:
+def exchange_replica_shares(
+    channel: ControlChannel, facts: RankFacts, accumulator: LossAccumulator, rows: MicrobatchRows
+) -> ReplicaLosses:
     """Before a step: what this copy counts for."""
-    agree(line, "a step", facts)
-    counted = ledger.counted
+    check_ranks_agree(channel, "a step", facts)
+    counted = accumulator.target_count
     own = [sum(rows.counts) or 1, math.nan if counted is None else counted]
-    of_rows, of_targets = torch.stack(line.exchange(_numbers(own), "its rows")).unbind(1)
-    share = float(of_rows[line.rank] / of_rows.sum())
+    of_rows, of_targets = torch.stack(channel.all_gather(_to_float64(own), "its rows")).unbind(1)
+    share = float(of_rows[channel.rank] / of_rows.sum())
     known = None if counted is None else float(of_targets.sum())
-    ledger.take_part(Part(line.size, share, known))
-    return Together(line, of_rows.tolist())
+    accumulator.set_replica_share(ReplicaShare(channel.size, share, known))
+    return ReplicaLosses(channel, of_rows.tolist())
 
 
-def _combined(numbers: Tensor, shares: Tensor, sums: bool) -> Tensor:
+def _combine_replicas(values: Tensor, shares: Tensor, is_sum: bool) -> Tensor:
     """One number of those of the copies; what counts for nothing may be nan."""
-    if sums:
-        return numbers.sum()
-    return (numbers * shares).masked_fill(shares == 0, 0).sum() / shares.sum()
+    if is_sum:
+        return values.sum()
+    return (values * shares).masked_fill(shares == 0, 0).sum() / shares.sum()
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_scalar_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 0
 
 
-def _numbers(values: Sequence[Any]) -> Tensor:
+def _to_float64(values: Sequence[Any]) -> Tensor:
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
-def _like(number: Tensor, before: Tensor) -> Tensor:
-    return number.to(before.device, before.dtype)
+def _cast_like(value: Tensor, reference: Tensor) -> Tensor:
+    return value.to(reference.device, reference.dtype)

@@ -15,22 +15,22 @@ from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError
 from penstock.gradients.replicas import Replicas
-from penstock.partition.forward.division import digest_of
-from penstock.partition.forward.whole import Whole
-from penstock.partition.sequential import is_layered
-from penstock.partition.split import Site, Split
-from penstock.partition.tied import Tie
-from penstock.run.asking import Settings
-from penstock.run.processes.agreement import agree
-from penstock.run.processes.opening import facts_of
-from penstock.run.processes.sharing import Sharing
-from penstock.run.processes.standing import Standing
-from penstock.run.processes.team import SLOW, Team
-from penstock.run.processes.ties import tie
-from penstock.stage.places import Gpu, Place, place_at
+from penstock.partition.forward.division import fingerprint_assignment
+from penstock.partition.forward.whole import TracedPartition
+from penstock.partition.sequential import is_plain_sequential
+from penstock.partition.split import PlacedPartition, ProcessContext
+from penstock.partition.tied import TiedTensor
+from penstock.run.asking import CallOptions
+from penstock.run.processes.agreement import check_ranks_agree
+from penstock.run.processes.opening import collect_call_facts
+from penstock.run.processes.sharing import DataPolicy
+from penstock.run.processes.standing import Topology
+from penstock.run.processes.team import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
+from penstock.run.processes.ties import broadcast_tied_weights
+from penstock.stage.places import Device, Gpu, resolve_device
 
 
-def place_in(group: ProcessGroup, devices: Sequence[Any] | None) -> Place:
+def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
     """Where this process computes: as it is told, on the GPU that is its own, or on the CPU."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if devices is not None:
@@ -39,93 +39,101 @@ def place_in(group: ProcessGroup, devices: Sequence[Any] | None) -> Place:
                 f"devices has {len(devices)} entries, and the pipe has {size} processes: give one "
                 "for each rank, or leave devices out"
             )
-        return place_at(devices[rank])
+        return resolve_device(devices[rank])
     if _uses_nccl(group):
-        return place_at(f"cuda:{torch.cuda.current_device()}")
-    return place_at("cpu")
+        return resolve_device(f"cuda:{torch.cuda.current_device()}")
+    return resolve_device("cpu")
 
 
 def _uses_nccl(group: ProcessGroup) -> bool:
     return "nccl" in dist.get_backend_config(group)
 
 
-def join(standing: Standing, devices: Sequence[Any] | None, heartbeat: float) -> Team:
+def open_process_groups(
+    topology: Topology, devices: Sequence[Any] | None, heartbeat: float
+) -> ProcessGroups:
     """Meet the other processes."""
     if not heartbeat > 0:
         raise ArgumentError(f"heartbeat is a number of seconds above 0, not {heartbeat!r}")
-    group = standing.group
-    place = place_in(group, devices)
-    return Team(standing, place, heartbeat, nccl=isinstance(place, Gpu) and _uses_nccl(group))
+    group = topology.pipeline_group
+    place = choose_device(group, devices)
+    return ProcessGroups(
+        topology, place, heartbeat, uses_nccl=isinstance(place, Gpu) and _uses_nccl(group)
+    )
 
 
-def site_in(team: Team) -> Site:
+def build_process_context(groups: ProcessGroups) -> ProcessContext:
     """Where this process stands. Where to cut is for one to find, of all copies: times differ."""
 
-    def settled(find: Callable[[], Sequence[int]]) -> Sequence[int]:
-        what, first = "where to cut", team.rank == 0
-        team.watch.at(what, SLOW)
-        mine = list(find()) if first and team.standing.copy == 0 else None
-        if first and team.twins is not None:
-            mine = team.twins.value(0, mine, what)
-        found: Sequence[int] = team.peers.value(0, mine, what)
-        team.watch.at("its stages", SLOW)
+    def broadcast_from_first_rank(find_cuts: Callable[[], Sequence[int]]) -> Sequence[int]:
+        what, first = "where to cut", groups.rank == 0
+        groups.watchdog.mark_computing(what, SLOW_CALL_TIMEOUT_FACTOR)
+        mine = list(find_cuts()) if first and groups.topology.replica_index == 0 else None
+        if first and groups.replica_channel is not None:
+            mine = groups.replica_channel.broadcast_value(0, mine, what)
+        found: Sequence[int] = groups.pipeline_channel.broadcast_value(0, mine, what)
+        groups.watchdog.mark_computing("its stages", SLOW_CALL_TIMEOUT_FACTOR)
         return found
 
-    return Site(team.rank, team.size, team.place, settled)
+    return ProcessContext(groups.rank, groups.size, groups.device, broadcast_from_first_rank)
 
 
-def described(module: nn.Module) -> dict[str, str]:
+def describe_layers(module: nn.Module) -> dict[str, str]:
     """Each layer: its class, and a digest of the names, shapes and dtypes of all it has."""
     layers = {f"layer {name}": layer for name, layer in module.named_children()}
-    if not is_layered(module):
+    if not is_plain_sequential(module):
         layers["the model"] = module
-    return {name: f"{type(layer).__name__} {_digest(layer)}" for name, layer in layers.items()}
+    return {name: f"{type(layer).__name__} {_hash_layer(layer)}" for name, layer in layers.items()}
 
 
-def _division_of(split: Split) -> dict[str, str]:
+def _describe_stages(placed_partition: PlacedPartition) -> dict[str, str]:
     """How a whole forward is divided: all ranks must do so in the same way."""
-    how = split.partition.how
-    if not isinstance(how, Whole):
+    how = placed_partition.partition.how
+    if not isinstance(how, TracedPartition):
         return {}
     told = {
         f"stage {stage.index}": ", ".join(name or "the model" for name in stage.names)
-        for stage in split.partition.stages
+        for stage in placed_partition.partition.stages
     }
-    return {**told, "what goes between the stages": digest_of(how.survey.division)}
+    return {**told, "what goes between the stages": fingerprint_assignment(how.summary.assignment)}
 
 
-def check_same(
-    team: Team,
-    name: str,
-    settings: Settings,
-    sharing: Sharing,
-    split: Split,
-    more: Mapping[str, str],
+def check_same_pipe(
+    groups: ProcessGroups,
+    call_name: str,
+    options: CallOptions,
+    data_policy: DataPolicy,
+    placed_partition: PlacedPartition,
+    extra_facts: Mapping[str, str],
 ) -> None:
     """All ranks are making the same pipe, and all copies."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": torch.__version__.split("+")[0],
-        **facts_of(settings, **asdict(sharing)),
-        **_division_of(split),
-        **more,
+        **collect_call_facts(options, **asdict(data_policy)),
+        **_describe_stages(placed_partition),
+        **extra_facts,
     }
-    agree(team.peers, name, facts)
-    if team.twins is not None:
-        agree(team.twins, "the pipe", {**facts, "the rank in it": str(team.rank)})
+    check_ranks_agree(groups.pipeline_channel, call_name, facts)
+    if groups.replica_channel is not None:
+        check_ranks_agree(
+            groups.replica_channel, "the pipe", {**facts, "the rank in it": str(groups.rank)}
+        )
 
 
-def begin_alike(team: Team, ties: Sequence[Tie], replicas: Replicas) -> None:
+def sync_initial_state(
+    groups: ProcessGroups, tied_tensors: Sequence[TiedTensor], replicas: Replicas
+) -> None:
     """Give every copy what the first has, and every holder of a tied tensor what its owner has.
 
     Processes may have been initialised differently.
     """
-    if team.averaging is not None:
-        replicas.begin_alike(team.averaging)
-    tie(ties, team.peers)
+    if groups.averaging_group is not None:
+        replicas.broadcast_initial_state(groups.averaging_group)
+    broadcast_tied_weights(tied_tensors, groups.pipeline_channel)
 
 
-def _digest(layer: nn.Module) -> str:
+def _hash_layer(layer: nn.Module) -> str:
     parts = [f"{n} {type(m).__name__}" for n, m in layer.named_modules()]
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         lazy = nn.parameter.is_lazy(tensor)

@@ -26,19 +26,26 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from penstock.run.processes import cause as causes
-from penstock.run.processes.cause import Cause
-from penstock.run.processes.verdict import Mode, Patience, Peer, Sightings, Sign, judge
+from penstock.run.processes.cause import Failure
+from penstock.run.processes.verdict import (
+    AwaitedRanks,
+    Heartbeat,
+    HeartbeatTracker,
+    RankState,
+    Timeouts,
+    diagnose,
+)
 
-_GRACE = 2.0  # seconds for a main thread to come back, once it is known that all stop
-_INTERRUPTED = 0.2  # for Python's own handler, which cannot run while a wait is in C
-_TERMINATED = 1.5  # a launcher ends all when one has died: the cause is soon known
-_ACKNOWLEDGED = 3.0  # for the others to read the cause, before the store's host may go
+_MAIN_THREAD_GRACE = 2.0  # seconds for a main thread to come back, once it is known that all stop
+_SIGINT_DELAY = 0.2  # for Python's own handler, which cannot run while a wait is in C
+_SIGTERM_DELAY = 1.5  # a launcher ends all when one has died: the cause is soon known
+_ACKNOWLEDGE_TIMEOUT = 3.0  # for the others to read the cause, before the store's host may go
 
 # The fields of a sign that the watched thread writes.
-Doing = tuple[Mode, object, Peer, float]
+Activity = tuple[RankState, object, AwaitedRanks, float]
 
 
-class Lookout:
+class HeartbeatMonitor:
     """What the watching thread and the two behind it share."""
 
     def __init__(
@@ -46,38 +53,41 @@ class Lookout:
         store: Store,
         rank: int,
         size: int,
-        patience: Patience,
-        poison: Callable[[], object],
-        host: int | None,
-        near: Sequence[int],
+        timeouts: Timeouts,
+        abort_groups: Callable[[], object],
+        host_rank: int | None,
+        monitored_ranks: Sequence[int],
     ) -> None:
-        self.rank, self.size, self.patience, self.host = rank, size, patience, host
-        self._near = near  # the ranks that it looks at
+        self.rank, self.size, self.timeouts, self.host_rank = rank, size, timeouts, host_rank
+        self._monitored_ranks = monitored_ranks  # the ranks that it looks at
         self.pid = os.getpid()
         # What the watched thread does now: it writes, the others read.
-        self.count, self.label, self.calls = 0, "", 0
-        self.now: Doing = (Mode.OUTSIDE, "", None, 1.0)
-        self.busy: Doing = self.now  # with what, when it does not wait
-        self.inside: threading.Thread | None = None  # the thread that is in a guarded part
-        self.cause: Cause | None = None
-        self.known, self._settled = threading.Event(), threading.Event()
-        self._told: Cause | None = None  # to be published
-        self._suspicious = self._over = False
-        self._there: set[int] = set()  # ranks that have given a sign
-        self._signals: dict[int, float] = {}  # when each came
-        self._once, self._since = threading.Lock(), 0.0
-        self._sightings = Sightings(most=2 * patience.beat)
-        self._beats, self._poison = 0, poison
+        self.progress, self.call_name, self.call_count = 0, "", 0
+        self.activity: Activity = (RankState.OUTSIDE_CALL, "", None, 1.0)
+        self.compute_activity: Activity = self.activity  # with what, when it does not wait
+        self.guarded_thread: threading.Thread | None = None  # the thread that is in a guarded part
+        self.failure: Failure | None = None
+        self.failure_known, self._failure_acknowledged = threading.Event(), threading.Event()
+        self._local_failure: Failure | None = None  # to be published
+        self._connection_lost = self._closing = False
+        self._started_ranks: set[int] = set()  # ranks that have given a sign
+        self._signal_times: dict[int, float] = {}  # when each came
+        self._failure_lock, self._failure_time = threading.Lock(), 0.0
+        self._tracker = HeartbeatTracker(max_gap=2 * timeouts.interval)
+        self._heartbeat_count, self._abort_groups = 0, abort_groups
         self._store = store  # its host's server lives as long as this
-        self._ear, self.bell = socket.socketpair()
-        self._ear.setblocking(False)
-        self.bell.setblocking(False)
+        self._wakeup_receiver, self.wakeup_sender = socket.socketpair()
+        self._wakeup_receiver.setblocking(False)
+        self.wakeup_sender.setblocking(False)
         stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
-        stores[0].set_timeout(timedelta(seconds=max(patience.heartbeat, 1)))
+        stores[0].set_timeout(timedelta(seconds=max(timeouts.heartbeat, 1)))
         self._threads = [
             threading.Thread(target=target, args=(own,), name=f"penstock-{name}", daemon=True)
             for target, own, name in zip(
-                (self._look_out, self._listen), stores, ("lookout", "listener"), strict=True
+                (self._run_monitor, self._run_listener),
+                stores,
+                ("lookout", "listener"),
+                strict=True,
             )
         ]
         for thread in self._threads:
@@ -85,212 +95,228 @@ class Lookout:
 
     # ---- for the thread that is watched ----------------------------------------------------
 
-    def sign(self) -> Sign:
+    def build_heartbeat(self) -> Heartbeat:
         """What it does now."""
-        mode, what, peer, patience = self.now
-        return Sign(self._beats, self.count, mode, self.label, str(what), peer, patience)
+        mode, what, peer, patience = self.activity
+        return Heartbeat(
+            self._heartbeat_count, self.progress, mode, self.call_name, str(what), peer, patience
+        )
 
-    def tell_of(self, error: BaseException, was: str) -> Cause:
+    def publish_exception(self, error: BaseException, doing: str) -> Failure:
         """Publish what was raised here, unless another rank was first; which cause it became."""
-        self._told = cause = causes.raised(error, self.rank, self.label, was, self.calls)
-        self.ring()
-        self.known.wait(self.patience.hold)
-        return self.cause or cause
+        self._local_failure = cause = causes.describe_exception(
+            error, self.rank, self.call_name, doing, self.call_count
+        )
+        self.wake()
+        self.failure_known.wait(self.timeouts.failure_wait)
+        return self.failure or cause
 
-    def wait_for_cause(self) -> Cause | None:
+    def wait_for_failure(self) -> Failure | None:
         """The one behind a lost connection, if any is found in time."""
-        self._suspicious = True
-        self.ring()
+        self._connection_lost = True
+        self.wake()
         # While this process is held up, it cannot see who is quiet: that time does not count.
-        until = self._sightings.clock + self.patience.hold
-        last = time.monotonic() + 4 * self.patience.hold
-        while self._sightings.clock < until and time.monotonic() < last:
-            if self.known.wait(self.patience.beat):
+        until = self._tracker.observed_seconds + self.timeouts.failure_wait
+        last = time.monotonic() + 4 * self.timeouts.failure_wait
+        while self._tracker.observed_seconds < until and time.monotonic() < last:
+            if self.failure_known.wait(self.timeouts.interval):
                 break
-        return self.cause
+        return self.failure
 
-    def wait_until_heard(self) -> None:
+    def wait_for_acknowledgement(self) -> None:
         """By the others, if this process hosts the store; no longer than it stays for them."""
-        self._settled.wait(_ACKNOWLEDGED + 0.5)
+        self._failure_acknowledged.wait(_ACKNOWLEDGE_TIMEOUT + 0.5)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Have the lookout look now."""
         with suppress(OSError):
-            self.bell.send(b"\0")
+            self.wakeup_sender.send(b"\0")
 
     def close(self) -> None:
         """Say that this rank leaves, and end both threads."""
-        self._over = True
-        self.ring()
+        self._closing = True
+        self.wake()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout=_GRACE)
+                thread.join(timeout=_MAIN_THREAD_GRACE)
 
     # ---- the lookout -----------------------------------------------------------------------
 
-    def _look_out(self, store: Store) -> None:
+    def _run_monitor(self, store: Store) -> None:
         try:
-            while not self._over and self.cause is None:
-                self._beat(store)
-                self._hear()
+            while not self._closing and self.failure is None:
+                self._tick(store)
+                self._sleep_until_wakeup()
         except RuntimeError:
-            self._store_lost()
-        while not self._over:
-            if self._overdue():
-                self._end()
-            self._hear()
+            self._handle_lost_store()
+        while not self._closing:
+            if self._is_overdue():
+                self._exit_process()
+            self._sleep_until_wakeup()
         with suppress(RuntimeError):
-            if self.cause is None:
-                self.now = Mode.LEFT, "", None, 1.0
-                self._publish_sign(store)
+            if self.failure is None:
+                self.activity = RankState.LEFT, "", None, 1.0
+                self._publish_heartbeat(store)
             store.set(f"wake/{self.rank}", "")
-        self._ear.close()
-        self.bell.close()
+        self._wakeup_receiver.close()
+        self.wakeup_sender.close()
 
-    def _beat(self, store: Store) -> None:
+    def _tick(self, store: Store) -> None:
         """One sign of life, and a look at the others', if this rank waits for one of them."""
-        self._publish_sign(store)
-        found = self._told or self._of_signals()
-        if found is None and (self.now[0] is Mode.WAITING or self._suspicious):
-            found = self._look(store)
+        self._publish_heartbeat(store)
+        found = self._local_failure or self._check_signals()
+        if found is None and (self.activity[0] is RankState.WAITING or self._connection_lost):
+            found = self._check_peers(store)
         if found is not None:
-            self._publish(store, found)
+            self._publish_failure(store, found)
 
-    def _publish_sign(self, store: Store) -> None:
-        self._beats += 1
-        store.set(f"sign/{self.rank}", self.sign().dumps())
+    def _publish_heartbeat(self, store: Store) -> None:
+        self._heartbeat_count += 1
+        store.set(f"sign/{self.rank}", self.build_heartbeat().to_json())
 
-    def _publish(self, store: Store, cause: Cause) -> None:
-        store.compare_set("cause", "", cause.dumps())
+    def _publish_failure(self, store: Store, failure: Failure) -> None:
+        store.compare_set("cause", "", failure.to_json())
         for rank in range(self.size):
             store.set(f"wake/{rank}", "")
-        self.known.wait(_GRACE)  # the listener reads it back
+        self.failure_known.wait(_MAIN_THREAD_GRACE)  # the listener reads it back
 
-    def _look(self, store: Store) -> Cause | None:
+    def _check_peers(self, store: Store) -> Failure | None:
         """At the others: the cause, if one is to blame."""
         if store.check(["cause"]):  # its writer may have died before it could wake anybody
-            return Cause.loads(store.get("cause"))
-        keys = {rank: f"sign/{rank}" for rank in self._near}
-        self._there |= {r for r in keys.keys() - self._there if store.check([keys[r]])}
-        texts = store.multi_get([keys[rank] for rank in self._there]) if self._there else []
-        signs = dict(zip(self._there, map(Sign.loads, texts), strict=True))
-        signs = {rank: signs.get(rank, Sign(0, 0, Mode.ABSENT)) for rank in keys}
-        signs[self.rank] = self.sign()
-        sights = self._sightings.see(signs, time.monotonic())
-        return judge(self.rank, sights, self.patience, self._suspicious)
+            return Failure.from_json(store.get("cause"))
+        keys = {rank: f"sign/{rank}" for rank in self._monitored_ranks}
+        self._started_ranks |= {
+            r for r in keys.keys() - self._started_ranks if store.check([keys[r]])
+        }
+        texts = (
+            store.multi_get([keys[rank] for rank in self._started_ranks])
+            if self._started_ranks
+            else []
+        )
+        signs = dict(zip(self._started_ranks, map(Heartbeat.from_json, texts), strict=True))
+        signs = {rank: signs.get(rank, Heartbeat(0, 0, RankState.NOT_STARTED)) for rank in keys}
+        signs[self.rank] = self.build_heartbeat()
+        sights = self._tracker.update(signs, time.monotonic())
+        return diagnose(self.rank, sights, self.timeouts, self._connection_lost)
 
-    def _hear(self) -> None:
+    def _sleep_until_wakeup(self) -> None:
         """Sleep until the next beat, or the bell: Python rings it for signals, by their number."""
-        hurry = self._signals or self.cause is not None
-        pause = min(0.05, self.patience.beat) if hurry else self.patience.beat
-        select.select([self._ear], [], [], pause)
+        hurry = self._signal_times or self.failure is not None
+        pause = min(0.05, self.timeouts.interval) if hurry else self.timeouts.interval
+        select.select([self._wakeup_receiver], [], [], pause)
         with suppress(BlockingIOError):
-            for number in self._ear.recv(64):
+            for number in self._wakeup_receiver.recv(64):
                 if number:
-                    self._signals.setdefault(number, time.monotonic())
+                    self._signal_times.setdefault(number, time.monotonic())
 
-    def _of_signals(self) -> Cause | None:
+    def _check_signals(self) -> Failure | None:
         """A signal that came while the watched thread cannot hear it: it waits in C."""
-        if self.inside is None:
+        if self.guarded_thread is None:
             return None
-        for number, pause in ((signal.SIGINT, _INTERRUPTED), (signal.SIGTERM, _TERMINATED)):
-            came = self._signals.get(number)
+        for number, pause in ((signal.SIGINT, _SIGINT_DELAY), (signal.SIGTERM, _SIGTERM_DELAY)):
+            came = self._signal_times.get(number)
             if came is None or time.monotonic() - came < pause:
                 continue
             # Another handler than Python's own may want to go on.
             if number == signal.SIGTERM or signal.getsignal(number) is signal.default_int_handler:
                 name = signal.Signals(number).name
-                return causes.told_to_end(self.rank, str(self.sign()), name)
+                return causes.describe_signal(self.rank, str(self.build_heartbeat()), name)
         return None
 
     # ---- the listener ----------------------------------------------------------------------
 
-    def _listen(self, store: Store) -> None:
+    def _run_listener(self, store: Store) -> None:
         try:
-            self._wait_to_be_woken(store)
+            self._wait_for_wake_key(store)
             if store.check(["cause"]):
-                cause = Cause.loads(store.get("cause"))
-                self._let_finish(cause)
-                self._learn(cause)
+                cause = Failure.from_json(store.get("cause"))
+                self._wait_for_current_call(cause)
+                self._record_failure(cause)
                 store.set(f"seen/{self.rank}", "")
-                self._wait_for_others(store)
+                self._wait_for_seen_keys(store)
         except RuntimeError:
-            self._store_lost()
+            self._handle_lost_store()
         finally:
-            self._settled.set()
+            self._failure_acknowledged.set()
 
-    def _wait_to_be_woken(self, store: Store) -> None:
+    def _wait_for_wake_key(self, store: Store) -> None:
         while True:
             with suppress(DistStoreError):  # a day has passed
                 store.wait([f"wake/{self.rank}"], timedelta(days=1))
                 return
 
-    def _let_finish(self, cause: Cause) -> None:
+    def _wait_for_current_call(self, failure: Failure) -> None:
         """Who fails in a later call has come through this one: so can this rank, first."""
-        until = time.monotonic() + _GRACE
-        while self.inside is not None and self.calls < cause.call and not self._suspicious:
+        until = time.monotonic() + _MAIN_THREAD_GRACE
+        while (
+            self.guarded_thread is not None
+            and self.call_count < failure.call_number
+            and not self._connection_lost
+        ):
             if time.monotonic() > until:
                 return
             time.sleep(0.005)
 
-    def _wait_for_others(self, store: Store) -> None:
+    def _wait_for_seen_keys(self, store: Store) -> None:
         """The store goes with its host: let everyone read the cause first."""
-        cause = self.cause
+        cause = self.failure
         gone = {self.rank} if cause is None or cause.kind == "raised" else {self.rank, cause.rank}
         keys = [f"seen/{rank}" for rank in range(self.size) if rank not in gone]
-        until = time.monotonic() + _ACKNOWLEDGED
-        while self.host == self.rank and keys and time.monotonic() < until:
+        until = time.monotonic() + _ACKNOWLEDGE_TIMEOUT
+        while self.host_rank == self.rank and keys and time.monotonic() < until:
             if store.check(keys):
                 return
             time.sleep(0.01)
 
     # ---- both ------------------------------------------------------------------------------
 
-    def _learn(self, cause: Cause) -> None:
+    def _record_failure(self, failure: Failure) -> None:
         """The cause is known: wake the watched thread, whatever it waits for."""
-        with self._once:
-            if self.cause is not None:
+        with self._failure_lock:
+            if self.failure is not None:
                 return
-            self._since = time.monotonic()
-            self.cause = cause
-        self.known.set()
-        others = cause.rank != self.rank and cause != causes.store_lost(self.host)
-        if self.inside is None and others and not self._over:
+            self._failure_time = time.monotonic()
+            self.failure = failure
+        self.failure_known.set()
+        others = failure.rank != self.rank and failure != causes.describe_lost_store(self.host_rank)
+        if self.guarded_thread is None and others and not self._closing:
             # Its next step raises it; but a launcher may end this process before.
-            _say(f"penstock: rank {self.rank} will stop at its next step: {cause.error()}")
+            _write_stderr(
+                f"penstock: rank {self.rank} will stop at its next step: {failure.to_error()}"
+            )
         with suppress(Exception):
-            self._poison()
+            self._abort_groups()
 
-    def _store_lost(self) -> None:
-        if not self._over:
-            self._learn(self._told or causes.store_lost(self.host))
-        self._settled.set()
+    def _handle_lost_store(self) -> None:
+        if not self._closing:
+            self._record_failure(self._local_failure or causes.describe_lost_store(self.host_rank))
+        self._failure_acknowledged.set()
 
-    def _overdue(self) -> bool:
+    def _is_overdue(self) -> bool:
         """Does the watched thread not come back, though it should?"""
-        cause = self.cause
+        cause = self.failure
         accused = cause is not None and cause.kind == "stalled" and cause.rank == self.rank
-        grace = _GRACE
-        if not accused and signal.SIGTERM not in self._signals:
-            if self.inside is None:
+        grace = _MAIN_THREAD_GRACE
+        if not accused and signal.SIGTERM not in self._signal_times:
+            if self.guarded_thread is None:
                 return False
-            grace = max(self.patience.heartbeat, _GRACE)
-        return time.monotonic() - self._since > grace
+            grace = max(self.timeouts.heartbeat, _MAIN_THREAD_GRACE)
+        return time.monotonic() - self._failure_time > grace
 
-    def _end(self) -> None:
+    def _exit_process(self) -> None:
         """End the process, as nothing else can: the watched thread does not listen."""
-        thread = self.inside or threading.main_thread()
+        thread = self.guarded_thread or threading.main_thread()
         frame = sys._current_frames().get(thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        assert self.cause is not None
-        _say(
+        assert self.failure is not None
+        _write_stderr(
             f"penstock: rank {self.rank} ends, as it does not come back from where it stands:\n"
-            f"{stack}\n{self.cause.error()}"
+            f"{stack}\n{self.failure.to_error()}"
         )
         os._exit(1)
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     with suppress(Exception):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -11,128 +11,168 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.batch import moved
+from penstock.batch import move_to_device
 from penstock.cost import Cost
 from penstock.errors import RunError
-from penstock.gradients.clip import Clipping, clip_to_norm, norm_over_ranks
-from penstock.gradients.overflow import agree_on_overflow
+from penstock.gradients.clip import ClipGradOptions, clip_grads_with_norm, compute_total_grad_norm
+from penstock.gradients.overflow import propagate_overflow
 from penstock.ir import Program
-from penstock.run.asking import Arrangement, Fellows, Lesson, Settings, manner_of
-from penstock.run.call import Call, Draws
+from penstock.run.asking import (
+    CallOptions,
+    CheckpointPeers,
+    PreparedPipe,
+    StepRequest,
+    build_cell_policy,
+)
+from penstock.run.call import Execution, RngPolicy
 from penstock.run.feed import Batch
 from penstock.run.memory import Memory
-from penstock.run.passage import Cell, from_outside, pass_changes_on, tensors_by_cell
+from penstock.run.passage import (
+    Cell,
+    build_input_payloads,
+    collect_tensors_by_cell,
+    propagate_version_bumps,
+)
 from penstock.run.phase import Phase
-from penstock.run.processes.agreement import Facts, agree
-from penstock.run.processes.beginning import Beginning, Opened
-from penstock.run.processes.book import Book
-from penstock.run.processes.carrying import carried_here, carry_away, cells_away
-from penstock.run.processes.copies import begin_together
-from penstock.run.processes.lane import OneRank
+from penstock.run.processes.agreement import RankFacts, check_ranks_agree
+from penstock.run.processes.beginning import AgreedCall, CallSetup
+from penstock.run.processes.book import DistributedLossAccumulator
+from penstock.run.processes.carrying import find_remote_input_cells, receive_inputs, send_inputs
+from penstock.run.processes.copies import exchange_replica_shares
+from penstock.run.processes.lane import RankExecutor
 from penstock.run.processes.links import HostLinks, Links
-from penstock.run.processes.opening import facts_of
-from penstock.run.processes.results import Ending, Told, tell
-from penstock.run.processes.sharing import Sharing
-from penstock.run.processes.team import LEARNING, SLOW, Team
-from penstock.run.processes.ties import TiesBetween
-from penstock.run.processes.wire import Learned, Wire, tags_of
-from penstock.run.training import HasTimeline, StepResult, pass_gradients_on
-from penstock.run.weighing import Ledger, loss_scale
-from penstock.stage.added import behind_call
-from penstock.stage.batchnorm import deferred_in
-from penstock.stage.loss import ending_in_loss
-from penstock.stage.parcel import Parcel, put_together
-from penstock.stage.places import Place
-from penstock.stage.randomness import move_on
-from penstock.stage.reduction import reduction_of
+from penstock.run.processes.opening import collect_call_facts
+from penstock.run.processes.results import GlobalResult, RankResult, all_gather_results
+from penstock.run.processes.sharing import DataPolicy
+from penstock.run.processes.team import (
+    FIRST_CALL_TIMEOUT_FACTOR,
+    SLOW_CALL_TIMEOUT_FACTOR,
+    ProcessGroups,
+)
+from penstock.run.processes.ties import DistributedTiedGradients
+from penstock.run.processes.wire import CallCacheEntry, ProcessTransport, assign_message_tags
+from penstock.run.training import HasTimeline, StepResult, backpropagate_to_inputs
+from penstock.run.weighing import LossAccumulator, read_loss_scale
+from penstock.stage.added import block_aux_losses
+from penstock.stage.batchnorm import find_deferred_batch_norms
+from penstock.stage.loss import append_loss
+from penstock.stage.parcel import Payload, unflatten_values
+from penstock.stage.places import Device
+from penstock.stage.randomness import advance_caller_rng
+from penstock.stage.reduction import resolve_reduction
 from penstock.stage.stage import Stage
 from penstock.timeline import Timeline
 
 
-class ManyProcesses:
+class DistributedEngine:
     """Answers a pipe's calls, on one of its ranks."""
 
-    def __init__(self, team: Team, arranged: Arrangement, sharing: Sharing) -> None:
-        self.team, self._arranged, self._sharing = team, arranged, sharing
-        self._split, self._programs = arranged.split, arranged.programs
-        self._replicas = arranged.replicas
-        self._deferred = deferred_in(self._split.stages_here)
-        team.link(self._split.talking)
-        self._beginning = Beginning(team, self._split, sharing)
-        self._last: HasTimeline | None = None
+    def __init__(
+        self, groups: ProcessGroups, prepared_pipe: PreparedPipe, data_policy: DataPolicy
+    ) -> None:
+        self.groups, self._prepared_pipe, self._data_policy = groups, prepared_pipe, data_policy
+        self._placed_partition, self._program_cache = (
+            prepared_pipe.placed_partition,
+            prepared_pipe.program_cache,
+        )
+        self._replicas = prepared_pipe.replicas
+        self._deferred_batchnorms = find_deferred_batch_norms(self._placed_partition.local_stages)
+        groups.open_links(self._placed_partition.communicating_ranks)
+        self._call_setup = CallSetup(groups, self._placed_partition, data_policy)
+        self._last_step: HasTimeline | None = None
 
     # ---- the two doors --------------------------------------------------------------------
 
-    def forward(self, settings: Settings, batch: Batch) -> Any:
+    def forward(self, options: CallOptions, batch: Batch) -> Any:
         """What the model computes of a batch: on the last rank, or on all."""
-        with self.team.call("forward") as name:
-            opened = self._open(name, settings, batch, facts_of(settings), "")
+        with self.groups.guarded_call("forward") as name:
+            opened = self._prepare_call(name, options, batch, collect_call_facts(options), "")
             if torch.is_grad_enabled():
                 raise RunError(
                     "pipe(x) cannot be differentiated over several processes, as the loss would be "
                     "on one of them alone: train with pipe.step(x, target=y), and call pipe(x) "
                     "under torch.no_grad()"
                 )
-            size = settings.size(opened.fed.chunks, False)
-            program, phase, _ = self._programs.on(opened.fed.graph).halves(size)
-            call, wire = self._call(program, behind_call(self._stages), opened)
-            self._take_inputs(call, program, opened)
+            size = options.build_program_key(opened.stage_inputs.chunks, False)
+            program, phase, _ = self._program_cache.for_graph(
+                opened.stage_inputs.graph
+            ).get_forward_backward_phases(size)
+            call, wire = self._build_execution(program, block_aux_losses(self._stages), opened)
+            self._load_inputs(call, program, opened)
             call.run(phase)
-            _pass_changes_on(tensors_by_cell(opened.fed.given), call)
+            _copy_back_input_changes(collect_tensors_by_cell(opened.stage_inputs.by_stage), call)
             outputs = None
-            if self._split.is_here(self._last_stage):
-                cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
-                values = [_value(call.desk.outputs.pop(cell)) for cell in cells]
-                outputs = opened.fed.together(values)
-            told = tell(self.team.peers, program, call, Ending(drew=call.drew))
-            self._end(told, opened, wire)
-            return self._spread(outputs) if self._sharing.outputs == "all" else outputs
-
-    def step(self, settings: Settings, batch: Batch, lesson: Lesson) -> StepResult:
-        """Forward, loss and backward of a batch under the schedule."""
-        with self.team.call("step") as name:
-            facts = facts_of(
-                settings,
-                outputs=lesson.outputs,
-                scaler=lesson.scaler is not None,
-                optimizer=lesson.optimizer is not None,
-                no_sync=not self._replicas.reduces,
+            if self._placed_partition.is_local(self._last_stage):
+                cells = [(self._last_stage, i) for i in range(opened.stage_inputs.chunks)]
+                values = [_unpack_output(call.cell_io.outputs.pop(cell)) for cell in cells]
+                outputs = opened.stage_inputs.merge_outputs(values)
+            told = all_gather_results(
+                self.groups.pipeline_channel, program, call, RankResult(used_rng=call.used_rng)
             )
-            opened = self._open(name, settings, batch, facts, _name_of(lesson.loss_fn))
-            program, phase = self._arranged.run_of_step(settings, opened.fed)
-            result = self._train(settings, lesson, opened, program, phase)
-        if lesson.optimizer is not None:
-            lesson.optimizer.step()
+            self._finish_call(told, opened, wire)
+            return (
+                self._broadcast_from_last_rank(outputs)
+                if self._data_policy.outputs == "all"
+                else outputs
+            )
+
+    def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
+        """Forward, loss and backward of a batch under the schedule."""
+        with self.groups.guarded_call("step") as name:
+            facts = collect_call_facts(
+                options,
+                outputs=request.return_outputs,
+                scaler=request.scaler is not None,
+                optimizer=request.optimizer is not None,
+                no_sync=not self._replicas.sync_enabled,
+            )
+            opened = self._prepare_call(
+                name, options, batch, facts, _qualified_name(request.loss_fn)
+            )
+            program, phase = self._prepared_pipe.select_step_program(options, opened.stage_inputs)
+            result = self._run_train_step(options, request, opened, program, phase)
+        if request.optimizer is not None:
+            request.optimizer.step()
         return result
 
-    def clip(
-        self, parameters: Sequence[nn.Parameter], max_norm: float, how: Clipping
+    def clip_grad_norm(
+        self, parameters: Sequence[nn.Parameter], max_norm: float, options: ClipGradOptions
     ) -> torch.Tensor:
         """All ranks call it, and each owns what no rank before has."""
-        with self.team.call("clipping gradients") as name:
-            agree(self.team.peers, name, {"max_norm": str(max_norm), **_told(asdict(how))})
-            elsewhere = {id(t.tensor) for t in self._split.ties if t.owner != self.team.rank}
+        with self.groups.guarded_call("clipping gradients") as name:
+            check_ranks_agree(
+                self.groups.pipeline_channel,
+                name,
+                {"max_norm": str(max_norm), **_to_facts(asdict(options))},
+            )
+            elsewhere = {
+                id(t.local_tensor)
+                for t in self._placed_partition.tied_tensors
+                if t.owner_rank != self.groups.rank
+            }
             owned = [p for p in parameters if id(p) not in elsewhere]
-            total = norm_over_ranks(owned, self.team.peers, how)
-        clip_to_norm(parameters, total, max_norm, how)
+            total = compute_total_grad_norm(owned, self.groups.pipeline_channel, options)
+        clip_grads_with_norm(parameters, total, max_norm, options)
         return total
 
     @contextmanager
-    def calling(self, kind: str, **facts: object) -> Iterator[None]:
+    def guard_call(self, call_name: str, **facts: object) -> Iterator[None]:
         """Within, what is raised on one rank is raised on all; it may take long."""
-        with self.team.call(kind, SLOW) as name:
-            agree(self.team.peers, name, _told(facts))
+        with self.groups.guarded_call(call_name, SLOW_CALL_TIMEOUT_FACTOR) as name:
+            check_ranks_agree(self.groups.pipeline_channel, name, _to_facts(facts))
             yield
 
-    def saves_with(self) -> Fellows:
+    def get_checkpoint_peers(self) -> CheckpointPeers:
         """The ranks of all copies."""
-        return Fellows(self.team.group_for_saves(), self.team.standing.copy)
+        return CheckpointPeers(
+            self.groups.get_save_process_group(), self.groups.topology.replica_index
+        )
 
-    def forecast(self, settings: Settings, cost: Cost | None) -> Timeline:
+    def forecast(self, options: CallOptions, cost: Cost | None) -> Timeline:
         """With the costs of the last step, if there was one."""
-        return self._arranged.forecast(settings, cost, self._last)
+        return self._prepared_pipe.forecast(options, cost, self._last_step)
 
-    def memory(self, settings: Settings, batch: Batch, lesson: Lesson) -> Memory:
+    def measure_memory(self, options: CallOptions, batch: Batch, request: StepRequest) -> Memory:
         """Refused."""
         raise RunError(
             "pipe.memory takes its step in one thread, and this pipe's ranks are processes: make "
@@ -143,155 +183,222 @@ class ManyProcesses:
 
     @property
     def _stages(self) -> Sequence[Stage]:
-        return self._split.partition.stages
+        return self._placed_partition.partition.stages
 
     @property
     def _last_stage(self) -> int:
         return len(self._stages) - 1
 
     @property
-    def _place(self) -> Place:
-        return self._split.places[self.team.rank]
+    def _device(self) -> Device:
+        return self._placed_partition.devices[self.groups.rank]
 
-    def _open(self, name: str, settings: Settings, batch: Batch, facts: Facts, own: str) -> Opened:
+    def _prepare_call(
+        self, call_name: str, options: CallOptions, batch: Batch, facts: RankFacts, local_state: str
+    ) -> AgreedCall:
         """Agree on what is about to be done; then every rank knows the sizes of it."""
-        self._arranged.check()
-        opened = self._beginning.opened(name, settings, batch, facts, own)
-        self.team.link(self._split.talking_over(opened.fed.graph))
+        self._prepared_pipe.check_model_unchanged()
+        opened = self._call_setup.prepare_call(call_name, options, batch, facts, local_state)
+        self.groups.open_links(
+            self._placed_partition.find_communicating_ranks(opened.stage_inputs.graph)
+        )
         return opened
 
-    def _call(self, program: Program, stages: Sequence[Stage], opened: Opened) -> tuple[Call, Wire]:
-        schedule, team = program.schedule, self.team
-        for layer in self._deferred:
-            layer.begin(schedule.chunks)
-        wire = self._wire(team.links, program, opened.learned)
-        here = [stages[stage.index] for stage in self._split.stages_here]
-        ties = TiesBetween(here, self._split.ties, schedule.chunks, team.peers)
-        draws = Draws(lambda: opened.seed, lambda: None)  # it moves on when all have told
-        at = partial(team.watch.at, patience=LEARNING) if opened.first else team.watch.at
-        lane = OneRank(wire, at, opened.learned)
-        where = self._split.places, self._split.placement
-        return Call(stages, *where, manner_of(schedule), lane, ties, draws), wire
+    def _build_execution(
+        self, program: Program, stages: Sequence[Stage], agreed_call: AgreedCall
+    ) -> tuple[Execution, ProcessTransport]:
+        schedule, team = program.schedule, self.groups
+        for layer in self._deferred_batchnorms:
+            layer.begin_minibatch(schedule.chunks)
+        wire = self._build_transport(team.links, program, agreed_call.cache_entry)
+        here = [stages[stage.index] for stage in self._placed_partition.local_stages]
+        ties = DistributedTiedGradients(
+            here, self._placed_partition.tied_tensors, schedule.chunks, team.pipeline_channel
+        )
+        draws = RngPolicy(lambda: agreed_call.seed, lambda: None)  # it moves on when all have told
+        at = (
+            partial(team.watchdog.mark_computing, timeout_factor=FIRST_CALL_TIMEOUT_FACTOR)
+            if agreed_call.is_first_call
+            else team.watchdog.mark_computing
+        )
+        lane = RankExecutor(wire, at, agreed_call.cache_entry)
+        where = self._placed_partition.devices, self._placed_partition.placement
+        return Execution(stages, *where, build_cell_policy(schedule), lane, ties, draws), wire
 
-    def _wire(self, links: Links, program: Program, learned: Learned) -> Wire:
-        team = self.team
-        return Wire(
-            links, self._split.placement, tags_of(program), learned, team.peers, team.watched
+    def _build_transport(
+        self, links: Links, program: Program, cache_entry: CallCacheEntry
+    ) -> ProcessTransport:
+        team = self.groups
+        return ProcessTransport(
+            links,
+            self._placed_partition.placement,
+            assign_message_tags(program),
+            cache_entry,
+            team.pipeline_channel,
+            team.pipeline_watchdog,
         )
 
-    def _take_inputs(self, call: Call, program: Program, opened: Opened) -> None:
+    def _load_inputs(self, execution: Execution, program: Program, agreed_call: AgreedCall) -> None:
         """What comes from outside into this rank's cells, and from it into others'."""
-        split, given = self._split, opened.fed.given
-        call.desk.inputs = from_outside({s: v for s, v in given.items() if split.is_here(s)})
-        if self._beginning.carries:
-            wire = self._wire(HostLinks(self.team.peers.group), program, opened.learned)
-            cells = cells_away(opened.announced, split)
-            if self.team.rank == split.placement[0]:
-                carry_away(given, cells, split, wire)
+        split, given = self._placed_partition, agreed_call.stage_inputs.by_stage
+        execution.cell_io.inputs = build_input_payloads(
+            {s: v for s, v in given.items() if split.is_local(s)}
+        )
+        if self._call_setup.scatters_inputs:
+            wire = self._build_transport(
+                HostLinks(self.groups.pipeline_channel.group), program, agreed_call.cache_entry
+            )
+            cells = find_remote_input_cells(agreed_call.announcement, split)
+            if self.groups.rank == split.placement[0]:
+                send_inputs(given, cells, split, wire)
             else:
-                call.desk.inputs |= carried_here(cells, split, wire, self._place.device)
+                execution.cell_io.inputs |= receive_inputs(cells, split, wire, self._device.device)
 
-    def _end(self, told: Told, opened: Opened, wire: Wire) -> None:
+    def _finish_call(
+        self, global_result: GlobalResult, agreed_call: AgreedCall, transport: ProcessTransport
+    ) -> None:
         """All went well: the generator moves on if any rank drew, and what was seen is known."""
-        if told.drew:
-            move_on()
-        self.team.peers.flush()
-        opened.learned.weighted = wire.weighted
-        self.team.learned(opened.key).known = True
+        if global_result.used_rng:
+            advance_caller_rng()
+        self.groups.pipeline_channel.flush()
+        agreed_call.cache_entry.loss_is_weighted = transport.loss_is_weighted
+        self.groups.get_cache_entry(agreed_call.cache_key).is_complete = True
 
-    def _spread(self, value: Any) -> Any:
+    def _broadcast_from_last_rank(self, value: Any) -> Any:
         """What the last stage's rank has, on all of them."""
-        last = self._split.placement[self._last_stage]
-        found = self.team.peers.value(last, value, "outputs")
-        return moved(found, self._place.device)
+        last = self._placed_partition.placement[self._last_stage]
+        found = self.groups.pipeline_channel.broadcast_value(last, value, "outputs")
+        return move_to_device(found, self._device.device)
 
     # ---- a training step ------------------------------------------------------------------
 
-    def _train(
-        self, settings: Settings, lesson: Lesson, opened: Opened, program: Program, phase: Phase
+    def _run_train_step(
+        self,
+        options: CallOptions,
+        request: StepRequest,
+        agreed_call: AgreedCall,
+        program: Program,
+        phase: Phase,
     ) -> StepResult:
-        rule = opened.fed.rule(reduction_of(lesson.loss_fn, settings.reduction))
-        target = opened.announced.target
-        stages = ending_in_loss(self._stages, lesson.loss_fn, rule.counting, target, lesson.outputs)
-        call, wire = self._call(program, stages, opened)
-        self._take_inputs(call, program, opened)
-        scale = loss_scale(lesson.scaler, self._place.device)
-        ends_here = self._split.is_here(self._last_stage)
+        rule = agreed_call.stage_inputs.refine_reduction(
+            resolve_reduction(request.loss_fn, options.reduction)
+        )
+        target = agreed_call.announcement.has_target
+        stages = append_loss(
+            self._stages, request.loss_fn, rule.target_counter, target, request.return_outputs
+        )
+        call, wire = self._build_execution(program, stages, agreed_call)
+        self._load_inputs(call, program, agreed_call)
+        scale = read_loss_scale(request.scaler, self._device.device)
+        ends_here = self._placed_partition.is_local(self._last_stage)
         ledger, together = None, None
         if ends_here:
-            targets = self._targets(call, opened) if target else [()] * opened.fed.chunks
-            ledger = Ledger(rule, opened.fed.rows.shares(), targets, scale)
-            if self.team.line is not None:
-                together = begin_together(self.team.line, opened.facts, ledger, opened.fed.rows)
-        book = Book(ledger, together, wire, opened.learned)
-        call.desk.prepare = book.prepare
-        call.desk.answer = book.answer if ends_here else None
-        with self._replicas.held(self.team.averaging) as held:
+            targets = (
+                self._collect_targets(call, agreed_call)
+                if target
+                else [()] * agreed_call.stage_inputs.chunks
+            )
+            ledger = LossAccumulator(
+                rule, agreed_call.stage_inputs.rows.fractions(), targets, scale
+            )
+            if self.groups.averaging_channel is not None:
+                together = exchange_replica_shares(
+                    self.groups.averaging_channel,
+                    agreed_call.facts,
+                    ledger,
+                    agreed_call.stage_inputs.rows,
+                )
+        book = DistributedLossAccumulator(ledger, together, wire, agreed_call.cache_entry)
+        call.cell_io.before_backward = book.before_backward
+        call.cell_io.compute_output_gradients = book.compute_output_gradients if ends_here else None
+        with self._replicas.deferred_sync(self.groups.averaging_group) as held:
             try:
                 call.run(phase)
-                more = lesson.outputs and self._sharing.outputs == "all"
-                ending = book.ending(call.drew, opened.fed.rows, more)
-                told = tell(self.team.peers, program, call, ending)
+                more = request.return_outputs and self._data_policy.outputs == "all"
+                ending = book.build_rank_result(call.used_rng, agreed_call.stage_inputs.rows, more)
+                told = all_gather_results(self.groups.pipeline_channel, program, call, ending)
             except BaseException:
-                book.give_up()
+                book.restore_gradients()
                 raise
-            book.finish(told.factor)
-            held.factor = told.factor
-            self._meet_before_reduction()
-        if lesson.scaler is not None and torch.is_grad_enabled():
-            agree_on_overflow(self._split.partition.parameters(), self.team.peers)
-        return self._result(call, opened, wire, book, told)
+            book.finish_gradients(told.rescale_factor)
+            held.rescale_factor = told.rescale_factor
+            self._wait_for_replicas()
+        if request.scaler is not None and torch.is_grad_enabled():
+            propagate_overflow(
+                self._placed_partition.partition.parameters(), self.groups.pipeline_channel
+            )
+        return self._build_step_result(call, agreed_call, wire, book, told)
 
-    def _meet_before_reduction(self) -> None:
+    def _wait_for_replicas(self) -> None:
         """Of the wrappers' collectives nobody can be woken: let all copies come so far first."""
-        if self._replicas and self.team.twins is not None:
-            self.team.twins.exchange(torch.zeros(1), "the end of its step")
-            self.team.watch.at("the reduction of gradients")
+        if self._replicas and self.groups.replica_channel is not None:
+            self.groups.replica_channel.all_gather(torch.zeros(1), "the end of its step")
+            self.groups.watchdog.mark_computing("the reduction of gradients")
 
-    def _targets(self, call: Call, opened: Opened) -> list[tuple[Any, ...]]:
-        cells = [(self._last_stage, i) for i in range(opened.fed.chunks)]
-        parcels = [call.desk.inputs[cell] for cell in cells]
-        return [put_together(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
+    def _collect_targets(
+        self, execution: Execution, agreed_call: AgreedCall
+    ) -> list[tuple[Any, ...]]:
+        cells = [(self._last_stage, i) for i in range(agreed_call.stage_inputs.chunks)]
+        parcels = [execution.cell_io.inputs[cell] for cell in cells]
+        return [unflatten_values(p.tensors, p.layout)[-1:] for p in parcels]  # type: ignore[arg-type]
 
-    def _result(self, call: Call, opened: Opened, wire: Wire, book: Book, told: Told) -> StepResult:
+    def _build_step_result(
+        self,
+        execution: Execution,
+        agreed_call: AgreedCall,
+        transport: ProcessTransport,
+        loss_accumulator: DistributedLossAccumulator,
+        global_result: GlobalResult,
+    ) -> StepResult:
         """After all ranks have told: the same result on each."""
-        self._end(told, opened, wire)
-        given = tensors_by_cell(opened.fed.given)
-        _pass_changes_on(given, call)
-        pass_gradients_on(given, call, self._of_inputs(told.factor))
-        outputs, metrics = book.outputs(opened.fed.rows), book.metrics
-        if told.more:
-            seen = outputs if self._sharing.outputs == "all" else None
-            others = self._spread((seen, metrics))
+        self._finish_call(global_result, agreed_call, transport)
+        given = collect_tensors_by_cell(agreed_call.stage_inputs.by_stage)
+        _copy_back_input_changes(given, execution)
+        backpropagate_to_inputs(
+            given, execution, self._input_gradient_factor(global_result.rescale_factor)
+        )
+        outputs, metrics = (
+            loss_accumulator.collect_outputs(agreed_call.stage_inputs.rows),
+            loss_accumulator.metrics,
+        )
+        if global_result.has_outputs:
+            seen = outputs if self._data_policy.outputs == "all" else None
+            others = self._broadcast_from_last_rank((seen, metrics))
             outputs = others[0] if outputs is None else outputs
             metrics = others[1]
-        loss = torch.tensor(told.loss, dtype=told.dtype, device=self._place.device)
+        loss = torch.tensor(
+            global_result.loss, dtype=global_result.loss_dtype, device=self._device.device
+        )
         if torch.is_grad_enabled():
-            self._last = told.measured
-        return StepResult(loss, outputs, metrics, told.measured)
+            self._last_step = global_result.timings
+        return StepResult(loss, outputs, metrics, global_result.timings)
 
-    def _of_inputs(self, factor: Tensor | None) -> Tensor | None:
+    def _input_gradient_factor(self, rescale_factor: Tensor | None) -> Tensor | None:
         """The factor of gradients that are not averaged over copies."""
-        if self.team.line is None:
-            return factor
-        return (torch.ones(()).double() if factor is None else factor) / self.team.line.size
+        if self.groups.averaging_channel is None:
+            return rescale_factor
+        return (
+            torch.ones(()).double() if rescale_factor is None else rescale_factor
+        ) / self.groups.averaging_channel.size
 
 
-def _value(parcel: Parcel) -> Any:
-    (value,) = put_together(parcel.tensors, parcel.layout)  # type: ignore[arg-type]
+def _unpack_output(payload: Payload) -> Any:
+    (value,) = unflatten_values(payload.tensors, payload.layout)  # type: ignore[arg-type]
     return value
 
 
-def _pass_changes_on(given: Mapping[Cell, Sequence[Tensor]], call: Call) -> None:
-    for cell, tensors in given.items():
-        if cell in call.desk.inputs:
-            pass_changes_on(tensors, call.desk.inputs[cell].tensors)
+def _copy_back_input_changes(
+    inputs_by_cell: Mapping[Cell, Sequence[Tensor]], execution: Execution
+) -> None:
+    for cell, tensors in inputs_by_cell.items():
+        if cell in execution.cell_io.inputs:
+            propagate_version_bumps(tensors, execution.cell_io.inputs[cell].tensors)
 
 
-def _told(values: Mapping[str, object]) -> Facts:
+def _to_facts(values: Mapping[str, object]) -> RankFacts:
     return {name: str(value) for name, value in values.items()}
 
 
-def _name_of(loss_fn: Any) -> str:
+def _qualified_name(loss_fn: Any) -> str:
     named = loss_fn if hasattr(loss_fn, "__qualname__") else type(loss_fn)
     return f"{named.__module__}.{named.__qualname__}"

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.batch import Chunk, NoChunk, Rows
-from penstock.run.asking import Settings
-from penstock.run.feed import Batch, Fed
-from penstock.run.processes.agreement import Facts
-from penstock.run.processes.codec import Shape
+from penstock.batch import Chunk, MicrobatchRows, NoChunk
+from penstock.run.asking import CallOptions
+from penstock.run.feed import Batch, StageInputs
+from penstock.run.processes.agreement import RankFacts
+from penstock.run.processes.codec import WireTensorSpec
 
 
-def facts_of(settings: Settings, **more: object) -> Facts:
+def collect_call_facts(options: CallOptions, **extra_facts: object) -> RankFacts:
     """What must be the same on every rank, whatever the data."""
     contexts = [
         f"{kind} {torch.get_autocast_dtype(kind)}"
@@ -26,37 +26,40 @@ def facts_of(settings: Settings, **more: object) -> Facts:
         if torch.is_autocast_enabled(kind)
     ]
     return {
-        "chunks": str(settings.chunks),
-        "checkpoint": settings.checkpoint,
-        "training mode": str(settings.training),
+        "chunks": str(options.chunks),
+        "checkpoint": options.checkpoint,
+        "training mode": str(options.training),
         "gradients": str(torch.is_grad_enabled()),
         "autocast": ", ".join(contexts) or "none",
-        **{name: str(value) for name, value in more.items()},
+        **{name: str(value) for name, value in extra_facts.items()},
     }
 
 
-def facts_of_data(batch: Batch) -> Facts:
+def collect_batch_facts(batch: Batch) -> RankFacts:
     """The kinds and sizes of what was given."""
     return {
-        "inputs": _described(batch.inputs),
-        **{f"input {name!r}": _described(value) for name, value in batch.side.items()},
-        "target": _described(batch.target),
+        "inputs": _describe_value(batch.inputs),
+        **{
+            f"input {name!r}": _describe_value(value)
+            for name, value in batch.keyword_inputs.items()
+        },
+        "target": _describe_value(batch.target),
     }
 
 
-def tensors_in(batch: Batch) -> list[Tensor]:
+def collect_batch_tensors(batch: Batch) -> list[Tensor]:
     """All of them."""
-    leaves = pytree.tree_leaves([batch.inputs, dict(batch.side), batch.target])
+    leaves = pytree.tree_leaves([batch.inputs, dict(batch.keyword_inputs), batch.target])
     bare = (leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf for leaf in leaves)
     return [leaf for leaf in bare if isinstance(leaf, Tensor)]
 
 
-def layout_of(batch: Batch) -> str:
+def describe_batch_strides(batch: Batch) -> str:
     """How tensors lie in memory: messages keep that, and it may differ where sizes do not."""
-    return str([tensor.stride() for tensor in tensors_in(batch)])
+    return str([tensor.stride() for tensor in collect_batch_tensors(batch)])
 
 
-def own_state(modules: Iterable[nn.Module]) -> str:
+def describe_module_flags(modules: Iterable[nn.Module]) -> str:
     """What messages may depend on beside the data: what learns, and what is in training."""
     flags = []
     for module in modules:
@@ -65,45 +68,47 @@ def own_state(modules: Iterable[nn.Module]) -> str:
     return "".join(flags)
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     leaves, spec = pytree.tree_flatten(value)
-    said = ", ".join(map(_leaf, leaves)) or "none"
+    said = ", ".join(map(_describe_leaf, leaves)) or "none"
     flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
     return said if flat else f"{said} in {spec}"
 
 
-def _leaf(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, NoChunk):
-        return f"NoChunk({_leaf(leaf.tensor)})"
+        return f"NoChunk({_describe_leaf(leaf.tensor)})"
     if isinstance(leaf, Chunk):
-        return f"Chunk({_leaf(leaf.tensor)}, dim={leaf.dim})"
+        return f"Chunk({_describe_leaf(leaf.tensor)}, dim={leaf.dim})"
     if isinstance(leaf, Tensor):
         learns = ", wants a gradient" if leaf.requires_grad else ""
-        return f"{Shape.of(leaf)}{learns}"
+        return f"{WireTensorSpec.from_tensor(leaf)}{learns}"
     return repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
 
 
 @dataclass(frozen=True)
-class Announcement:
+class BatchAnnouncement:
     """What the first rank tells of data that it alone has."""
 
-    rows: Rows
+    rows: MicrobatchRows
     chunks: int
-    stages: tuple[int, ...]  # that are given something
-    target: bool
+    input_stages: tuple[int, ...]  # that are given something
+    has_target: bool
 
     @staticmethod
-    def of(fed: Fed, target: bool) -> Announcement:
+    def from_stage_inputs(stage_inputs: StageInputs, has_target: bool) -> BatchAnnouncement:
         """Of what it has cut."""
-        return Announcement(fed.rows, fed.chunks, tuple(fed.given), target)
+        return BatchAnnouncement(
+            stage_inputs.rows, stage_inputs.chunks, tuple(stage_inputs.by_stage), has_target
+        )
 
-    def dumps(self) -> str:
+    def to_json(self) -> str:
         """As text."""
         rows = [list(self.rows.counts), self.rows.dim]
-        return json.dumps([rows, self.chunks, list(self.stages), self.target])
+        return json.dumps([rows, self.chunks, list(self.input_stages), self.has_target])
 
     @staticmethod
-    def loads(text: str) -> Announcement:
+    def from_json(text: str) -> BatchAnnouncement:
         """From text."""
         (counts, dim), chunks, stages, target = json.loads(text)
-        return Announcement(Rows(tuple(counts), dim), chunks, tuple(stages), target)
+        return BatchAnnouncement(MicrobatchRows(tuple(counts), dim), chunks, tuple(stages), target)

@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import torch
 
-from penstock.run.processes.links import Group
+from penstock.run.processes.links import PointToPointGroup
 
-_TAG = 2**31 - 7  # nobody sends under it
+_ABORT_TAG = 2**31 - 7  # nobody sends under it
 
 
-def poison(group: Group) -> None:
+def abort_gloo(group: PointToPointGroup) -> None:
     """Let every operation of the group fail, those that wait and those to come.
 
     A receive that times out closes its connections: of all peers, one after the other, as some may
@@ -21,4 +21,4 @@ def poison(group: Group) -> None:
     byte = torch.empty(1, dtype=torch.uint8)
     for peer in set(range(group.size())) - {group.rank()}:
         with suppress(RuntimeError):
-            group.recv([byte], peer, _TAG).wait(timedelta(milliseconds=1))
+            group.recv([byte], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))

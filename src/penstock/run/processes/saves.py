@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.run.processes.watch import Watch
+from penstock.run.processes.watch import Watchdog
 
 
 @dataclass(frozen=True)
-class SavesGroup:
+class WatchedProcessGroup:
     """A gloo group of a pipe, or of all its copies; `in_call` says whether this thread calls it."""
 
     group: Any
-    watch: Watch
-    in_call: Callable[[], bool]
+    watchdog: Watchdog
+    is_in_call: Callable[[], bool]
 
     def rank(self) -> int:
         """This process's."""
@@ -29,27 +29,29 @@ class SavesGroup:
         found: int = self.group.size()
         return found
 
-    def allgather(self, into: list[list[Tensor]], given: list[Tensor]) -> Gathered:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingAllGather:
         """Starts to give everyone everything."""
-        return Gathered(self.group.allgather(into, given), self.watch, self.in_call())
+        return PendingAllGather(
+            self.group.allgather(outputs, inputs), self.watchdog, self.is_in_call()
+        )
 
 
 @dataclass(frozen=True)
-class Gathered:
+class PendingAllGather:
     """What was started."""
 
     work: Any
-    watch: Watch
-    watched: bool
+    watchdog: Watchdog
+    is_watched: bool
 
     def wait(self) -> None:
         """Until it has arrived from all."""
-        if self.watched:
-            self.watch.waiting("what they have to save, or have saved,")
+        if self.is_watched:
+            self.watchdog.mark_waiting("what they have to save, or have saved,")
             self.work.wait()
-            self.watch.arrived()
+            self.watchdog.mark_arrived()
             return
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self.watch.behind(error) from None
+            raise self.watchdog.explain_lost_connection(error) from None

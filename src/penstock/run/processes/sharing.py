@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Sharing:
+class DataPolicy:
     """Who has the data, who gets the outputs, and whether shapes are learned or sent each time."""
 
     data: str = "all"

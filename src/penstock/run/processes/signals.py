@@ -8,10 +8,10 @@ import threading
 import time
 from types import FrameType
 
-_LATE = 5.0  # seconds that a process has to say why it fails, after it was told to end
+_SIGTERM_GRACE = 5.0  # seconds that a process has to say why it fails, after it was told to end
 
 
-class Signals:
+class SignalHandler:
     """Rings a bell for each signal, and keeps SIGTERM from ending a process that fails.
 
     Only in the main thread, only what nobody else has taken, and only between `take` and
@@ -19,40 +19,45 @@ class Signals:
     others would die before they can say why.
     """
 
-    def __init__(self, bell: int) -> None:
-        self._bell, self._ours, self._term, self._came = bell, False, False, False
+    def __init__(self, wakeup_fd: int) -> None:
+        self._wakeup_fd, self._owns_wakeup_fd, self._owns_sigterm, self._sigterm_received = (
+            wakeup_fd,
+            False,
+            False,
+            False,
+        )
 
-    def take(self) -> None:
+    def install(self) -> None:
         """From now on."""
         if threading.current_thread() is not threading.main_thread():
             return
-        previous = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
-        self._ours = previous == -1
-        if not self._ours:
+        previous = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        self._owns_wakeup_fd = previous == -1
+        if not self._owns_wakeup_fd:
             signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
-        elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _end_late):
-            signal.signal(signal.SIGTERM, self._heard)
-            self._term = True
+        elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _exit_delayed):
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._owns_sigterm = True
 
-    def give_back(self, failed: bool) -> None:
+    def uninstall(self, failed: bool) -> None:
         """No longer; after a failure, SIGTERM ends the process a little later than at once."""
-        if self._ours:
+        if self._owns_wakeup_fd:
             signal.set_wakeup_fd(-1)
-            self._ours = False
-        if self._term:
-            signal.signal(signal.SIGTERM, _end_late if failed else signal.SIG_DFL)
-            self._term = False
-        if self._came:
+            self._owns_wakeup_fd = False
+        if self._owns_sigterm:
+            signal.signal(signal.SIGTERM, _exit_delayed if failed else signal.SIG_DFL)
+            self._owns_sigterm = False
+        if self._sigterm_received:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """The bell has rung for the lookout, which publishes it if nothing else explains it."""
-        self._came = True
+        self._sigterm_received = True
 
 
-def _end_late(number: int, frame: FrameType | None) -> None:
-    def end() -> None:
-        time.sleep(_LATE)
+def _exit_delayed(number: int, frame: FrameType | None) -> None:
+    def exit_process() -> None:
+        time.sleep(_SIGTERM_GRACE)
         os._exit(128 + number)
 
-    threading.Thread(target=end, name="penstock-end", daemon=True).start()
+    threading.Thread(target=exit_process, name="penstock-end", daemon=True).start()

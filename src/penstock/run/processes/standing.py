@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
 
-PIPE, COPIES = "pp", "dp"  # the names of a mesh's dims
+PIPELINE_DIM, DATA_PARALLEL_DIM = "pp", "dp"  # the names of a mesh's dims
 
 
 @dataclass(frozen=True)
-class Standing:
+class Topology:
     """One process among those of a pipe, and among those of all of its copies.
 
     Processes are named by their ranks in the world. `copies` has those of each copy, in the order
@@ -26,30 +26,30 @@ class Standing:
                 (2, 3)   twins of rank 1, and of rank 3:  1 3
     """
 
-    group: ProcessGroup
-    copies: tuple[tuple[int, ...], ...]
-    copy: int = 0
-    averaged: tuple[int, ...] = ()
+    pipeline_group: ProcessGroup
+    replicas: tuple[tuple[int, ...], ...]
+    replica_index: int = 0
+    averaged_replicas: tuple[int, ...] = ()
 
     @property
-    def everyone(self) -> tuple[int, ...]:
+    def all_ranks(self) -> tuple[int, ...]:
         """The processes of all copies. Their ranks in what all copies do are by this order."""
-        if len(self.copies) == 1:
-            return self.copies[0]
-        return tuple(sorted(rank for members in self.copies for rank in members))
+        if len(self.replicas) == 1:
+            return self.replicas[0]
+        return tuple(sorted(rank for members in self.replicas for rank in members))
 
     @property
-    def twins(self) -> tuple[int, ...]:
+    def replica_peers(self) -> tuple[int, ...]:
         """Those that have the same stages, of every copy."""
-        return tuple(members[dist.get_rank(self.group)] for members in self.copies)
+        return tuple(members[dist.get_rank(self.pipeline_group)] for members in self.replicas)
 
     @property
-    def line(self) -> tuple[int, ...]:
+    def averaging_ranks(self) -> tuple[int, ...]:
         """Those of them over which the pipe averages; none at all, if it does not."""
-        return tuple(self.twins[copy] for copy in self.averaged)
+        return tuple(self.replica_peers[copy] for copy in self.averaged_replicas)
 
 
-def standing_in(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Standing | None:
+def resolve_topology(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Topology | None:
     """What a user means by a mesh or a group; None if all ranks are in one process.
 
     A mesh has one dim, that of the pipe, or two, 'pp' and 'dp'. Of one that was cut out of a
@@ -65,36 +65,36 @@ def standing_in(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Standing
             "under torchrun"
         )
     if mesh is not None:
-        return _in_mesh(mesh)
+        return _topology_from_mesh(mesh)
     if not isinstance(group, ProcessGroup):
         raise ArgumentError("this process is not in the group: make the pipe in those that are")
-    return Standing(group, (tuple(dist.get_process_group_ranks(group)),))
+    return Topology(group, (tuple(dist.get_process_group_ranks(group)),))
 
 
-def _in_mesh(mesh: DeviceMesh) -> Standing:
+def _topology_from_mesh(mesh: DeviceMesh) -> Topology:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         pipe = mesh
-    elif sorted(names) == sorted((PIPE, COPIES)):
-        pipe = mesh[PIPE]
+    elif sorted(names) == sorted((PIPELINE_DIM, DATA_PARALLEL_DIM)):
+        pipe = mesh[PIPELINE_DIM]
     else:
         raise ArgumentError(
             f"the mesh has the dims {names or mesh.ndim}, and the ranks of a pipe are on one: give "
-            f"that one, as in mesh=mesh['pp'], or a mesh with the dims '{PIPE}' and '{COPIES}'"
+            f"that one, as in mesh=mesh['pp'], or a mesh with the dims '{PIPELINE_DIM}' and '{DATA_PARALLEL_DIM}'"
         )
     group = pipe.get_group()
     members = tuple(dist.get_process_group_ranks(group))
-    copies = _copies(mesh._get_root_mesh(), members)
+    copies = _find_replicas(mesh._get_root_mesh(), members)
     inside = set(mesh.mesh.flatten().tolist()) if mesh.ndim == 2 else set()
     averaged = [copy for copy, those in enumerate(copies) if inside.issuperset(those)]
     if len(averaged) < 2:
         averaged = []
-    return Standing(group, copies, copies.index(members), tuple(averaged))
+    return Topology(group, copies, copies.index(members), tuple(averaged))
 
 
-def _copies(whole: DeviceMesh, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _find_replicas(root_mesh: DeviceMesh, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The ranks of each copy: those along the dim on which the members are, and in their order."""
-    mesh = whole.mesh
+    mesh = root_mesh.mesh
     for dim in range(mesh.ndim):
         lines: list[list[int]] = mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
         if sorted(members) in map(sorted, lines):

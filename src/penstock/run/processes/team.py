@@ -19,62 +19,66 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import RunError
-from penstock.gradients.average import Line
-from penstock.run.processes.gathering import gather
-from penstock.run.processes.links import Links, links_of
-from penstock.run.processes.peers import Peers
-from penstock.run.processes.poison import poison
-from penstock.run.processes.saves import SavesGroup
-from penstock.run.processes.standing import Standing
-from penstock.run.processes.store import store_of
-from penstock.run.processes.watch import Among, Watch
-from penstock.run.processes.wire import Learned
-from penstock.stage.places import Gpu, Place
+from penstock.gradients.average import ReplicaGroup
+from penstock.run.processes.gathering import wait_for_all_ranks
+from penstock.run.processes.links import Links, build_links
+from penstock.run.processes.peers import ControlChannel
+from penstock.run.processes.poison import abort_gloo
+from penstock.run.processes.saves import WatchedProcessGroup
+from penstock.run.processes.standing import Topology
+from penstock.run.processes.store import open_shared_store
+from penstock.run.processes.watch import SubgroupWatchdog, Watchdog
+from penstock.run.processes.wire import CallCacheEntry
+from penstock.stage.places import Device, Gpu
 
-REMEMBERED = 128  # signatures
+MAX_CACHED_CALLS = 128  # signatures
 # Heartbeats that it may take before it is a stall:
-LEARNING = 6.0  # an action in the first call of its kind, where it may compile or load
-SLOW = 60.0  # to make a pipe, to save or to load it: disks are slow
-_OPERATION = timedelta(minutes=30)  # a wait ends by the watch, long before
+FIRST_CALL_TIMEOUT_FACTOR = (
+    6.0  # an action in the first call of its kind, where it may compile or load
+)
+SLOW_CALL_TIMEOUT_FACTOR = 60.0  # to make a pipe, to save or to load it: disks are slow
+_GROUP_TIMEOUT = timedelta(minutes=30)  # a wait ends by the watch, long before
 
-_pipes: dict[tuple[int, ...], int] = {}  # made so far in this process, by who they are among
+_pipe_counts: dict[tuple[int, ...], int] = {}  # made so far in this process, by who they are among
 
 
-class Team:
+class ProcessGroups:
     """This process among those of a pipe, and of its copies. A copied Pipe is of the same team.
 
     `peers` are the ranks of the pipe; `twins` those that have the same stages in its copies, and
     `line` those of them over which the pipe averages: each None, if there are no others.
     """
 
-    peers: Peers
-    twins: Peers | None
-    line: Peers | None
-    averaging: Line | None
-    watch: Watch
-    watched: Among
+    pipeline_channel: ControlChannel
+    replica_channel: ControlChannel | None
+    averaging_channel: ControlChannel | None
+    averaging_group: ReplicaGroup | None
+    watchdog: Watchdog
+    pipeline_watchdog: SubgroupWatchdog
     links: Links
     _store: Store  # for all copies, until the next fault
-    _saves: Any
+    _save_process_group: Any
     _communicators: dict[tuple[int, int], Any]
-    _wakers: list[Callable[[], object]]
+    _abort_callbacks: list[Callable[[], object]]
 
-    def __init__(self, standing: Standing, place: Place, heartbeat: float, nccl: bool) -> None:
-        group, everyone = standing.group, standing.everyone
-        self.standing = standing
+    def __init__(
+        self, topology: Topology, device: Device, heartbeat: float, uses_nccl: bool
+    ) -> None:
+        group, everyone = topology.pipeline_group, topology.all_ranks
+        self.topology = topology
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        number = _pipes[everyone] = _pipes.get(everyone, -1) + 1
-        self._shared = store_of(everyone, f"pipe{number}")
-        self.place, self._heartbeat, self._nccl = place, heartbeat, nccl
-        self._openings = 0
-        self._calls = 0
-        self._turn = threading.Lock()
-        self._caller: int | None = None
-        self._linked: frozenset[tuple[int, int]] | None = None
-        self._learned: OrderedDict[str, Learned] = OrderedDict()
+        number = _pipe_counts[everyone] = _pipe_counts.get(everyone, -1) + 1
+        self._shared_store = open_shared_store(everyone, f"pipe{number}")
+        self.device, self._heartbeat, self._uses_nccl = device, heartbeat, uses_nccl
+        self._open_count = 0
+        self._call_count = 0
+        self._call_lock = threading.Lock()
+        self._calling_thread: int | None = None
+        self._linked_pairs: frozenset[tuple[int, int]] | None = None
+        self._call_cache: OrderedDict[str, CallCacheEntry] = OrderedDict()
         self._open()
 
-    def __deepcopy__(self, memo: Any) -> Team:
+    def __deepcopy__(self, memo: Any) -> ProcessGroups:
         return self
 
     def __reduce__(self) -> Any:
@@ -84,164 +88,182 @@ class Team:
         )
 
     @contextmanager
-    def call(self, kind: str, patience: float = 1.0) -> Iterator[str]:
+    def guarded_call(self, operation: str, timeout_factor: float = 1.0) -> Iterator[str]:
         """Within, what is raised is raised on every rank; gives the call's name.
 
         Threads take turns. The thread that is within may not begin another call. `patience` is
         in heartbeats.
         """
-        if self._calls_now():
+        if self._is_in_call():
             raise RunError(
-                f"{kind} of a pipe was called within another call of it, in a layer or a hook: the "
+                f"{operation} of a pipe was called within another call of it, in a layer or a hook: the "
                 "other ranks would not know of it; call it after the step"
             )
-        with self._turn:
-            if self.watch.closed:
-                self._open_again()
-            self._calls += 1
-            name = f"{kind} (call {self._calls}){self._of_copy}"
-            self._caller = threading.get_ident()
+        with self._call_lock:
+            if self.watchdog.closed:
+                self._reopen()
+            self._call_count += 1
+            name = f"{operation} (call {self._call_count}){self._replica_suffix}"
+            self._calling_thread = threading.get_ident()
             try:
-                with self.watch.guarded(name, patience):
+                with self.watchdog.guarded(name, timeout_factor):
                     yield name
-                self.watch.outside()
+                self.watchdog.mark_outside_call()
             finally:
-                self._caller = None
+                self._calling_thread = None
 
-    def learned(self, key: str) -> Learned:
+    def get_cache_entry(self, cache_key: str) -> CallCacheEntry:
         """What is known of calls with this key; all ranks remember and forget the same."""
-        found = self._learned.setdefault(key, Learned())
-        self._learned.move_to_end(key)
-        if len(self._learned) > REMEMBERED:
-            self._learned.popitem(last=False)
+        found = self._call_cache.setdefault(cache_key, CallCacheEntry())
+        self._call_cache.move_to_end(cache_key)
+        if len(self._call_cache) > MAX_CACHED_CALLS:
+            self._call_cache.popitem(last=False)
         return found
 
-    def group_for_saves(self) -> Any:
+    def get_save_process_group(self) -> Any:
         """One of their own: a save may go on in the background of steps. All ranks ask together.
 
         All copies of the pipe are in it. Within a call.
         """
-        if self._saves is None:
-            everyone = self.standing.everyone
-            self._saves = self._gloo_of(everyone, PrefixStore("saves", self._store))
-        return SavesGroup(self._saves, self.watch, self._calls_now)
+        if self._save_process_group is None:
+            everyone = self.topology.all_ranks
+            self._save_process_group = self._open_gloo_group(
+                everyone, PrefixStore("saves", self._store)
+            )
+        return WatchedProcessGroup(self._save_process_group, self.watchdog, self._is_in_call)
 
     @property
-    def _of_copy(self) -> str:
-        return f" of copy {self.standing.copy}" if len(self.standing.copies) > 1 else ""
+    def _replica_suffix(self) -> str:
+        return f" of copy {self.topology.replica_index}" if len(self.topology.replicas) > 1 else ""
 
-    def _calls_now(self) -> bool:
+    def _is_in_call(self) -> bool:
         """Does this thread?"""
-        return self._caller == threading.get_ident()
+        return self._calling_thread == threading.get_ident()
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         """After a failure; not if some rank is not there any more."""
-        cause = self.watch.cause
+        cause = self.watchdog.failure
         if cause is not None and cause.kind in ("died", "left"):
-            raise cause.error()
+            raise cause.to_error()
         self._open()
 
     def _open(self) -> None:
-        standing, everyone = self.standing, self.standing.everyone
-        members = standing.copies[standing.copy]
-        store = self._store = PrefixStore(f"opening{self._openings}", self._shared.store)
+        standing, everyone = self.topology, self.topology.all_ranks
+        members = standing.replicas[standing.replica_index]
+        store = self._store = PrefixStore(f"opening{self._open_count}", self._shared_store.store)
         me = everyone.index(dist.get_rank())
-        gather(store, me, len(everyone), standing.group if everyone == members else None)
-        self._openings += 1
-        self._calls = 0
-        self._learned.clear()
-        self._wakers, self._saves, self._communicators = [], None, {}
-        self.watch = Watch(
+        wait_for_all_ranks(
+            store, me, len(everyone), standing.pipeline_group if everyone == members else None
+        )
+        self._open_count += 1
+        self._call_count = 0
+        self._call_cache.clear()
+        self._abort_callbacks, self._save_process_group, self._communicators = [], None, {}
+        self.watchdog = Watchdog(
             PrefixStore("watch", store),
             me,
             len(everyone),
             self._heartbeat,
-            _waking(self._wakers),
-            self._shared.host,
-            [everyone.index(other) for other in {*members, *standing.twins}],
+            _make_abort_callback(self._abort_callbacks),
+            self._shared_store.host_rank,
+            [everyone.index(other) for other in {*members, *standing.replica_peers}],
         )
-        self.watched = self._among(members)
-        with self.watch.guarded("meeting", LEARNING):
-            self.watch.waiting("a connection")
-            ours = PrefixStore(f"copy{standing.copy}", store)
-            self.peers = Peers(self._gloo_of(members, ours), self.watched)
-            self._meet_copies(store)
-            linked, self._linked = self._linked, None
+        self.pipeline_watchdog = self._watch_subgroup(members)
+        with self.watchdog.guarded("meeting", FIRST_CALL_TIMEOUT_FACTOR):
+            self.watchdog.mark_waiting("a connection")
+            ours = PrefixStore(f"copy{standing.replica_index}", store)
+            self.pipeline_channel = ControlChannel(
+                self._open_gloo_group(members, ours), self.pipeline_watchdog
+            )
+            self._open_replica_channels(store)
+            linked, self._linked_pairs = self._linked_pairs, None
             if linked is not None:
-                self.link(linked)
-        self.watch.outside()
+                self.open_links(linked)
+        self.watchdog.mark_outside_call()
 
-    def link(self, talking: frozenset[tuple[int, int]]) -> None:
+    def open_links(self, rank_pairs: frozenset[tuple[int, int]]) -> None:
         """Open links for those pairs of ranks where the one sends to the other. Within a call.
 
         Those that are open stay so. All ranks ask for the same, at the same time.
         """
-        before = self._linked or frozenset()
-        if self._linked is not None and talking <= before:
+        before = self._linked_pairs or frozenset()
+        if self._linked_pairs is not None and rank_pairs <= before:
             return
-        self._linked, new = before | talking, talking - before
-        store = PrefixStore(f"nccl{self.standing.copy}", self._store)
-        if self._nccl:
-            self._communicators |= self._opened(store, new)
-        opened = self._communicators if self._nccl else None
-        self.links = links_of(self.rank, self.place, self.peers.group, opened)
-        self._wakers.append(self.links.abort)
+        self._linked_pairs, new = before | rank_pairs, rank_pairs - before
+        store = PrefixStore(f"nccl{self.topology.replica_index}", self._store)
+        if self._uses_nccl:
+            self._communicators |= self._open_communicators(store, new)
+        opened = self._communicators if self._uses_nccl else None
+        self.links = build_links(self.rank, self.device, self.pipeline_channel.group, opened)
+        self._abort_callbacks.append(self.links.abort)
 
-    def _meet_copies(self, store: Store) -> None:
+    def _open_replica_channels(self, store: Store) -> None:
         """Those who have the same stages."""
-        twins, line = self.standing.twins, self.standing.line
-        self.twins = self.line = self.averaging = None
+        twins, line = self.topology.replica_peers, self.topology.averaging_ranks
+        self.replica_channel = self.averaging_channel = self.averaging_group = None
         if len(twins) > 1:
-            self.twins = self._others(twins, PrefixStore(f"twins{self.rank}", store))
+            self.replica_channel = self._new_replica_channel(
+                twins, PrefixStore(f"twins{self.rank}", store)
+            )
         if line:
             ours = PrefixStore(f"line{min(line)}", store)
-            self.line = self.twins if line == twins else self._others(line, ours)
-            assert self.line is not None
-            group = self._nccl_of(line, ours) if self._nccl else self.line.group
-            waiting = partial(self._among(line).waiting, peer=None)
-            self.averaging = Line(group, frozenset(line), waiting)
+            self.averaging_channel = (
+                self.replica_channel if line == twins else self._new_replica_channel(line, ours)
+            )
+            assert self.averaging_channel is not None
+            group = (
+                self._open_nccl_group(line, ours)
+                if self._uses_nccl
+                else self.averaging_channel.group
+            )
+            waiting = partial(self._watch_subgroup(line).mark_waiting, peer=None)
+            self.averaging_group = ReplicaGroup(group, frozenset(line), waiting)
 
-    def _among(self, ranks: Sequence[int]) -> Among:
-        everyone = self.standing.everyone
-        return Among(self.watch, [everyone.index(rank) for rank in ranks])
+    def _watch_subgroup(self, ranks: Sequence[int]) -> SubgroupWatchdog:
+        everyone = self.topology.all_ranks
+        return SubgroupWatchdog(self.watchdog, [everyone.index(rank) for rank in ranks])
 
-    def _others(self, ranks: Sequence[int], store: Store) -> Peers:
-        return Peers(self._gloo_of(ranks, store), self._among(ranks), "copy")
+    def _new_replica_channel(self, ranks: Sequence[int], store: Store) -> ControlChannel:
+        return ControlChannel(
+            self._open_gloo_group(ranks, store), self._watch_subgroup(ranks), "copy"
+        )
 
-    def _gloo_of(self, ranks: Sequence[int], store: Store) -> Any:
+    def _open_gloo_group(self, ranks: Sequence[int], store: Store) -> Any:
         """A group that fails when the watch says so."""
         me, store = ranks.index(dist.get_rank()), PrefixStore("gloo", store)
-        group: Any = ProcessGroupGloo(store, me, len(ranks), _OPERATION)
-        self._wakers.append(partial(poison, group))
+        group: Any = ProcessGroupGloo(store, me, len(ranks), _GROUP_TIMEOUT)
+        self._abort_callbacks.append(partial(abort_gloo, group))
         return group
 
-    def _nccl_of(self, ranks: Sequence[int], store: Store) -> Any:
+    def _open_nccl_group(self, ranks: Sequence[int], store: Store) -> Any:
         """The same between GPUs, opened now; an abort may wait, so it has a thread of its own."""
-        assert isinstance(self.place, Gpu)
+        assert isinstance(self.device, Gpu)
         me, options = ranks.index(dist.get_rank()), dist.ProcessGroupNCCL.Options()
         group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), me, len(ranks), options)
-        group.eager_connect_single_device(self.place.device)
+        group.eager_connect_single_device(self.device.device)
         end = partial(threading.Thread, target=group.abort, name="penstock-abort", daemon=True)
-        self._wakers.append(lambda: end().start())
+        self._abort_callbacks.append(lambda: end().start())
         return group
 
-    def _opened(self, store: Store, pairs: frozenset[tuple[int, int]]) -> dict[Any, Any]:
+    def _open_communicators(
+        self, store: Store, rank_pairs: frozenset[tuple[int, int]]
+    ) -> dict[Any, Any]:
         """A communicator for each pair that talks, in the same order on every rank."""
-        members = self.standing.copies[self.standing.copy]
+        members = self.topology.replicas[self.topology.replica_index]
         return {
-            (src, dst): self._nccl_of(
+            (src, dst): self._open_nccl_group(
                 (members[src], members[dst]), PrefixStore(f"{src}-{dst}", store)
             )
-            for src, dst in sorted(pairs)
+            for src, dst in sorted(rank_pairs)
             if self.rank in (src, dst)
         }
 
 
-def _waking(wakers: list[Callable[[], object]]) -> Callable[[], None]:
+def _make_abort_callback(callbacks: list[Callable[[], object]]) -> Callable[[], None]:
     """It must not hold the team, which holds the watch."""
 
-    def wake() -> None:
-        for one in wakers:
+    def abort_all() -> None:
+        for one in callbacks:
             one()
 
-    return wake
+    return abort_all

@@ -12,38 +12,42 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.partition.tied import Tie
-from penstock.run.processes.peers import Peers
-from penstock.run.ties import held_by, held_by_several, modules_of
+from penstock.partition.tied import TiedTensor
+from penstock.run.processes.peers import ControlChannel
+from penstock.run.ties import collect_module_and_tensor_ids, find_shared_ids, unwrap_stage_modules
 from penstock.stage.stage import Stage
-from penstock.stage.stand_ins import Doubles, StandIns, real
+from penstock.stage.stand_ins import ProxyPool, StageProxies, unwrap_proxy
 
 
-class TiesBetween:
+class DistributedTiedGradients:
     """Of one call, on one rank."""
 
     def __init__(
-        self, stages: Sequence[Stage], ties: Sequence[Tie], chunks: int, peers: Peers
+        self,
+        stages: Sequence[Stage],
+        tied_tensors: Sequence[TiedTensor],
+        chunks: int,
+        channel: ControlChannel,
     ) -> None:
-        self._peers = peers
-        self._ties = [tie for tie in ties if tie.tensor is not None]
-        tensors = [real(tie.tensor) for tie in self._ties]
+        self._channel = channel
+        self._tied_tensors = [tie for tie in tied_tensors if tie.local_tensor is not None]
+        tensors = [unwrap_proxy(tie.local_tensor) for tie in self._tied_tensors]
         learning = {id(t): t for t in tensors if t.requires_grad}
-        self._doubles = Doubles(None, learning.keys())
+        self._proxy_pool = ProxyPool(None, learning.keys())
         shared = {id(tensor) for tensor in tensors}
-        modules = [modules_of(stage) for stage in stages]
+        modules = [unwrap_stage_modules(stage) for stage in stages]
         if chunks > 1:
-            shared |= held_by_several([held_by(those) for those in modules])
-        self.stand_ins = {
-            stage.index: StandIns(those, self._doubles, shared)
+            shared |= find_shared_ids([collect_module_and_tensor_ids(those) for those in modules])
+        self.proxies = {
+            stage.index: StageProxies(those, self._proxy_pool, shared)
             for stage, those in zip(stages, modules, strict=True)
         }
 
-    def settle(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Sum, in the same order of ties on every rank."""
-        learned = {id(owner): gradient for owner, gradient in self._doubles.learned()}
-        for tie in self._ties if torch.is_grad_enabled() else ():
-            parameter = real(tie.tensor)
+        learned = {id(owner): gradient for owner, gradient in self._proxy_pool.take_gradients()}
+        for tie in self._tied_tensors if torch.is_grad_enabled() else ():
+            parameter = unwrap_proxy(tie.local_tensor)
             if not isinstance(parameter, nn.Parameter):
                 continue
             mine = learned.get(id(parameter))
@@ -52,12 +56,12 @@ class TiesBetween:
                     f"'{tie.name}', which ranks share, has a sparse gradient, and those are not "
                     "summed over processes: make its layer with sparse=False"
                 )
-            total = self._peers.summed(tie.holders, mine, parameter)
+            total = self._channel.all_reduce_sum(tie.ranks, mine, parameter)
             if total is None:
                 continue
             if not parameter.requires_grad:
                 raise RunError(
-                    f"'{tie.name}' is shared by ranks {', '.join(map(str, tie.holders))}, and is "
+                    f"'{tie.name}' is shared by ranks {', '.join(map(str, tie.ranks))}, and is "
                     "frozen on this one but not on all: freeze it on every rank that has it, under "
                     "each of its names, or on none"
                 )
@@ -65,13 +69,13 @@ class TiesBetween:
 
 
 @torch.no_grad()
-def tie(ties: Sequence[Tie], peers: Peers) -> None:
+def broadcast_tied_weights(tied_tensors: Sequence[TiedTensor], channel: ControlChannel) -> None:
     """Give every holder what the owner has."""
-    for each in ties:
-        tensor = each.tensor
+    for each in tied_tensors:
+        tensor = each.local_tensor
         if tensor is None or tensor.device.type == "meta":
             continue
-        mine: Tensor | None = tensor.detach() if each.owner == peers.rank else None
-        owners = peers.summed(each.holders, mine, tensor)
+        mine: Tensor | None = tensor.detach() if each.owner_rank == channel.rank else None
+        owners = channel.all_reduce_sum(each.ranks, mine, tensor)
         assert owners is not None
         tensor.copy_(owners)

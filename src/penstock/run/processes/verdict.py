@@ -11,189 +11,234 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from penstock.run.processes import cause as causes
-from penstock.run.processes.cause import Cause
+from penstock.run.processes.cause import Failure
 
 
-class Mode(IntEnum):
+class RankState(IntEnum):
     """What a rank does."""
 
-    OUTSIDE = 0  # the caller's own code, between steps
-    AT = 1  # computes an action
+    OUTSIDE_CALL = 0  # the caller's own code, between steps
+    COMPUTING = 1  # computes an action
     WAITING = 2  # for a message of a rank, or for all ranks
     LEFT = 3
-    ABSENT = 4  # has given no sign yet
+    NOT_STARTED = 4  # has given no sign yet
 
 
-Peer = int | tuple[int, ...] | None  # for whom a rank waits: for one, for some, or for all
+AwaitedRanks = int | tuple[int, ...] | None  # for whom a rank waits: for one, for some, or for all
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """A sign of life: the how-manieth, how far the rank has come, and what it does."""
 
-    beat: int
-    count: int
-    mode: Mode = Mode.OUTSIDE
-    label: str = ""  # of the step or the like
-    what: str = ""
-    peer: Peer = None
-    patience: float = 1.0  # heartbeats that this may take
+    sequence_number: int
+    progress: int
+    state: RankState = RankState.OUTSIDE_CALL
+    call_name: str = ""  # of the step or the like
+    description: str = ""
+    awaited_ranks: AwaitedRanks = None
+    timeout_factor: float = 1.0  # heartbeats that this may take
 
     def __str__(self) -> str:
-        if self.mode is Mode.WAITING:
-            whose = f"rank {self.peer}" if isinstance(self.peer, int) else "all ranks"
-            return f"in {self.label}, waiting for {self.what} of {whose}"
-        if self.mode is Mode.AT:
-            return f"in {self.label}, at {self.what}"
-        if self.mode is Mode.ABSENT:
+        if self.state is RankState.WAITING:
+            whose = (
+                f"rank {self.awaited_ranks}" if isinstance(self.awaited_ranks, int) else "all ranks"
+            )
+            return f"in {self.call_name}, waiting for {self.description} of {whose}"
+        if self.state is RankState.COMPUTING:
+            return f"in {self.call_name}, at {self.description}"
+        if self.state is RankState.NOT_STARTED:
             return "before it came to this pipe"
-        return f"after {self.label}" if self.label else "before its first step"
+        return f"after {self.call_name}" if self.call_name else "before its first step"
 
-    def dumps(self) -> str:
+    def to_json(self) -> str:
         """As JSON."""
-        fields = self.beat, self.count, self.mode, self.label, self.what, self.peer, self.patience
+        fields = (
+            self.sequence_number,
+            self.progress,
+            self.state,
+            self.call_name,
+            self.description,
+            self.awaited_ranks,
+            self.timeout_factor,
+        )
         return json.dumps(fields)
 
     @staticmethod
-    def loads(text: str | bytes) -> Sign:
+    def from_json(text: str | bytes) -> Heartbeat:
         """The other way."""
         beat, count, mode, label, what, peer, patience = json.loads(text)
         peer = tuple(peer) if isinstance(peer, list) else peer
-        return Sign(beat, count, Mode(mode), label, what, peer, patience)
+        return Heartbeat(beat, count, RankState(mode), label, what, peer, patience)
 
 
 @dataclass(frozen=True)
-class Sight:
+class PeerStatus:
     """The last sign of a rank, and for how many seconds nothing about it has changed."""
 
-    sign: Sign
-    quiet: float  # since the last beat
-    still: float  # since it last came on
+    heartbeat: Heartbeat
+    seconds_silent: float  # since the last beat
+    seconds_without_progress: float  # since it last came on
 
 
-class Sightings:
+class HeartbeatTracker:
     """What one rank has seen of all, by a clock that goes only while it looks.
 
     Clocks of other machines may differ; and while this process itself, or the store, was held
     up, others may have given signs that it could not see.
     """
 
-    def __init__(self, most: float) -> None:
-        self._most = most  # seconds between two looks that count
-        self.clock = self._looked = 0.0
-        self._seen: dict[int, tuple[Sign, float, float]] = {}
+    def __init__(self, max_gap: float) -> None:
+        self._max_gap = max_gap  # seconds between two looks that count
+        self.observed_seconds = self._last_update = 0.0
+        self._last_heartbeats: dict[int, tuple[Heartbeat, float, float]] = {}
 
-    def see(self, signs: Mapping[int, Sign], now: float) -> dict[int, Sight]:
+    def update(self, heartbeats: Mapping[int, Heartbeat], now: float) -> dict[int, PeerStatus]:
         """One look: each rank's last sign, and for how long it has been the last."""
-        self.clock += min(now - self._looked, self._most)
-        self._looked = now
-        return {rank: self._of(rank, sign) for rank, sign in signs.items()}
+        self.observed_seconds += min(now - self._last_update, self._max_gap)
+        self._last_update = now
+        return {rank: self._update_rank(rank, sign) for rank, sign in heartbeats.items()}
 
-    def _of(self, rank: int, sign: Sign) -> Sight:
-        now = self.clock
-        old, beaten, moved = self._seen.get(rank, (sign, now, now))
-        if sign.beat != old.beat:
+    def _update_rank(self, rank: int, heartbeat: Heartbeat) -> PeerStatus:
+        now = self.observed_seconds
+        old, beaten, moved = self._last_heartbeats.get(rank, (heartbeat, now, now))
+        if heartbeat.sequence_number != old.sequence_number:
             beaten = now
-        if sign.count != old.count or sign.mode != old.mode:
+        if heartbeat.progress != old.progress or heartbeat.state != old.state:
             moved = now
-        self._seen[rank] = sign, beaten, moved
-        return Sight(sign, now - beaten, now - moved)
+        self._last_heartbeats[rank] = heartbeat, beaten, moved
+        return PeerStatus(heartbeat, now - beaten, now - moved)
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """After how many seconds a rank is blamed."""
 
     heartbeat: float
 
     @property
-    def beat(self) -> float:
+    def interval(self) -> float:
         """Between two signs of life."""
         return min(0.25, self.heartbeat / 8)
 
     @property
-    def quiet(self) -> float:
+    def silence(self) -> float:
         """Without a sign, or without coming on: told before the heartbeat is over."""
-        return self.heartbeat - 2 * self.beat
+        return self.heartbeat - 2 * self.interval
 
     @property
-    def absent(self) -> float:
+    def startup(self) -> float:
         """Without a first sign: it may take long to start."""
         return max(60.0, self.heartbeat)
 
     @property
-    def suspicious(self) -> float:
+    def after_lost_connection(self) -> float:
         """Without a sign, after a connection was lost."""
-        return min(1.0, self.quiet)
+        return min(1.0, self.silence)
 
     @property
-    def hold(self) -> float:
+    def failure_wait(self) -> float:
         """For the cause behind a lost connection: at least as long as another needs to find it."""
-        return 3 * self.suspicious + 2 * self.beat
+        return 3 * self.after_lost_connection + 2 * self.interval
 
 
-def judge(
-    me: int, sights: Mapping[int, Sight], patience: Patience, suspicious: bool
-) -> Cause | None:
+def diagnose(
+    own_rank: int, statuses: Mapping[int, PeerStatus], timeouts: Timeouts, connection_lost: bool
+) -> Failure | None:
     """The cause, if a rank waits too long; `suspicious`: its connection to some rank is lost.
 
     Each rank blames only those it waits for itself: whom they wait for, they blame.
     """
-    mine = sights[me]
-    others = {rank: sight for rank, sight in sights.items() if rank != me}
-    awaited = _awaited(mine.sign, others)
-    waiter = f"rank {me} was {mine.sign}"
-    looked_at = others if suspicious else awaited
+    mine = statuses[own_rank]
+    others = {rank: sight for rank, sight in statuses.items() if rank != own_rank}
+    awaited = _find_awaited(mine.heartbeat, others)
+    waiter = f"rank {own_rank} was {mine.heartbeat}"
+    looked_at = others if connection_lost else awaited
     # The longest first: on a busy machine those who live are late, too.
-    for rank, (sign, quiet, _) in sorted(_fields(looked_at), key=lambda one: -one[1][1]):
-        limit = patience.absent if sign.mode is Mode.ABSENT else patience.quiet
-        if suspicious:  # most likely it is the one that is waited for
-            limit = patience.suspicious * (1 if rank in awaited else 2)
-        if sign.mode is not Mode.LEFT and quiet > limit:
-            return causes.died(rank, str(sign), quiet, waiter)
-    for rank, (sign, _, still) in _fields(awaited):
+    for rank, (sign, quiet, _) in sorted(_sort_statuses(looked_at), key=lambda one: -one[1][1]):
+        limit = timeouts.startup if sign.state is RankState.NOT_STARTED else timeouts.silence
+        if connection_lost:  # most likely it is the one that is waited for
+            limit = timeouts.after_lost_connection * (1 if rank in awaited else 2)
+        if sign.state is not RankState.LEFT and quiet > limit:
+            return causes.describe_death(rank, str(sign), quiet, waiter)
+    for rank, (sign, _, still) in _sort_statuses(awaited):
         # What it sent before it left may still be on its way.
-        if sign.mode is Mode.LEFT and (suspicious or min(still, mine.still) > 2 * patience.beat):
-            return causes.left(rank, str(sign), waiter)
-    for rank, (sign, quiet, still) in _fields(awaited):
-        both, lives = min(still, mine.still), quiet <= 3 * patience.beat  # else it may have died
-        limit = patience.quiet + (sign.patience - 1) * patience.heartbeat
-        if sign.mode in (Mode.OUTSIDE, Mode.AT) and lives and both > limit:
-            return causes.stalled(rank, str(sign), both, waiter, patience.heartbeat)
-    return _knot(me, sights, patience)
+        if sign.state is RankState.LEFT and (
+            connection_lost or min(still, mine.seconds_without_progress) > 2 * timeouts.interval
+        ):
+            return causes.describe_departure(rank, str(sign), waiter)
+    for rank, (sign, quiet, still) in _sort_statuses(awaited):
+        both, lives = (
+            min(still, mine.seconds_without_progress),
+            quiet <= 3 * timeouts.interval,
+        )  # else it may have died
+        limit = timeouts.silence + (sign.timeout_factor - 1) * timeouts.heartbeat
+        if sign.state in (RankState.OUTSIDE_CALL, RankState.COMPUTING) and lives and both > limit:
+            return causes.describe_stall(rank, str(sign), both, waiter, timeouts.heartbeat)
+    return _find_deadlock(own_rank, statuses, timeouts)
 
 
-def _fields(sights: Mapping[int, Sight]) -> list[tuple[int, tuple[Sign, float, float]]]:
-    return [(r, (sights[r].sign, sights[r].quiet, sights[r].still)) for r in sorted(sights)]
+def _sort_statuses(
+    statuses: Mapping[int, PeerStatus],
+) -> list[tuple[int, tuple[Heartbeat, float, float]]]:
+    return [
+        (
+            r,
+            (
+                statuses[r].heartbeat,
+                statuses[r].seconds_silent,
+                statuses[r].seconds_without_progress,
+            ),
+        )
+        for r in sorted(statuses)
+    ]
 
 
-def _awaited(sign: Sign, others: Mapping[int, Sight]) -> dict[int, Sight]:
+def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dict[int, PeerStatus]:
     """Those whom a rank waits for. Of several, those that have not come there too."""
-    if sign.mode is not Mode.WAITING:
+    if heartbeat.state is not RankState.WAITING:
         return {}
-    if isinstance(sign.peer, int):
-        return {rank: sight for rank, sight in others.items() if rank == sign.peer}
+    if isinstance(heartbeat.awaited_ranks, int):
+        return {rank: sight for rank, sight in others.items() if rank == heartbeat.awaited_ranks}
 
-    def there(other: Sign) -> bool:
-        return (other.mode, other.label, other.what) == (sign.mode, sign.label, sign.what)
+    def is_waiting_too(other: Heartbeat) -> bool:
+        return (other.state, other.call_name, other.description) == (
+            heartbeat.state,
+            heartbeat.call_name,
+            heartbeat.description,
+        )
 
-    some = others.keys() if sign.peer is None else others.keys() & set(sign.peer)
-    return {rank: others[rank] for rank in some if not there(others[rank].sign)}
+    some = (
+        others.keys()
+        if heartbeat.awaited_ranks is None
+        else others.keys() & set(heartbeat.awaited_ranks)
+    )
+    return {rank: others[rank] for rank in some if not is_waiting_too(others[rank].heartbeat)}
 
 
-def _knot(me: int, sights: Mapping[int, Sight], patience: Patience) -> Cause | None:
+def _find_deadlock(
+    own_rank: int, statuses: Mapping[int, PeerStatus], timeouts: Timeouts
+) -> Failure | None:
     """Do all whom this rank waits for, and those whom they wait for, wait for one another?"""
-    found, todo = {me}, [me]
+    found, todo = {own_rank}, [own_rank]
     while todo:
         rank = todo.pop()
-        sight = sights[rank]
-        limit = 2 * patience.heartbeat * sight.sign.patience
-        if sight.sign.mode is not Mode.WAITING or sight.still <= limit:
+        sight = statuses[rank]
+        limit = 2 * timeouts.heartbeat * sight.heartbeat.timeout_factor
+        if (
+            sight.heartbeat.state is not RankState.WAITING
+            or sight.seconds_without_progress <= limit
+        ):
             return None
-        if isinstance(sight.sign.peer, int) and sight.sign.peer not in sights:
+        if (
+            isinstance(sight.heartbeat.awaited_ranks, int)
+            and sight.heartbeat.awaited_ranks not in statuses
+        ):
             return None  # others look at that one
-        others = {r: s for r, s in sights.items() if r != rank}
-        todo += (new := set(_awaited(sight.sign, others)) - found)
+        others = {r: s for r, s in statuses.items() if r != rank}
+        todo += (new := set(_find_awaited(sight.heartbeat, others)) - found)
         found |= new
-    told = "; ".join(f"rank {rank} {sights[rank].sign}" for rank in sorted(found))
-    return causes.knotted(me, str(sights[me].sign), told, patience.heartbeat)
+    told = "; ".join(f"rank {rank} {statuses[rank].heartbeat}" for rank in sorted(found))
+    return causes.describe_deadlock(
+        own_rank, str(statuses[own_rank].heartbeat), told, timeouts.heartbeat
+    )

@@ -1,9 +1,9 @@
 """`Pipe`."""
 
-from penstock.compat.gpipe import Balanced
+from penstock.compat.gpipe import BalancedLegacyPipe
 
 __all__ = ["Pipe"]
 
 
-class Pipe(Balanced):
+class Pipe(BalancedLegacyPipe):
     """A Sequential cut by `balance` into partitions on `devices`."""
