@@ -32,8 +32,8 @@ fuzz: $(READY)
 		$(if $(PROCESSES),--processes)
 
 busy: $(READY)
-	$(BIN)/python -m tests.processes.busy $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \
-		tests/processes tests/meshes tests/launch tests/doctor tests/saving
+	$(BIN)/python -m tests.distributed.busy $(if $(SEED),--seed $(SEED)) -n auto --dist worksteal \
+		tests/distributed tests/faults tests/meshes tests/launch tests/doctor tests/checkpoint
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
@@ -42,7 +42,7 @@ features: $(READY)
 	$(BIN)/python -m tests.features
 
 zoo: $(READY)
-	$(BIN)/python -m tests.zoo.table
+	$(BIN)/python -m tests.models.table
 
 bench: $(READY)
 	$(BIN)/python benchmarks/play.py

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from penstock import Pipe
-from penstock.run.feed import Batch, build_stage_inputs
+from penstock.runtime.stage_inputs import Batch, build_stage_inputs
 from penstock.stage.stage import OUTSIDE
 
 STAGES = 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining as torchs
 
 from penstock import Cost, Pipe
-from penstock.ir import Program
+from penstock.schedules.ir import Program
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": torchs.ScheduleGPipe,

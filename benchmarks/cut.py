@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from random import Random
 from time import process_time
 
-from penstock.balance import CutProblem, DeviceCapacity, UnitLoad, UnitOutput, find_best_cut
+from penstock.schedules.balance import find_best_cut
+from penstock.schedules.balance_problem import CutProblem, DeviceCapacity, UnitLoad, UnitOutput
 
 SIZES = [(100, 8), (300, 16), (1000, 64)]
 Seconds = Callable[[Random, int], float]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from ortools.sat.python import cp_model
 
 from penstock import Cost, lower, schedules, simulate
-from penstock.ir import Op
+from penstock.schedules.ir import Op
 
 POINTS = [
     ("zb-h1", 2, 4),

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Cost, Pipe
-from penstock.stage.places import Device
-from penstock.timeline import Timeline
+from penstock.device.device import Device
+from penstock.schedules.timeline import Timeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "fit")
 

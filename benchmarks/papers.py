@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock.options import RUNTIMES
+from penstock.config import RUNTIMES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

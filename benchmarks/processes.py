@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 import penstock
-from penstock.ir import Program, Send
+from penstock.schedules.ir import Program, Send
 
 
 class Turn(NamedTuple):

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe
-from penstock.stage.places import Cpu, Gpu
-from penstock.stage.stamps import TimestampedGpu
+from penstock.device.device import Cpu, Gpu
+from penstock.device.gpu_timestamps import TimestampedGpu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from penstock.demo.model import DemoSize, TransformerBlock
-from penstock.partition.sequential import cut_sequential
-from penstock.stage.context import CallerContext
-from penstock.stage.parcel import Payload
+from penstock.model.sequential import cut_sequential
+from penstock.stage.caller_context import CallerContext
+from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE, Stage
-from penstock.stage.tape import SavedForBackward, StageRunner
+from penstock.stage.stage_runner import SavedForBackward, StageRunner
 
 BLOCKS = (8, 16, 32, 64)
 SIZE = DemoSize(width=16, blocks=1, heads=2, context=8, rows=2)

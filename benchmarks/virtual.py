@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
-from penstock.stage.virtual import VirtualGpu
+from penstock.device.virtual_gpu import VirtualGpu
 
 CYCLES = 4_000_000  # about 2 ms, in which the host asks all groups for their work
 TURNS = 8  # of the same work, while contention is measured

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, is_recomputing, pop, skippable, stash
-from penstock.ir import Op
-from penstock.lower import join_split_backwards
-from penstock.stage.batchnorm import DeferredStatsBatchNorm
-from penstock.stage.randomness import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock.schedules.ir import Op
+from penstock.schedules.lowering import join_split_backwards
+from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 
 torch.set_num_threads(1)  # tests run beside each other, on tensors of a few numbers
 

@@ -14,8 +14,8 @@ import penstock
 from penstock import Cost, StageGraph, cli, schedules, simulate
 from penstock.cli import options
 from penstock.errors import ArgumentError
-from penstock.ir import Schedule, Send
-from penstock.notation import loads
+from penstock.schedules.ir import Schedule, Send
+from penstock.schedules.notation import loads
 
 
 class Answer(NamedTuple):

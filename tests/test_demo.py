@@ -20,11 +20,23 @@ from torch import Tensor, nn
 
 from penstock import Pipe, cli
 from penstock.cli import demo
-from penstock.demo import devices as found
-from penstock.demo.devices import DeviceLayout, find_devices, parse_devices
-from penstock.demo.model import DemoSize, build_byte_transformer, next_byte_loss
-from penstock.demo.session import compare_gradients, generate_text, measure_steps, train
-from penstock.demo.text import iter_random_batches, load_stdlib_text
+from penstock.demo import session as found
+from penstock.demo.model import (
+    DemoSize,
+    build_byte_transformer,
+    iter_random_batches,
+    load_stdlib_text,
+    next_byte_loss,
+)
+from penstock.demo.session import (
+    DeviceLayout,
+    compare_gradients,
+    find_devices,
+    generate_text,
+    measure_steps,
+    parse_devices,
+    train,
+)
 from penstock.errors import ArgumentError, MissingExtra
 
 pytest.importorskip("matplotlib")

@@ -12,7 +12,7 @@ from penstock.errors import (
     PenstockTypeError,
     RunError,
 )
-from penstock.play import Deadlock
+from penstock.schedules.simulator import Deadlock
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from penstock import (
     is_checkpointing,
     schedules,
 )
-from penstock.stage.batchnorm import DeferredStatsBatchNorm
+from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from tests.support import (
     Do,
     Pop,

@@ -14,7 +14,6 @@ import importlib as _importlib
 import typing as _typing
 
 from penstock import draw, schedules
-from penstock.cost import Cost
 from penstock.errors import (
     ArgumentError,
     BatchShapeError,
@@ -28,7 +27,8 @@ from penstock.errors import (
     RunError,
 )
 from penstock.errors import get_deprecated as _get_deprecated_error
-from penstock.ir import (
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import (
     Action,
     Compute,
     Message,
@@ -39,28 +39,28 @@ from penstock.ir import (
     Send,
     StageGraph,
 )
-from penstock.lower import lower, recompute, recompute_mode
-from penstock.notation import dumps, loads
-from penstock.play import Deadlock, Sends, Span, Wait, play
-from penstock.timeline import Timeline, simulate
-from penstock.verify import require_sound, verify
+from penstock.schedules.lowering import lower, recompute, recompute_mode
+from penstock.schedules.notation import dumps, loads
+from penstock.schedules.simulator import Deadlock, Sends, Span, Wait, play
+from penstock.schedules.timeline import Timeline, simulate
+from penstock.schedules.verify import require_sound, verify
 
 if _typing.TYPE_CHECKING:
-    from penstock.batch import Chunk, NoChunk
-    from penstock.checking.check import check
-    from penstock.checking.report import Mismatch, Report
+    from penstock.checker.check import check
+    from penstock.checker.report import Mismatch, Report
+    from penstock.checkpoint.directory import saved
+    from penstock.device.virtual_gpu import virtual_devices
     from penstock.launch.init import init
-    from penstock.partition.partition import Partition
-    from penstock.partition.preview import split
-    from penstock.partition.sequential import PipeSequential, WithDevice
+    from penstock.microbatch import Chunk, NoChunk
+    from penstock.model.partition import Partition
+    from penstock.model.placement import split
+    from penstock.model.sequential import PipeSequential, WithDevice
     from penstock.pipe import Pipe
-    from penstock.run.memory import Memory
-    from penstock.run.training import StepResult
-    from penstock.saving.folder import saved
-    from penstock.stage.added import add_loss, added_losses
-    from penstock.stage.checkpointing import is_checkpointing, is_recomputing
+    from penstock.runtime.memory import Memory
+    from penstock.runtime.train_step import StepResult
+    from penstock.stage.aux_loss import add_loss, added_losses
+    from penstock.stage.recompute import is_checkpointing, is_recomputing
     from penstock.stage.skip import Namespace, pop, skippable, stash, verify_skippables
-    from penstock.stage.virtual import virtual_devices
 
 __version__ = "0.1.0"
 
@@ -129,30 +129,30 @@ __all__ = [
 
 # The names that need torch, each with the module that has it: loaded when first asked for.
 _ON_DEMAND = {
-    "Chunk": "batch",
-    "Memory": "run.memory",
-    "Mismatch": "checking.report",
+    "Chunk": "microbatch",
+    "Memory": "runtime.memory",
+    "Mismatch": "checker.report",
     "Namespace": "stage.skip",
-    "NoChunk": "batch",
-    "Partition": "partition.partition",
+    "NoChunk": "microbatch",
+    "Partition": "model.partition",
     "Pipe": "pipe",
-    "PipeSequential": "partition.sequential",
-    "Report": "checking.report",
-    "StepResult": "run.training",
-    "WithDevice": "partition.sequential",
-    "add_loss": "stage.added",
-    "added_losses": "stage.added",
-    "check": "checking.check",
+    "PipeSequential": "model.sequential",
+    "Report": "checker.report",
+    "StepResult": "runtime.train_step",
+    "WithDevice": "model.sequential",
+    "add_loss": "stage.aux_loss",
+    "added_losses": "stage.aux_loss",
+    "check": "checker.check",
     "init": "launch.init",
-    "is_checkpointing": "stage.checkpointing",
-    "is_recomputing": "stage.checkpointing",
+    "is_checkpointing": "stage.recompute",
+    "is_recomputing": "stage.recompute",
     "pop": "stage.skip",
-    "saved": "saving.folder",
+    "saved": "checkpoint.directory",
     "skippable": "stage.skip",
-    "split": "partition.preview",
+    "split": "model.placement",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",
-    "virtual_devices": "stage.virtual",
+    "virtual_devices": "device.virtual_gpu",
 }
 
 

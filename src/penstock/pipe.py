@@ -13,56 +13,59 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.cost import Cost
-from penstock.gradients.averaged import EnclosingDDP
-from penstock.gradients.clip import ClipGradOptions
-from penstock.gradients.replicas import Replicas
-from penstock.ir import Schedule
-from penstock.notation import dumps
-from penstock.options import check_choices, check_chunks, check_loss_fn
-from penstock.partition.forward.units import UnitSelector as AskedUnits
-from penstock.partition.sequential import check_model
-from penstock.partition.side import find_side_names_per_layer
-from penstock.partition.split import PlacedPartition, SplitRequest, describe_placement, place_model
-from penstock.partition.staying import (
+from penstock.checkpoint.saver import PendingSave, SaveHandle
+from penstock.config import check_choices, check_chunks, check_loss_fn
+from penstock.data_parallel.clip import ClipGradOptions
+from penstock.data_parallel.ddp import EnclosingDDP
+from penstock.data_parallel.sync import Replicas
+from penstock.model.placement import (
+    PlacedPartition,
+    SplitRequest,
     build_move_error,
     check_keeps_device,
     check_no_device_argument,
+    describe_placement,
+    place_model,
 )
-from penstock.partition.wrapping import StageFn, wrap_stages
-from penstock.run.asking import CallOptions, Engine, PreparedPipe, StepRequest
-from penstock.run.feed import Batch
-from penstock.run.memory import Memory
-from penstock.run.one_process import LocalEngine
-from penstock.run.processes.joining import (
+from penstock.model.sequential import check_model
+from penstock.model.sequential_stage import find_side_names_per_layer
+from penstock.model.stage_wrapping import StageFn, wrap_stages
+from penstock.model.traced.units import UnitSelector as AskedUnits
+from penstock.runtime.distributed.call_setup import DataPolicy
+from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
+from penstock.runtime.distributed.session import DistributedEngine
+from penstock.runtime.distributed.setup import (
     build_process_context,
     check_same_pipe,
     describe_layers,
     open_process_groups,
     sync_initial_state,
 )
-from penstock.run.processes.many import DistributedEngine
-from penstock.run.processes.sharing import DataPolicy
-from penstock.run.processes.standing import resolve_topology
-from penstock.run.processes.team import SLOW_CALL_TIMEOUT_FACTOR
-from penstock.run.programs import ProgramCache
-from penstock.run.training import StepResult
-from penstock.saving.pending import PendingSave, SaveHandle
-from penstock.schedules.choice import (
+from penstock.runtime.distributed.topology import resolve_topology
+from penstock.runtime.local_engine import LocalEngine
+from penstock.runtime.memory import Memory
+from penstock.runtime.program_cache import ProgramCache
+from penstock.runtime.stage_inputs import Batch
+from penstock.runtime.step_request import CallOptions, Engine, PreparedPipe, StepRequest
+from penstock.runtime.train_step import StepResult
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import Schedule
+from penstock.schedules.notation import dumps
+from penstock.schedules.registry import (
     ScheduleLike,
     build_schedule_factory,
     check_has_backward,
     resolve_schedule,
 )
-from penstock.stage.batchnorm import DeferredStatsBatchNorm
-from penstock.stage.compiled import disable_compile
-from penstock.stage.reduction import LossFn
-from penstock.timeline import Timeline
-from penstock.verify import require_sound
+from penstock.schedules.timeline import Timeline
+from penstock.schedules.verify import require_sound
+from penstock.stage.compile_support import disable_compile
+from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.stage.loss import LossFn
 
 if TYPE_CHECKING:
-    from penstock.saving.optimizers import OptimizerArgument
-    from penstock.saving.saver import PathLike, Saver
+    from penstock.checkpoint.local_state import OptimizerArgument
+    from penstock.checkpoint.saver import PathLike, Saver
 
 
 class Pipe(nn.Module):
@@ -342,7 +345,7 @@ class Pipe(nn.Module):
             return self._build_saver().save_pretrained(folder)
 
     def _build_saver(self) -> Saver:
-        from penstock.saving.saver import build_saver  # its import takes a second
+        from penstock.checkpoint.saver import build_saver  # its import takes a second
 
         return build_saver(
             self, self._placed_partition, self._engine.get_checkpoint_peers(), self._pending_saves

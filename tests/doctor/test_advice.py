@@ -16,7 +16,7 @@ from penstock.doctor.facts import (
     parse_rank_info,
 )
 from penstock.doctor.links import Link
-from penstock.doctor.visit import SurveyResult
+from penstock.doctor.survey import SurveyResult
 
 WELL = RankInfo(
     rank=0,
@@ -43,7 +43,13 @@ def found(*changes: dict[str, Any], **more: Any) -> SurveyResult:
         rank: replace(WELL, rank=rank, host="abcd"[rank], **change)
         for rank, change in enumerate(changes)
     }
-    given = {"size": len(facts), "backend": "gloo", "patience": 10.0, "links": [], "clocks": {}}
+    given = {
+        "world_size": len(facts),
+        "backend": "gloo",
+        "patience": 10.0,
+        "links": [],
+        "clock_offsets": {},
+    }
     return SurveyResult(rank_infos=facts, **{**given, **more})
 
 
@@ -54,7 +60,7 @@ def with_version(name: str, version: str) -> dict[str, Any]:
 CASES = {
     "well": (found({}, {}), []),
     "a rank is missing": (
-        found({}, {}, size=4),
+        found({}, {}, world_size=4),
         [
             "broken: ranks 2 and 3 of 4 did not come within 30 s: see what they print; a host that "
             "hangs, or does not reach rank 0, looks like this"
@@ -148,7 +154,7 @@ CASES = {
         ["look: a has 0.25 GiB left on the disk of /home"],
     ),
     "clocks": (
-        found({}, {}, {}, clocks={1: (-3.21, 0.01), 2: (0.4, 0.01)}),
+        found({}, {}, {}, clock_offsets={1: (-3.21, 0.01), 2: (0.4, 0.01)}),
         [
             "look: the clock of rank 1 on b is 3.2 s behind rank 0's: logs will not line up; "
             "synchronise the hosts' clocks (chrony, ntpd)"

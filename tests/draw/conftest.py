@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.cost import Cost
-from penstock.ir import Compute, Op, Schedule, StageGraph
-from penstock.lower import lower
-from penstock.notation import loads
-from penstock.timeline import Timeline, simulate
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import Compute, Op, Schedule, StageGraph
+from penstock.schedules.lowering import lower
+from penstock.schedules.notation import loads
+from penstock.schedules.timeline import Timeline, simulate
 
 Played = Callable[..., Timeline]
 

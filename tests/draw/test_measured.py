@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.draw import picture, text
-from penstock.draw.palette import choose_time_unit
-from penstock.ir import Compute
-from penstock.timeline import Timeline
+from penstock.draw.style import choose_time_unit
+from penstock.schedules.ir import Compute
+from penstock.schedules.timeline import Timeline
 
 Played = Callable[..., Timeline]
 

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.cost import Cost
 from penstock.draw import picture
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.ir import Compute, Op, Schedule, StageGraph
-from penstock.timeline import Timeline
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import Compute, Op, Schedule, StageGraph
+from penstock.schedules.timeline import Timeline
 
 pytest.importorskip("matplotlib")
 

@@ -9,13 +9,13 @@ from textwrap import dedent
 
 import pytest
 
-from penstock.cost import Cost
 from penstock.draw import text
-from penstock.draw.palette import SHADES, contrasting_ink
+from penstock.draw.style import SHADES, contrasting_ink
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.ir import Schedule
-from penstock.play import Span
-from penstock.timeline import Timeline
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import Schedule
+from penstock.schedules.simulator import Span
+from penstock.schedules.timeline import Timeline
 
 Played = Callable[..., Timeline]
 Build = Callable[[int, int], Schedule]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe, is_recomputing
-from penstock.checking.reference import StepOutcome
+from penstock.checker.reference import StepOutcome
 from tests.features.trainee import STAGES, Feature, Trainee, Unsplit, Way, given, twice
 from tests.support import CHECKPOINTS, RUNTIMES, Pop, Stash
 

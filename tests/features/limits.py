@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipe, skippable, stash
-from penstock.checking.subject import StepArguments
+from penstock.checker.case import StepArguments
 from tests.features.asked import SIZE, Block, blocks, made_of
 from tests.features.more import of_counted_rows, penalised
 from tests.features.trainee import Feature, Trainee, called

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.checking.reference import StepOutcome
+from penstock.checker.reference import StepOutcome
 from penstock.errors import PenstockError
 from penstock.schedules.registry import FAMILIES
 from tests.features.trainee import Feature, Way

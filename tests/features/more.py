@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from penstock import NoChunk, Pipe, add_loss
-from penstock.checking.reference import StepOutcome, collect_training_outcome
-from penstock.checking.subject import StepArguments
+from penstock.checker.case import StepArguments
+from penstock.checker.reference import StepOutcome, collect_training_outcome
 from tests.features.asked import SIZE, Block, blocks, made_of, normalised
 from tests.features.trainee import Feature, Trainee, Unsplit, called, given, twice
 

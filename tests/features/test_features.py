@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Pipe
-from penstock.checking.subject import StepArguments
+from penstock.checker.case import StepArguments
 from tests.features.asked import ASKED, blocks
 from tests.features.matrix import SCHEDULES, Equal, InBetween, Refused, Verdict, verdict
 from tests.features.page import FEATURES, PAGE, read, shown, written

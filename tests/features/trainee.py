@@ -16,9 +16,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import mse_loss
 
 from penstock import Pipe
-from penstock.checking.reference import StepOutcome, collect_training_outcome, run_unsplit
-from penstock.checking.subject import CheckedModel, StepArguments, count_ranks
-from penstock.stage.reduction import LossFn
+from penstock.checker.case import CheckedModel, StepArguments, count_ranks
+from penstock.checker.reference import StepOutcome, collect_training_outcome, run_unsplit
+from penstock.stage.loss import LossFn
 
 STAGES = 4
 

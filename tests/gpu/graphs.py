@@ -96,8 +96,8 @@ def zero(pipe: Pipe, number: int) -> None:
 def replays_of(pipe: Pipe) -> int:
     """How often the recordings that it has were replayed."""
     runs: Any = pipe._engine
-    kept = runs._made.captures
-    return 0 if kept is None else sum(one.replays for one in kept._notes.captured.values())
+    kept = runs._lazy_state.graph_cache
+    return 0 if kept is None else sum(one.replays for one in kept._history.graphs.values())
 
 
 def follow(

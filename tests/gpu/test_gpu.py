@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe
-from penstock.stage import places
+from penstock.device import device
 from tests.gpu.parts import BUSY, MODES, SCHEDULES, Bottom, Sleep, Top, four, no_hidden_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -157,7 +157,7 @@ def test_split_backwards_under_autocast(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = places.copy_to_device
+    plain = device.copy_to_device
 
     def slow(tensor: Tensor, device: torch.device) -> Tensor:
         torch.cuda._sleep(BUSY // 4)
@@ -169,8 +169,8 @@ def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPat
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), schedule=schedule)
     pipe.step(x, target=y)
-    monkeypatch.setattr(places, "copy_to_device", slow)
-    monkeypatch.setattr(places, "shares_memory", lambda sender, receiver: False)
+    monkeypatch.setattr(device, "copy_to_device", slow)
+    monkeypatch.setattr(device, "shares_memory", lambda sender, receiver: False)
     for _ in range(2):
         pipe.zero_grad()
         pipe.step(x, target=y)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipe
-from penstock.run.capture import captures
+from penstock.runtime.cuda_graph import graph_cache
 from tests.gpu.graphs import (
     GPU,
     batch,
@@ -255,12 +255,12 @@ def test_a_scaler_skips_a_step_that_overflows() -> None:
 
 def test_several_signatures_and_no_more_than_are_kept() -> None:
     pipes = twins(layers, ["inline"])
-    rows = [12 + 6 * number for number in range(captures.MAX_GRAPHS + 2)]
+    rows = [12 + 6 * number for number in range(graph_cache.MAX_GRAPHS + 2)]
     order = [each for each in rows for _ in range(2)] + rows[::-1]
     given = [batch(number, each) for number, each in enumerate(order)]
     follow(pipes, [((x,), {"target": y}) for x, y in given])
     runs: Any = pipes[0]._engine
-    assert len(runs._made.captures._notes.captured) == captures.MAX_GRAPHS
+    assert len(runs._lazy_state.graph_cache._history.graphs) == graph_cache.MAX_GRAPHS
 
 
 def test_kinds_of_steps_take_turns() -> None:

@@ -13,8 +13,8 @@ from benchmarks.virtual import milliseconds, peak_of
 from torch import Tensor, nn
 
 from penstock import Pipe
-from penstock.ir import Compute, Op
-from penstock.timeline import Timeline
+from penstock.schedules.ir import Compute, Op
+from penstock.schedules.timeline import Timeline
 from tests.gpu.graphs import GPU, batch, batches, follow, layers, pipe_of, replays_of, twins
 from tests.gpu.parts import Sleep, four, no_hidden_waits
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe
-from penstock.run.capture import captures
+from penstock.runtime.cuda_graph import graph_cache
 from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, replays_of, twins
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -132,7 +132,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 def failing(pipe: Pipe, x: Tensor, y: Tensor, case: Case) -> str:
     """The first step is taken as it comes, the second would be captured."""
     pipe.step(x, target=y)
-    for _ in range(captures.MAX_CAPTURE_ATTEMPTS if case.passing else 0):
+    for _ in range(graph_cache.MAX_CAPTURE_ATTEMPTS if case.passing else 0):
         with pytest.raises(case.passing or Exception) as found:
             pipe.step(x, target=y)
         assert "while the step was captured as a CUDA graph" in found.value.__notes__

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import Pipe
-from penstock.run.metering import CudaAllocatorProbe
+from penstock.runtime.memory import CudaAllocatorProbe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

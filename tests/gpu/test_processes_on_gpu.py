@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import Pipe, RemoteError, RunError
-from tests.processes.rank import Returned
-from tests.processes.ranks import ranks
+from tests.distributed.rank import Returned
+from tests.distributed.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,8 +12,8 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import Pipe
-from penstock.run.call import MeasuredRun
-from penstock.stage.places import Gpu
+from penstock.device.device import Gpu
+from penstock.runtime.execution import MeasuredRun
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from penstock import CutError, NoChunk
-from penstock.partition.forward.units import find_units
-from penstock.partition.hugging_face import find_planned_units
+from penstock.model.huggingface import find_planned_units
+from penstock.model.traced.units import find_units
 from tests.hugging_face.tiny import TEXTS, agree, batch_for, gpt2, llama, mixtral, piped, words
 
 each_text = pytest.mark.parametrize("name", TEXTS)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from penstock import ArgumentError, PenstockTypeError, Pipe
-from penstock.saving import files
+from penstock.checkpoint import safetensors_io
 from tests.hugging_face.tiny import ALL, batch_for, differing, llama, mixtral, piped
 
 each_model = pytest.mark.parametrize("name", ALL)
@@ -82,13 +82,13 @@ def test_shards_are_read_by_those_who_need_them(
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     opened: list[Path] = []
-    plain = files.open_safetensors
+    plain = safetensors_io.open_safetensors
 
     def noted(path: Path) -> Any:
         opened.append(path)
         return plain(path)
 
-    monkeypatch.setattr(files, "open_safetensors", noted)
+    monkeypatch.setattr(safetensors_io, "open_safetensors", noted)
     pipe = piped(on_meta(model), batch_for("llama"))
     pipe.load(tmp_path)
     assert differing(pipe, model) == []
@@ -198,7 +198,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     def fail(*_: Any) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("penstock.saving.one_file._write_chunk", fail)
+    monkeypatch.setattr("penstock.checkpoint.safetensors_io._write_chunk", fail)
     with pytest.raises(OSError, match="full"):
         pipe.save_pretrained(tmp_path)
     after = load_file(tmp_path / "model.safetensors")

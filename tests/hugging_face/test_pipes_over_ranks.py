@@ -9,9 +9,9 @@ import torch
 from torch import distributed
 
 from penstock import Pipe
+from tests.distributed.ranks import ranks
 from tests.hugging_face.test_folders import on_meta, stored_in
 from tests.hugging_face.tiny import ALL, batch_for
-from tests.processes.ranks import ranks
 
 
 def through(name: str, folder: Path) -> tuple[float, int]:

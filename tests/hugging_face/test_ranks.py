@@ -11,13 +11,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import distributed, nn
 
-from penstock.partition.tied import find_tied_names
-from penstock.saving.holding import LocalState
-from penstock.saving.pending import PendingSave
-from penstock.saving.saver import Saver
-from penstock.saving.savers import DistributedSaveGroup
+from penstock.checkpoint.local_state import LocalState
+from penstock.checkpoint.save_group import DistributedSaveGroup
+from penstock.checkpoint.saver import PendingSave, Saver
+from penstock.model.tied import find_tied_names
+from tests.distributed.ranks import ranks
 from tests.hugging_face.tiny import llama, mixtral
-from tests.processes.ranks import ranks
 
 ELSEWHERE = (
     ("model.layers.1", "model.layers.2", "model.norm", "lm_head"),

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipe
-from penstock.gradients.average import _Bucket
-from tests.gradients.replicated import whole
+from penstock.data_parallel.all_reduce import _Bucket
+from tests.data_parallel.replicated import whole
 from tests.support import SCHEDULES, Pop, Same, Stash, closely
 
 LAYERS = 8

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import RemoteError
-from tests.gradients.test_replicas import weighted
+from tests.data_parallel.test_sync import weighted
+from tests.distributed.ranks import ranks
 from tests.meshes.meshed import (
     COMPILED,
     FAMILIES,
@@ -21,7 +22,6 @@ from tests.meshes.meshed import (
     model,
     pipe_of,
 )
-from tests.processes.ranks import ranks
 from tests.support import Fails, batch, closely
 
 FINE: list[list[str]] = [[], [], [], []]

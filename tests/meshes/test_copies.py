@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipe, RemoteError, add_loss
+from tests.distributed.ranks import ranks
 from tests.meshes.meshed import (
     FAMILIES,
     Block,
@@ -30,7 +31,6 @@ from tests.meshes.meshed import (
     model,
     pipe_of,
 )
-from tests.processes.ranks import ranks
 from tests.support import batch, closely
 
 FINE: list[list[str]] = [[], [], [], []]
@@ -424,9 +424,9 @@ def the_other_way_round() -> list[str]:
         x, y = batch(16)
         loss = nn.functional.mse_loss(expected(x), y)
         loss.backward()
-        copy = pipe._engine.team.standing.copy  # type: ignore[attr-defined]
+        copy = pipe._engine.groups.topology.replica_index  # type: ignore[attr-defined]
         rows = [part.split(list(UNEVEN))[copy] for part in (x, y)]
-        first = pipe._engine.team.rank == 0  # type: ignore[attr-defined]
+        first = pipe._engine.groups.rank == 0  # type: ignore[attr-defined]
         result = pipe.step(rows[0], target=rows[1]) if first else pipe.step()
         wrong += [f"{at}: {name}" for name in differing(pipe, expected)]
         wrong += [] if closely(result.loss, loss.detach()) else [f"{at}: the loss"]

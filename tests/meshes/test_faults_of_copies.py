@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import RemoteError
-from penstock.gradients import replicas
+from penstock.data_parallel import sync
+from tests.distributed.rank import Returned
+from tests.distributed.ranks import Died, ranks
 from tests.meshes.meshed import copy_here, mesh, model, pipe_of
-from tests.processes.rank import Returned
-from tests.processes.ranks import Died, ranks
 from tests.support import Do, batch
 
 HEARTBEAT = 3.0
@@ -57,7 +57,7 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
     x, y = (part.chunk(2)[copy_here()] for part in batch(16))
     pipe.step(x, target=y)
     broken = True
-    spoilt = patch.object(replicas, "average_gradients", lambda *_: burst(kind))
+    spoilt = patch.object(sync, "average_gradients", lambda *_: burst(kind))
     try:
         if faulty and where == "between":
             burst(kind)

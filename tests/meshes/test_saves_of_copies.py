@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
 from penstock import Pipe
-from tests.gradients.replicated import whole
+from tests.checkpoint.parts import state_of
+from tests.data_parallel.replicated import whole
+from tests.distributed.ranks import ranks
 from tests.meshes.meshed import WRAPS, mesh, model
-from tests.processes.ranks import ranks
-from tests.saving.parts import state_of
 from tests.support import batch
 
 STEPS = 5

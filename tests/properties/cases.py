@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from penstock import StageGraph, dumps, loads
-from penstock.ir import schedule_of
+from penstock.schedules.ir import schedule_of
 from tests.properties.layers import EXACT, FRESH, LAYERS, MIXING, TIED
 from tests.properties.losses import LOSSES, MEANS, PLAIN
 from tests.properties.models import FORMS, SIDED, SKIPS, Layer, Model, Skip, Tie

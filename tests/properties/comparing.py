@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from penstock.checking.reference import compute_difference
+from penstock.checker.reference import compute_difference
 from tests.properties.cases import Case
 from tests.properties.gathering import gathered
 from tests.properties.oracle import Numbers, batch, stepped, whole

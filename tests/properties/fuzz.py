@@ -25,7 +25,7 @@ from typing import NamedTuple
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.processes.ranks import SIZES
+from tests.distributed.ranks import SIZES
 from tests.properties.cases import Case, cases
 from tests.properties.comparing import LIMIT, compare
 from tests.properties.models import Layer, Model, Skip, Tie

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, distributed, nn
 
-from tests.processes.ranks import ranks
+from tests.distributed.ranks import ranks
 from tests.properties.cases import Case
 from tests.properties.oracle import Numbers
 from tests.properties.running import piped, trained

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from penstock import Chunk, NoChunk, Op, Schedule, added_losses
-from penstock.stage.randomness import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 from penstock.stage.skip import Skips, use_skips
 from tests.properties.cases import Case
 from tests.properties.layers import WIDTH

@@ -13,14 +13,14 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from penstock.ir import Op, Program, StageGraph
-from penstock.run.threads import WorkerPool
-from penstock.run.transport import Transport
-from penstock.run.worker import BoundAction, CellIO, Worker, bind_lane
-from penstock.stage.parcel import Payload
-from penstock.stage.places import Cpu, Device
+from penstock.device.device import Cpu, Device
+from penstock.runtime.threads import WorkerPool
+from penstock.runtime.transport import Transport
+from penstock.runtime.worker import BoundAction, CellIO, Worker, bind_lane
+from penstock.schedules.ir import Op, Program, StageGraph
+from penstock.stage.payload import Payload
 from penstock.stage.stage import OUTSIDE
-from penstock.stage.tape import StageRunner
+from penstock.stage.stage_runner import StageRunner
 
 PRIME = 1_000_003
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from penstock import Action, Compute, Op, Program, Recv, Schedule, Send, StageGraph
-from penstock.ir import consumes, follows, produces
+from penstock.schedules.ir import consumes, follows, produces
 
 WAYS = ((Op.F, Op.B), (Op.F, Op.I, Op.W), (Op.F, Op.R, Op.B), (Op.F, Op.R, Op.I, Op.W))
 

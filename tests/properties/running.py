@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 from penstock import Pipe, loads
-from penstock.ir import schedule_of
+from penstock.schedules.ir import schedule_of
 from tests.properties.cases import Case
 from tests.properties.losses import LOSSES
 from tests.properties.oracle import (

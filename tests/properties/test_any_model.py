@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from penstock.batch import MicrobatchRows
+from penstock.microbatch import MicrobatchRows
 from tests.properties.cases import Case, cases
 from tests.properties.comparing import compare
 from tests.properties.fuzz import Failed, attempt, read_case

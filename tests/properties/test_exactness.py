@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Pipe
-from penstock.stage.batchnorm import DeferredStatsBatchNorm
+from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from tests.pairs import each_pair
 from tests.properties.models import Layer, Model, Skip
 from tests.support import (

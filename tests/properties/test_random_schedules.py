@@ -26,7 +26,7 @@ from penstock import (
     simulate,
     verify,
 )
-from penstock.ir import consumes, follows, produces
+from penstock.schedules.ir import consumes, follows, produces
 from tests.properties.random_schedules import sound_schedules
 
 QUICK = settings(max_examples=150, deadline=None)

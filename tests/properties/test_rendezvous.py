@@ -30,11 +30,11 @@ from penstock import (
     recompute,
     schedules,
 )
-from penstock.ir import Action, consumes, produces
-from penstock.run.processes.lane import prefetch_receives
-from penstock.run.rendezvous import Rendezvous
-from penstock.run.transport import Mailboxes
-from penstock.run.worker import BoundAction, bind_lane
+from penstock.runtime.distributed.session import prefetch_receives
+from penstock.runtime.rendezvous import Rendezvous
+from penstock.runtime.transport import Mailboxes
+from penstock.runtime.worker import BoundAction, bind_lane
+from penstock.schedules.ir import Action, consumes, produces
 from tests.properties.paper import carried_out, unsplit
 from tests.properties.random_schedules import obvious, sound_schedules
 from tests.properties.test_sweep import VARIANTS, in_turn

@@ -184,16 +184,16 @@ def columns(schedule: Schedule, weight: float) -> list[str]:
 def test_the_pictures_in_the_source_are_true(
     module: str, schedule: Schedule, weight: float
 ) -> None:
-    drawn = import_module(f"penstock.schedules.{module}").__doc__ or ""
+    drawn = import_module(f"penstock.schedules.families.{module}").__doc__ or ""
     for row in columns(schedule, weight):
         assert row in drawn
 
 
 def test_the_pictures_of_the_v_schedules_are_true() -> None:
-    zb_v = import_module("penstock.schedules.v_shape").__doc__ or ""
+    zb_v = import_module("penstock.schedules.families.v_shape").__doc__ or ""
     for row in columns(schedules.zb_v(2, 4), 1.0):
         assert row[:60].rstrip() + " ..." in zb_v
-    dualpipe = import_module("penstock.schedules.dualpipe").__doc__ or ""
+    dualpipe = import_module("penstock.schedules.families.dualpipe").__doc__ or ""
     schedule = schedules.dualpipe_v(2, 4)
     for lane in schedule.lanes:
         row = str(lane[0])

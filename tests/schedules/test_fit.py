@@ -7,7 +7,7 @@ import pytest
 
 from penstock import ArgumentError, Cost, StageGraph, lower, schedules, simulate, verify
 from penstock.schedules import fit, loop, lower_bound, vee
-from penstock.schedules.polish import improve_by_swaps
+from penstock.schedules.fit import improve_by_swaps
 
 GROUPS = {
     1: ("naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.stage.deferred import WeightGradDeferral
-from penstock.stage.later import PendingWeightGrad, accumulate_weight_grads
+from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
+from penstock.stage.weight_grad_ops import WeightGradDeferral
 from tests.support import bitwise, closely
 
 Compute = Callable[..., Any]

@@ -34,17 +34,17 @@ def test_habits_belong_to_how_the_layers_are_set() -> None:
         return one.behavior_for(one.modules())
 
     first = habits()
-    first.draws = True
+    first.draws_random = True
     assert habits() is first
     dropout.p = 0.0
-    assert habits().draws is None
+    assert habits().draws_random is None
     dropout.p = 0.5
     assert habits() is first
     dropout.eval()
-    assert habits().draws is None
+    assert habits().draws_random is None
     one.reset_behaviors()
     dropout.train()
-    assert habits().draws is None
+    assert habits().draws_random is None
 
 
 def test_a_layer_with_parameters_called_p_has_habits() -> None:

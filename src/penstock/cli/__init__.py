@@ -29,11 +29,14 @@ from penstock.cli.options import (
     PlacementOption,
     RanksOption,
     ScheduleArgument,
+    ScheduleRequest,
     SkipOption,
     StagesPerRankOption,
     check_memory_option,
     parse_costs,
     parse_skip,
+    read_schedule_file,
+    simulate_file,
 )
 from penstock.cli.report import (
     draw_for_terminal,
@@ -42,12 +45,11 @@ from penstock.cli.report import (
     print_timeline,
     summarize,
 )
-from penstock.cli.request import ScheduleRequest, read_schedule_file, simulate_file
 from penstock.errors import ArgumentError, PenstockError
-from penstock.ir import Schedule, StageGraph, schedule_of
-from penstock.notation import dumps
-from penstock.timeline import Timeline
-from penstock.verify import verify
+from penstock.schedules.ir import Schedule, StageGraph, schedule_of
+from penstock.schedules.notation import dumps
+from penstock.schedules.timeline import Timeline
+from penstock.schedules.verify import verify
 
 app = typer.Typer(
     help="Pipeline schedules: show, compare and verify them; check a model, and see one at work.",
@@ -253,7 +255,7 @@ def check_model(
 
     Exit status: 0 if everything is equal, 1 if anything is not, 2 if it cannot be told.
     """
-    from penstock.cli.checking import CheckRequest, run  # brings torch
+    from penstock.cli.check import CheckRequest, run  # brings torch
 
     ways = schedules, checkpoints, runtimes
     if not run(CheckRequest(factory, stages, chunks, *ways, units, tolerance, as_json)):

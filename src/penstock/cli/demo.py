@@ -16,29 +16,34 @@ from torch import nn
 
 from penstock import draw, schedules
 from penstock.cli.report import draw_for_terminal
-from penstock.demo.devices import (
-    DemoDevices,
-    DeviceLayout,
-    count_stages,
-    find_devices,
-    limit_cpu_threads,
-    parse_devices,
+from penstock.demo.model import (
+    CPU_SIZE,
+    GPU_SIZE,
+    DemoSize,
+    build_byte_transformer,
+    iter_random_batches,
+    load_stdlib_text,
+    move_batch,
 )
-from penstock.demo.model import CPU_SIZE, GPU_SIZE, DemoSize, build_byte_transformer
 from penstock.demo.session import (
     GRADIENT_TOLERANCE,
+    DemoDevices,
     DemoMeasurement,
+    DeviceLayout,
     GradientComparison,
     compare_gradients,
+    count_stages,
+    find_devices,
     generate_text,
+    limit_cpu_threads,
     measure_steps,
+    parse_devices,
     train,
 )
-from penstock.demo.text import iter_random_batches, load_stdlib_text, move_batch
-from penstock.draw.palette import format_number
+from penstock.draw.style import format_number
 from penstock.errors import MissingExtra
-from penstock.run.training import StepResult
-from penstock.timeline import Timeline
+from penstock.runtime.train_step import StepResult
+from penstock.schedules.timeline import Timeline
 
 PROMPT = b"def "
 

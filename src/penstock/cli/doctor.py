@@ -16,14 +16,14 @@ from rich.text import Text
 from penstock.doctor.advice import Advice, advise, iter_first_rank_of_hosts
 from penstock.doctor.facts import FreeSpace, RankInfo, get_rank_env
 from penstock.doctor.links import Link
-from penstock.doctor.visit import (
+from penstock.doctor.survey import (
     SurveyResult,
     compute_max_seconds,
     survey_all_ranks,
     survey_single_process,
 )
 from penstock.errors import ArgumentError, RunError
-from penstock.launch.launched import is_launched
+from penstock.launch.torchrun_env import is_launched
 
 MAX_MATRIX_RANKS = 8  # ranks of which every link has a place in the table
 MAX_LISTED_LINKS = 10  # links that are told of where there are more

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import draw
-from penstock.ir import Schedule, Send
-from penstock.timeline import Timeline
-from penstock.verify import find_deadlocks
+from penstock.schedules.ir import Schedule, Send
+from penstock.schedules.timeline import Timeline
+from penstock.schedules.verify import find_deadlocks
 
 
 def summarize(name: str, timeline: Timeline) -> dict[str, Any]:

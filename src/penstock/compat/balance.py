@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.balance import balance_costs
 from penstock.compat.partitions import chunk_on_dim_zero
-from penstock.partition.profile import measure_layer_bytes, measure_layer_times
+from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
+from penstock.schedules.balance import balance_costs
 
 __all__ = ["balance_by_size", "balance_by_time"]
 

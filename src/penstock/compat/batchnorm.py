@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from penstock.stage import batchnorm
+from penstock.stage import deferred_batchnorm
 
 
-class DeferredBatchNorm(batchnorm.DeferredStatsBatchNorm):
+class DeferredBatchNorm(deferred_batchnorm.DeferredStatsBatchNorm):
     """As Penstock's, and two buffers that are in every old checkpoint, zero between batches."""
 
     def __init__(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import check_cut
 from penstock.compat.partitions import LegacyPipe
 from penstock.errors import ArgumentError
-from penstock.partition.sequential import check_children
+from penstock.model.sequential import check_children
+from penstock.schedules.balance_problem import check_cut
 from penstock.stage.skip import verify_skippables
 
 DeviceLike = torch.device | int | str

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.batch import Chunk
 from penstock.compat.batchnorm import DeferredBatchNorm
+from penstock.microbatch import Chunk
 from penstock.pipe import Pipe
-from penstock.schedules.gpipe import clocked
+from penstock.schedules.families.gpipe import clocked
 
 
 class LegacyPipe(nn.Module):

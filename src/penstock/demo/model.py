@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from penstock.errors import ArgumentError
+
+# -------------------------------------------------------------------------------------------------
+# Text to learn from: the sources of Python's standard library.
+# -------------------------------------------------------------------------------------------------
+
+ByteBatch = tuple[Tensor, Tensor]  # bytes, and for each of them the one that comes next
+
+
+def load_stdlib_text(directory: Path | None = None) -> Tensor:
+    """Every module at the top of the standard library, in order of their names, as bytes.
+
+    >>> len(load_stdlib_text()) > 1_000_000
+    True
+    """
+    directory = directory or Path(sysconfig.get_path("stdlib"))
+    text = b"\n".join(path.read_bytes() for path in sorted(directory.glob("*.py")))
+    if not text:
+        raise ArgumentError(f"there is nothing to learn from: no Python sources in {directory}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def iter_random_batches(text: Tensor, rows: int, context: int, seed: int) -> Iterator[ByteBatch]:
+    """Random pieces of the text, without end."""
+    generator = torch.Generator().manual_seed(seed)
+    within = torch.arange(context + 1)
+    while True:
+        starts = torch.randint(len(text) - context, (rows, 1), generator=generator)
+        pieces = text[starts + within].long()
+        yield pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+def move_batch(device: torch.device, batch: ByteBatch) -> ByteBatch:
+    """The same batch, there."""
+    return batch[0].to(device), batch[1].to(device)
+
+
+# -------------------------------------------------------------------------------------------------
 
 VOCABULARY_SIZE = 256
 
@@ -74,7 +116,7 @@ class TransformerBlock(nn.Module):
 def build_byte_transformer(size: DemoSize, seed: int = 0) -> nn.Sequential:
     """Embedding, blocks, a norm, and the head that says which byte comes next.
 
-    >>> model = byte_transformer(Size(width=8, blocks=2, heads=2, context=16, rows=4))
+    >>> model = build_byte_transformer(DemoSize(width=8, blocks=2, heads=2, context=16, rows=4))
     >>> model(torch.zeros(4, 16, dtype=torch.long)).shape
     torch.Size([4, 16, 256])
     """

@@ -13,8 +13,8 @@ from statistics import median
 from typing import NamedTuple
 
 from penstock.doctor.facts import RankInfo
-from penstock.doctor.visit import SurveyResult
-from penstock.launch.launched import is_loopback
+from penstock.doctor.survey import SurveyResult
+from penstock.launch.torchrun_env import is_loopback
 
 MIN_TORCH_VERSION = (2, 10)  # torch
 GIB = 1 << 30

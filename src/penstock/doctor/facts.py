@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.launch.launched import (
+from penstock.launch.torchrun_env import (
     RankEnv,
     find_network_interface,
     get_gpu_uuid,

@@ -53,7 +53,7 @@ class LinkEndpoint(Protocol):
 def pair_ranks_in_rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Every two ranks once; those of a round have nobody in common.
 
-    >>> rounds([0, 1, 2, 3])
+    >>> pair_ranks_in_rounds([0, 1, 2, 3])
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
     seats: list[int | None] = [*ranks] + [None] * (len(ranks) % 2)

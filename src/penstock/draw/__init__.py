@@ -8,12 +8,12 @@ memory      what was alive in a run, over what was forecast
 chain       no timeline, but a cut model: its units, the cuts, and what crosses them
 """
 
-from penstock.draw.chain import chain
 from penstock.draw.gallery import Exhibit, exhibits, write_gallery
 from penstock.draw.memory import memory
+from penstock.draw.model_picture import chain
+from penstock.draw.perfetto import trace, write_trace
 from penstock.draw.picture import picture
 from penstock.draw.text import text
-from penstock.draw.trace import trace, write_trace
 
 __all__ = [
     "Exhibit",

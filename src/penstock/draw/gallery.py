@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.draw.picture import picture
-from penstock.lower import lower
 from penstock.schedules import FAMILIES, fit, make, vee
-from penstock.timeline import Timeline, simulate
+from penstock.schedules.lowering import lower
+from penstock.schedules.timeline import Timeline, simulate
 
 
 class Exhibit(NamedTuple):

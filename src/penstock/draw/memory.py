@@ -7,12 +7,21 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.draw.palette import DARK, FAINT, FILL, IDLE, SHADES
-from penstock.draw.paper import LEGEND_STYLE, MATPLOTLIB_STYLE, check_suffix, save_figure
+from penstock.draw.style import (
+    DARK,
+    FAINT,
+    FILL,
+    IDLE,
+    LEGEND_STYLE,
+    MATPLOTLIB_STYLE,
+    SHADES,
+    check_suffix,
+    save_figure,
+)
 from penstock.errors import MissingExtra
-from penstock.ir import Op
-from penstock.outline import format_bytes
-from penstock.timeline import Timeline
+from penstock.model_summary import format_bytes
+from penstock.schedules.ir import Op
+from penstock.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

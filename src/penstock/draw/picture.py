@@ -12,13 +12,22 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw import palette
-from penstock.draw.palette import DARK, FAINT, FILL, IDLE, SentMessage
-from penstock.draw.paper import LEGEND_STYLE, MATPLOTLIB_STYLE, check_suffix, save_figure
+from penstock.draw import style
+from penstock.draw.style import (
+    DARK,
+    FAINT,
+    FILL,
+    IDLE,
+    LEGEND_STYLE,
+    MATPLOTLIB_STYLE,
+    SentMessage,
+    check_suffix,
+    save_figure,
+)
 from penstock.errors import MissingExtra
-from penstock.ir import Compute, Op
-from penstock.play import Span
-from penstock.timeline import Timeline
+from penstock.schedules.ir import Compute, Op
+from penstock.schedules.simulator import Span
+from penstock.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +57,13 @@ def picture(
     path = Path(path)
     kind = check_suffix(path)
     try:
-        from matplotlib import style
+        from matplotlib import style as matplotlib_style
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("matplotlib", "draw", "a picture") from None
-    timeline = palette.shift_to_zero(timeline)
+    timeline = style.shift_to_zero(timeline)
     sheet = _layout_timeline(timeline, memory, title)
-    with style.context(MATPLOTLIB_STYLE, after_reset=True):
+    with matplotlib_style.context(MATPLOTLIB_STYLE, after_reset=True):
         figure = Figure(figsize=(sheet.width, sheet.height))
         _draw_header(figure, sheet, timeline, title)
         _draw_legend(figure, sheet, timeline, skips)
@@ -65,7 +74,7 @@ def picture(
                 figure, sheet, sheet.top + sheet.lanes_height + sheet.gap, sheet.memory_height
             )
             _draw_memory(lowest, sheet, timeline)
-        unit = palette.choose_time_unit(timeline.makespan)
+        unit = style.choose_time_unit(timeline.makespan)
         lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
         save_figure(figure, path, kind)
 
@@ -102,7 +111,7 @@ class _TimelineLayout:
 
 def _layout_timeline(timeline: Timeline, memory: bool, title: str | None) -> _TimelineLayout:
     ranks = max(timeline.ranks, 1)
-    makespan, shortest = timeline.makespan or 1.0, palette.shortest_drawn_action(timeline)
+    makespan, shortest = timeline.makespan or 1.0, style.shortest_drawn_action(timeline)
     plot = min(14.5, max(6.5, 0.26 * makespan / shortest))
     row, strip = min(0.36, 9 / ranks), min(max(0.36, 1 / ranks), 6 / ranks)
     fitting = (plot / makespan * shortest - 0.04) / (DIGIT_WIDTH * _max_digits(timeline))
@@ -133,11 +142,9 @@ def _add_panel(figure: Figure, layout: _TimelineLayout, top: float, height: floa
 def _set_scales(axes: Axes, timeline: Timeline, label: str, row_height: float) -> None:
     """The scales of a panel with a row of so many inches for each rank."""
     axes.set_xlim(0, timeline.makespan or 1)
-    unit = palette.choose_time_unit(timeline.makespan)
+    unit = style.choose_time_unit(timeline.makespan)
     if unit.name:
-        axes.xaxis.set_major_formatter(
-            lambda time, _: palette.format_number(time * unit.per_second)
-        )
+        axes.xaxis.set_major_formatter(lambda time, _: style.format_number(time * unit.per_second))
     axes.set_ylim(max(timeline.ranks, 1) - 0.5, -0.5)
     axes.set_ylabel(label)
     every = 2 ** ceil(log2(max(0.15 / row_height, 1)))
@@ -151,7 +158,7 @@ def _draw_header(
     if title is not None:
         figure.text(left, 1 - 0.3 / layout.height, title, size=12, weight="bold", color=DARK)
     below = 1 - (layout.top - 0.45) / layout.height
-    figure.text(left, below, palette.format_caption(timeline), size=9, color=FAINT)
+    figure.text(left, below, style.format_caption(timeline), size=9, color=FAINT)
 
 
 def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, skips: bool) -> None:
@@ -163,11 +170,9 @@ def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, sk
     schedule = timeline.program.schedule
     used = {span.action.op for span in _visible_spans(timeline) if isinstance(span.action, Compute)}
     ops = [op for op in Op if op in used]
-    entries: dict[str, Any] = {
-        palette.OP_NAMES[op]: Patch(color=palette.SHADES[op][0]) for op in ops
-    }
-    if palette.has_shared_ranks(schedule) and ops:
-        shades = tuple(Patch(color=shade) for shade in palette.SHADES[ops[0]])
+    entries: dict[str, Any] = {style.OP_NAMES[op]: Patch(color=style.SHADES[op][0]) for op in ops}
+    if style.has_shared_ranks(schedule) and ops:
+        shades = tuple(Patch(color=shade) for shade in style.SHADES[ops[0]])
         entries["a rank's stages, alternating"] = shades
     if schedule.overlaps:
         entries["may overlap"] = Patch(facecolor="none", edgecolor=DARK)
@@ -219,19 +224,17 @@ def _draw_lanes(axes: Axes, layout: _TimelineLayout, timeline: Timeline, skips: 
     _set_scales(axes, timeline, "rank", layout.row_height)
     rows = [(0.0, timeline.makespan, rank) for rank in range(timeline.ranks)]
     _draw_boxes(axes, rows, IDLE, "none", 0.0)
-    colours = palette.stage_colours(timeline.program.schedule)
+    colours = style.stage_colours(timeline.program.schedule)
     groups: dict[str, list[Span]] = {}
     for span in _visible_spans(timeline):
         assert isinstance(span.action, Compute)
         groups.setdefault(colours[span.action.op, span.action.stage], []).append(span)
     # An edge around boxes of a pixel or two would leave nothing of them.
-    edge = (
-        0.7 if palette.shortest_drawn_action(timeline) * layout.inches_per_second > 0.055 else 0.0
-    )
+    edge = 0.7 if style.shortest_drawn_action(timeline) * layout.inches_per_second > 0.055 else 0.0
     for colour, spans in sorted(groups.items()):
         rects = [(span.start, span.end, span.rank) for span in spans]
         _draw_boxes(axes, rects, colour, "white", edge)
-        _draw_microbatch_numbers(axes, layout, timeline, spans, palette.contrasting_ink(colour))
+        _draw_microbatch_numbers(axes, layout, timeline, spans, style.contrasting_ink(colour))
     _draw_overlaps(axes, timeline)
     if skips:
         _draw_skips(axes, layout, timeline)
@@ -266,7 +269,7 @@ def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None
     from matplotlib.path import Path as Outline
 
     skips = [
-        d for d in palette.find_sent_messages(timeline) if abs(d.message.dst - d.message.src) > 1
+        d for d in style.find_sent_messages(timeline) if abs(d.message.dst - d.message.src) > 1
     ]
     for forward, strength in ((False, 0.4), (True, 1.0)):
         arcs = [_skip_curve(layout, d) for d in skips if (d.message.src < d.message.dst) == forward]
@@ -309,7 +312,7 @@ def _draw_memory(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> Non
         1.01, 1 + 0.08 / layout.memory_height, "peak", transform=axes.transAxes, size=8, color=FAINT
     )
     for rank in axes.get_yticks():
-        peak = palette.format_number(timeline.peak[round(rank)])
+        peak = style.format_number(timeline.peak[round(rank)])
         axes.text(1.01, rank, peak, transform=beside, size=8, color=DARK, va="center_baseline")
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import ceil, floor, remainder
 from typing import NamedTuple
 
-from penstock.draw.palette import (
+from penstock.draw.style import (
     choose_time_unit,
     contrasting_ink,
     format_caption,
@@ -21,8 +21,8 @@ from penstock.draw.palette import (
     stage_colours,
 )
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.ir import Compute
-from penstock.timeline import Timeline
+from penstock.schedules.ir import Compute
+from penstock.schedules.timeline import Timeline
 
 MAX_BANDS = 6
 MIN_BAND_WIDTH = 24  # columns of a band

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ArgumentError, RunError
-from penstock.launch.launched import (
+from penstock.launch.store_rendezvous import JoinedRanks, join_rendezvous, open_store, wait_for_keys
+from penstock.launch.torchrun_env import (
     RankEnv,
     find_network_interface,
     get_gpu_uuid,
     read_rank_env,
     select_device,
 )
-from penstock.launch.meeting import JoinedRanks, join_rendezvous, open_store, wait_for_keys
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 EXIT_TIMEOUT = 10.0  # seconds that the rank with the store stays for the others

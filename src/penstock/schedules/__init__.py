@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.schedules.dualpipe import dualpipe_v
+from penstock.schedules.families.common import check_sizes, loop, vee
+from penstock.schedules.families.dualpipe import dualpipe_v
+from penstock.schedules.families.gpipe import clocked, forward_only, gpipe, looped_bfs, naive
+from penstock.schedules.families.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
+from penstock.schedules.families.v_shape import v_half, v_min, zb_v
+from penstock.schedules.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedules.fit import fit, lower_bound
-from penstock.schedules.gpipe import clocked, forward_only, gpipe, looped_bfs, naive
-from penstock.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
-from penstock.schedules.parts import check_sizes, loop, vee
 from penstock.schedules.registry import FAMILIES, Family, family_of, make
-from penstock.schedules.v_shape import v_half, v_min, zb_v
-from penstock.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 __all__ = [
     "FAMILIES",

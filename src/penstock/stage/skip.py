@@ -18,7 +18,7 @@ from uuid import uuid4
 from torch import nn
 
 from penstock.errors import PenstockTypeError, RunError
-from penstock.stage.compiled import disable_compile
+from penstock.stage.compile_support import disable_compile
 
 # ---- names --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.stage.rewind import SilentWrites
+from penstock.stage.recompute import SilentWrites
 
 OUTSIDE = -1  # the neighbour that feeds the batch in and takes the outputs
 

@@ -1,5 +1,5 @@
 """What is not to be cut."""
 
-from penstock.batch import NoChunk
+from penstock.microbatch import NoChunk
 
 __all__ = ["NoChunk"]

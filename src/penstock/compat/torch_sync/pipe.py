@@ -9,14 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils import _pytree as pytree
 
-from penstock.batch import NoChunk
 from penstock.compat.partitions import LegacyPipe
-from penstock.partition.sequential import (
-    PipeSequential,
-    WithDevice,
-    check_children,
-    find_layer_device,
-)
+from penstock.microbatch import NoChunk
+from penstock.model.sequential import PipeSequential, WithDevice, check_children, find_layer_device
 from penstock.stage.skip import verify_skippables
 
 __all__ = ["Pipe", "PipeSequential", "WithDevice"]

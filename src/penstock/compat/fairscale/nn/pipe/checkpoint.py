@@ -1,5 +1,5 @@
 """For layers that ask."""
 
-from penstock.stage.checkpointing import is_checkpointing, is_recomputing
+from penstock.stage.recompute import is_checkpointing, is_recomputing
 
 __all__ = ["is_checkpointing", "is_recomputing"]

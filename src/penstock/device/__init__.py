@@ -1,0 +1,1 @@
+"""Where ranks compute: the CPU, accelerators, virtual GPUs, and their clocks."""

@@ -1,0 +1,408 @@
+"""A cut model as a picture: its units in a chain, the cuts, and what goes across them.
+
+A bar is a unit, as high as it is costly. Above the bars, each value that crosses a cut goes from
+the unit that made it to the one that uses it; the shorter its way, the lower it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.draw import style
+from penstock.draw.style import (
+    DARK,
+    FAINT,
+    GRID,
+    IDLE,
+    MATPLOTLIB_STYLE,
+    SHADES,
+    check_suffix,
+    save_figure,
+)
+from penstock.errors import MissingExtra
+from penstock.model_summary import (
+    ModelSummary,
+    Transfer,
+    UnitSummary,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
+from penstock.schedules.ir import Op
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# -------------------------------------------------------------------------------------------------
+# What goes across the cuts of a model, as lines to be drawn, and the lane of each.
+# -------------------------------------------------------------------------------------------------
+
+MAX_ARCS = 14  # arcs, from which on those between two stages are one
+MAX_NAME_LENGTH = 34  # letters, from which on a name is shortened
+
+
+@dataclass(frozen=True)
+class Arc:
+    """A line above the units, from one to another. A tie is a parameter that both have."""
+
+    start: int
+    end: int
+    label: str
+    is_skip: bool
+    is_tie: bool = False
+
+
+def build_arcs(outline: ModelSummary) -> Iterator[Arc]:
+    """One for all values that go from a unit to another; of many, one for each two stages."""
+    groups: dict[tuple[int, ...], list[Transfer]] = {}
+    for flow in outline.transfers:
+        groups.setdefault((flow.src, flow.dst, flow.producer, flow.consumer), []).append(flow)
+    if len(groups) > MAX_ARCS:
+        groups = {}
+        for flow in outline.transfers:
+            groups.setdefault((flow.src, flow.dst), []).append(flow)
+    for flows in groups.values():
+        first = flows[0]
+        start = max(flow.producer for flow in flows)
+        end = min(flow.consumer for flow in flows)
+        yield Arc(start, end, _arc_label(flows, len(groups) > MAX_ARCS), first.is_skip)
+    yield from _build_tie_arcs(outline)
+
+
+def _build_tie_arcs(outline: ModelSummary) -> Iterator[Arc]:
+    ties: dict[tuple[int, int], list[str]] = {}
+    for one in outline.shared_parameters:
+        first, *others = (
+            _find_unit_with_parameter(outline, stage, one.names) for stage in one.stages
+        )
+        for home in others:
+            ties.setdefault((first, home), []).append(one.names[0])
+    for (first, home), names in ties.items():
+        what = shorten_name(names[0]) if len(names) == 1 else f"{len(names)} parameters"
+        yield Arc(first, home, f"shared: {what}", is_skip=False, is_tie=True)
+
+
+def _arc_label(flows: Sequence[Transfer], crowded: bool) -> str:
+    sizes = [flow.nbytes for flow in flows]
+    said = [] if None in sizes else [format_bytes(sum(size or 0 for size in sizes))]
+    what = shorten_name(flows[0].name) if len(flows) == 1 else f"{len(flows)} values"
+    if crowded and said and not flows[0].is_skip:
+        return said[0]
+    return ", ".join([what, *said])
+
+
+def _find_unit_with_parameter(outline: ModelSummary, stage: int, names: Sequence[str]) -> int:
+    """The unit of a stage that has a parameter; the stage's first, if it is a parent's own."""
+    mine = [at for at, piece in enumerate(outline.units) if piece.stage == stage]
+    for at in mine:
+        if any(name.startswith(f"{outline.units[at].name}.") for name in names):
+            return at
+    return mine[0]
+
+
+def shorten_name(name: str) -> str:
+    """A name; of a long one its end."""
+    return name if len(name) <= MAX_NAME_LENGTH else "…" + name[1 - MAX_NAME_LENGTH :]
+
+
+def assign_arc_levels(extents: Sequence[tuple[float, float]]) -> tuple[int, ...]:
+    """A lane for each, so that no two meet; the shortest run lowest."""
+    taken: list[list[tuple[float, float]]] = []
+    found = [0] * len(extents)
+    for at in sorted(range(len(extents)), key=lambda at: extents[at][1] - extents[at][0]):
+        low, high = extents[at]
+        free = len(taken)
+        while free and all(high <= a or b <= low for a, b in taken[free - 1]):
+            free -= 1
+        if free == len(taken):
+            taken.append([])
+        taken[free].append((low, high))
+        found[at] = free
+    return tuple(found)
+
+
+# -------------------------------------------------------------------------------------------------
+
+OPS = (Op.F, Op.I, Op.W)
+MAX_BAR_HEIGHT = 1.3  # inches that the highest is high
+LETTER_WIDTH = 0.58 / 72  # inches that a letter is wide, for each point of the font's size
+FONT_SIZE = 7.0  # of most letters, in points
+
+
+def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None = None) -> None:
+    """Draw it into an SVG or PNG file, by the suffix of `path`."""
+    path = Path(path)
+    kind = check_suffix(path)
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("matplotlib", "draw", "a picture") from None
+    arcs = list(build_arcs(outline))
+    sheet = _layout_model(outline, arcs)
+    with style.context(MATPLOTLIB_STYLE, after_reset=True):
+        figure = Figure(figsize=(sheet.width, sheet.height))
+        _draw_header(figure, sheet, outline, title)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_xlim(0, sheet.width)
+        axes.set_ylim(0, sheet.height)
+        axes.axis("off")
+        _draw_stages(axes, sheet, outline)
+        tops = _draw_bars(axes, sheet, outline)
+        _draw_names(axes, sheet, outline)
+        ports = _arc_endpoints(arcs, sheet)
+        for at, arc in enumerate(arcs):
+            _draw_arc(axes, sheet, arc, at, (ports[at, arc.start], ports[at, arc.end]), tops)
+        save_figure(figure, path, kind)
+
+
+# ---- the sheet ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ModelLayout:
+    """Where things go, in inches from the lower left."""
+
+    pitch: float  # from unit to unit
+    units: int
+    names_height: float  # the height of the longest name
+    arc_levels: tuple[int, ...]  # of each arc
+    level_height: float  # from lane to lane
+    left: float
+    right: float
+
+    @property
+    def width(self) -> float:
+        return max(self.left + self.pitch * self.units + self.right, 5.2)
+
+    @property
+    def bars_bottom(self) -> float:
+        return 0.2 + self.names_height
+
+    @property
+    def arcs_bottom(self) -> float:
+        """Where the arcs begin."""
+        return self.bars_bottom + MAX_BAR_HEIGHT + 0.22
+
+    @property
+    def arcs_top(self) -> float:
+        return self.arcs_bottom + self.level_height * (max(self.arc_levels, default=0) + 1) + 0.02
+
+    @property
+    def height(self) -> float:
+        return self.arcs_top + 1.25
+
+    def unit_center(self, unit: int) -> float:
+        return self.left + self.pitch * (unit + 0.5)
+
+
+def _layout_model(outline: ModelSummary, arcs: Sequence[Arc]) -> _ModelLayout:
+    units = max(len(outline.units), 1)
+    pitch = min(0.62, max(13.2 / units, 0.05))
+    longest = max((len(shorten_name(piece.name)) for piece in outline.units), default=0)
+    names = longest * LETTER_WIDTH * FONT_SIZE + 0.1 if _has_room_for_names(pitch) else 0.1
+    bare = _ModelLayout(pitch, units, names, (), 0.0, 0.3, 0.3)
+    reach = [_arc_extent(bare, arc) for arc in arcs]
+    left = 0.3 - min((low for low, _ in reach), default=0.3) + 0.1
+    ends = 0.3 + pitch * units
+    right = max((high for _, high in reach), default=ends) - ends + 0.1
+    lanes = assign_arc_levels(reach)
+    step = min(0.25, 4.5 / (max(lanes, default=0) + 1))
+    return _ModelLayout(pitch, units, names, lanes, step, max(0.3, left), max(0.3, right))
+
+
+def _has_room_for_names(pitch: float) -> bool:
+    """Is there room for a name under each unit?"""
+    return pitch >= 0.11
+
+
+def _arc_extent(layout: _ModelLayout, arc: Arc) -> tuple[float, float]:
+    """From where to where an arc runs, its label included."""
+    start, end = layout.unit_center(arc.start), layout.unit_center(arc.end)
+    half = len(arc.label) * LETTER_WIDTH * FONT_SIZE / 2 + 0.06
+    return min(start, (start + end) / 2 - half), max(end, (start + end) / 2 + half)
+
+
+# ---- what goes across ---------------------------------------------------------------------
+
+
+def _arc_endpoints(arcs: Sequence[Arc], layout: _ModelLayout) -> dict[tuple[int, int], float]:
+    """Where each arc touches its two units: so that those of one unit do not cross.
+
+    What comes is on the left, the highest rightmost; what goes is on the right, the highest first.
+    """
+    touching: dict[int, list[tuple[int, int]]] = {}
+    for at, arc in enumerate(arcs):
+        touching.setdefault(arc.end, []).append((layout.arc_levels[at], at))
+        touching.setdefault(arc.start, []).append((2 * len(arcs) - layout.arc_levels[at], at))
+    found = {}
+    for unit, those in touching.items():
+        room = 0.64 * layout.pitch
+        gap = min(room / max(len(those) - 1, 1), 0.1)
+        for turn, (_, at) in enumerate(sorted(those)):
+            found[at, unit] = layout.unit_center(unit) + gap * (turn - (len(those) - 1) / 2)
+    return found
+
+
+def _draw_arc(
+    axes: Axes,
+    layout: _ModelLayout,
+    arc: Arc,
+    index: int,
+    ends: tuple[float, float],
+    tops: Sequence[float],
+) -> None:
+    """Up, across and down again, with round corners."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outlined
+
+    start, end = ends
+    across = layout.arcs_bottom + layout.level_height * layout.arc_levels[index]
+    low, high = tops[arc.start] + 0.04, tops[arc.end] + 0.06
+    bend = min(0.09, (end - start) / 2, across - low, across - high)
+    corners = [
+        (start, low), (start, across - bend), (start, across), (start + bend, across),
+        (end - bend, across), (end, across), (end, across - bend), (end, high),
+    ]  # fmt: skip
+    line, curve = Outlined.LINETO, Outlined.CURVE3
+    codes = [Outlined.MOVETO, line, curve, curve, line, curve, curve, line]
+    colour = SHADES[Op.R][0] if arc.is_tie else DARK if arc.is_skip else FAINT
+    look: dict[str, Any] = {"facecolor": "none", "edgecolor": colour}
+    look["linewidth"] = 1.3 if arc.is_skip else 1.0
+    look["linestyle"] = (0, (1, 1.5)) if arc.is_tie else "-"
+    axes.add_artist(PathPatch(Outlined(corners, codes), **look))
+    if not arc.is_tie:
+        axes.plot([end], [high], "v", color=colour, ms=4, mew=0)
+    axes.text(
+        (start + end) / 2,
+        across + 0.035,
+        arc.label,
+        size=min(FONT_SIZE, 72 * layout.level_height * 0.62),
+        color=colour if arc.is_tie else DARK,
+        ha="center",
+        va="bottom",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
+    )
+
+
+# ---- units and stages ---------------------------------------------------------------------
+
+
+def _draw_bars(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> list[float]:
+    """The units; gives where each ends above."""
+    most = max((sum(_unit_costs(outline, piece)) for piece in outline.units), default=0.0) or 1.0
+    inner = layout.pitch * (0.84 if layout.pitch > 0.2 else 0.9)
+    tops = []
+    for at, piece in enumerate(outline.units):
+        top = layout.bars_bottom
+        loads = _unit_costs(outline, piece)
+        least = max(0.05 - MAX_BAR_HEIGHT * sum(loads) / most, 0.0)  # so that each is seen
+        for op, load in zip(OPS, loads, strict=False):
+            height = MAX_BAR_HEIGHT * load / most + least
+            least = 0.0
+            axes.bar(
+                [layout.unit_center(at)],
+                [height],
+                inner,
+                bottom=top,
+                color=SHADES[op][piece.stage % 2],
+                edgecolor="white",
+                linewidth=0.5 if layout.pitch > 0.1 else 0.0,
+            )
+            top += height
+        tops.append(top)
+    return tops
+
+
+def _unit_costs(outline: ModelSummary, piece: UnitSummary) -> tuple[float, ...]:
+    if outline.is_measured and piece.seconds is not None:
+        return piece.seconds
+    return (float(piece.parameter_bytes),)
+
+
+def _draw_names(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None:
+    ends = layout.left, layout.left + layout.pitch * layout.units
+    axes.plot(ends, [layout.bars_bottom] * 2, color=GRID, linewidth=1.0, solid_capstyle="round")
+    if not _has_room_for_names(layout.pitch):
+        return
+    look = {"size": min(FONT_SIZE, 48 * layout.pitch), "rotation": 90, "ha": "center", "va": "top"}
+    for at, piece in enumerate(outline.units):
+        axes.text(
+            layout.unit_center(at),
+            layout.bars_bottom - 0.07,
+            shorten_name(piece.name),
+            look,
+            color=DARK,
+        )
+
+
+def _draw_stages(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None:
+    """A band for each, with its name on top, and a line at each cut."""
+    at = 0
+    for stage, count in enumerate(outline.counts):
+        left, width = layout.left + layout.pitch * at, layout.pitch * count
+        at += count
+        top = layout.arcs_top + 0.52
+        if stage % 2 == 0:
+            axes.bar([left], [top - 0.1], width, bottom=0.1, color=IDLE, align="edge", zorder=0)
+        if stage:
+            axes.plot(
+                [left] * 2, [0.1, layout.arcs_bottom], "--", color=FAINT, linewidth=0.9, zorder=1
+            )
+            axes.plot(
+                [left] * 2, [layout.arcs_bottom, top], "--", color=GRID, linewidth=0.9, zorder=1
+            )
+        lines = _stage_label_lines(outline, stage)
+        fitting = [line for line in lines if len(line) * LETTER_WIDTH * 8 <= width]
+        if not fitting:
+            fitting = [str(stage)]
+        for row, line in enumerate(fitting):
+            axes.text(
+                left + width / 2,
+                top - 0.06 - 0.145 * row,
+                line,
+                size=8,
+                weight="normal" if row else "bold",
+                color=FAINT if row else DARK,
+                ha="center",
+                va="top",
+            )
+
+
+def _stage_label_lines(outline: ModelSummary, stage: int) -> list[str]:
+    lines = [f"stage {stage}", format_count(outline.stage_parameter_counts[stage])]
+    if outline.is_measured:
+        lines.append(format_seconds(outline.stage_load(stage)))
+    return lines
+
+
+def _draw_header(
+    figure: Figure, layout: _ModelLayout, outline: ModelSummary, title: str | None
+) -> None:
+    from matplotlib.patches import Patch
+
+    left, top = 0.3 / layout.width, layout.height
+    head = title or f"{outline.model_name} in {outline.num_stages} stages"
+    figure.text(left, 1 - 0.32 / top, head, size=12, weight="bold", color=DARK)
+    what = "as high as its F, I and W take" if outline.is_measured else "as high as its parameters"
+    said = f"{format_count(outline.total_parameters)} parameters; a bar is a unit, {what}"
+    figure.text(left, 1 - 0.53 / top, said, size=8.5, color=FAINT)
+    if outline.is_measured:
+        figure.legend(
+            handles=[Patch(color=SHADES[op][0], label=style.OP_NAMES[op]) for op in OPS],
+            loc="upper right",
+            bbox_to_anchor=(1 - 0.2 / layout.width, 1 - 0.14 / top),
+            ncols=3,
+            fontsize=7.5,
+            labelcolor=DARK,
+            frameon=False,
+            handlelength=1.1,
+            handleheight=0.8,
+            columnspacing=1.2,
+        )

@@ -1,0 +1,1 @@
+"""Failure detection among the ranks of a pipe: heartbeats, watchdog, report, abort."""

@@ -1,0 +1,1 @@
+"""The named families of schedules, each a function of sizes."""

@@ -1,0 +1,112 @@
+"""What the families of schedules share: placements, checks of sizes, and the common phases."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import ArgumentError
+from penstock.schedules.ir import Compute, Op, Schedule
+
+Placement = tuple[int, ...]
+Cell = tuple[int, int]  # a stage and a micro-batch
+
+
+def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
+    """Sizes that every family asks for."""
+    sizes = {"ranks": ranks, "chunks": chunks, "stages_per_rank": stages_per_rank}
+    wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
+    if wrong:
+        raise ArgumentError(f"{', '.join(wrong)}: each of these must be at least 1")
+
+
+def loop(ranks: int, stages_per_rank: int) -> Placement:
+    """Stages go round the ranks: 0 1 2 0 1 2."""
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def vee(ranks: int) -> Placement:
+    """Two stages a rank, down and up again: 0 1 2 2 1 0."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def schedule_from_lanes(
+    placement: Placement, chunks: int, lanes: Iterable[Iterable[Compute]]
+) -> Schedule:
+    """A schedule of the first `chunks` micro-batches of these lanes.
+
+    Micro-batches do not depend on each other, so a sound schedule stays sound when some are left
+    out. Families that think in whole rounds are made for the next whole round, then cut here.
+    """
+    kept = (tuple(action for action in lane if action.microbatch < chunks) for lane in lanes)
+    return Schedule(placement, chunks, tuple(kept))
+
+
+def alternate_forward_backward(
+    forwards: Sequence[Cell], backwards: Sequence[Cell], ahead: int, backward: Op
+) -> list[Compute]:
+    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    lane = [Compute(Op.F, *cell) for cell in forwards[:ahead]]
+    for turn, cell in enumerate(backwards):
+        if ahead + turn < len(forwards):
+            lane.append(Compute(Op.F, *forwards[ahead + turn]))
+        lane.append(Compute(backward, *cell))
+    return lane
+
+
+def one_f_one_b_lanes(
+    ranks: int, chunks: int, stages_per_rank: int, hops: int, backward: Op
+) -> tuple[tuple[Compute, ...], ...]:
+    """Lanes of a loop, whose forwards run ahead of the backwards by (v - 1) p + hops (p - r - 1).
+
+    The later a rank comes, the sooner a micro-batch comes back to it. With `hops` 1 it has just
+    come back when its backward's turn is there; with 2, messages have a turn of their own.
+    """
+    lanes = []
+    for rank in range(ranks):
+        forwards, backwards = cell_order(rank, ranks, chunks, stages_per_rank)
+        ahead = (stages_per_rank - 1) * ranks + hops * (ranks - rank - 1)
+        lanes.append(alternate_forward_backward(forwards, backwards, ahead, backward))
+    return schedule_from_lanes(loop(ranks, stages_per_rank), chunks, lanes).lanes
+
+
+def cell_order(
+    rank: int, ranks: int, chunks: int, stages_per_rank: int
+) -> tuple[list[Cell], list[Cell]]:
+    """In which order a rank of a loop sees its cells, forward and backward, in whole rounds.
+
+    A round is `ranks` micro-batches (with one stage a rank there is nothing to take turns). It
+    goes through all stages of the rank, first to last; backward, last to first.
+    """
+    size = ranks if stages_per_rank > 1 else 1
+    owned = range(rank, ranks * stages_per_rank, ranks)
+    starts = range(0, chunks, size)
+    forwards = [(s, i) for start in starts for s in owned for i in range(start, start + size)]
+    backwards = [
+        (s, i) for start in starts for s in reversed(owned) for i in range(start, start + size)
+    ]
+    return forwards, backwards
+
+
+def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
+    """A lane of a V, letter by letter: f i b w for the rank's first stage, F I B W for its second.
+
+    Each letter takes the next micro-batch of its kind; a w or W takes the oldest W that is owed.
+
+    >>> " ".join(map(str, lane_from_letters("fFBb fFIi ww", rank=0, ranks=1)))
+    '0F0 1F0 1B0 0B0 0F1 1F1 1I1 0I1 1W1 0W1'
+    """
+    lane: list[Compute] = []
+    owed: deque[Compute] = deque()
+    done: Counter[tuple[int, bool]] = Counter()
+    for letter in letters.replace(" ", ""):
+        op = Op(letter.upper())
+        if op is Op.W:
+            lane.append(owed.popleft())
+            continue
+        stage = 2 * ranks - 1 - rank if letter.isupper() else rank
+        action = Compute(op, stage, done[stage, op is Op.F])
+        done[stage, op is Op.F] += 1
+        lane.append(action)
+        owed += [action._replace(op=Op.W)] if op is Op.I else []
+    return lane

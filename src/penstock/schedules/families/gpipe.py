@@ -1,0 +1,81 @@
+"""All forwards, then all backwards: what can run behind `loss.backward()`, and the plain cases.
+
+2 ranks, 2 micro-batches, one column an action; naive and gpipe:
+
+0F0         0B0 0F1         0B1        0F0 0F1         0B1 0B0
+    1F0 1B0         1F1 1B1                1F0 1F1 1B1 1B0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.schedules.families.common import check_sizes, loop, schedule_from_lanes
+from penstock.schedules.ir import Compute, Op, Schedule
+
+
+def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
+    """One micro-batch at a time: one rank works, the others wait."""
+    check_sizes(ranks, chunks, stages_per_rank)
+    placement = loop(ranks, stages_per_rank)
+    lanes: list[list[Compute]] = [[] for _ in range(ranks)]
+    for microbatch in range(chunks):
+        for stage, rank in enumerate(placement):
+            lanes[rank].append(Compute(Op.F, stage, microbatch))
+        for stage, rank in reversed(list(enumerate(placement))):
+            lanes[rank].append(Compute(Op.B, stage, microbatch))
+    return schedule_from_lanes(placement, chunks, lanes)
+
+
+def gpipe(ranks: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards, last micro-batch first."""
+    return looped_bfs(ranks, chunks, 1)
+
+
+def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
+    """GPipe with several stages a rank: every micro-batch through one stage, then the next."""
+    forward = forward_only(ranks, chunks, stages_per_rank)
+    lanes = []
+    for lane in forward.lanes:
+        backward = [Compute(Op.B, stage, microbatch) for _, stage, microbatch in reversed(lane)]
+        lanes.append([*lane, *backward])
+    return schedule_from_lanes(forward.placement, chunks, lanes)
+
+
+def clocked(placement: Sequence[int], chunks: int) -> Schedule:
+    """GPipe over any placement: at tick t stage s computes micro-batch t - s; back the same way.
+
+    >>> for lane in clocked((0, 1, 0), chunks=2).lanes:
+    ...     print(*lane)
+    0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+    1F0 1F1 1B1 1B0
+    """
+    ranks, stages = len(set(placement)), len(placement)
+    check_sizes(ranks, chunks)
+    cells = [
+        (stage, tick - stage)
+        for tick in range(stages + chunks - 1)
+        for stage in range(stages)
+        if 0 <= tick - stage < chunks
+    ]
+    lanes: list[list[Compute]] = [[] for _ in range(ranks)]
+    for stage, microbatch in cells:
+        lanes[placement[stage]].append(Compute(Op.F, stage, microbatch))
+    for stage, microbatch in reversed(cells):
+        lanes[placement[stage]].append(Compute(Op.B, stage, microbatch))
+    return schedule_from_lanes(tuple(placement), chunks, lanes)
+
+
+def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
+    """No backwards: inference."""
+    check_sizes(ranks, chunks, stages_per_rank)
+    placement = loop(ranks, stages_per_rank)
+    lanes = [
+        [
+            Compute(Op.F, stage, i)
+            for stage in range(rank, len(placement), ranks)
+            for i in range(chunks)
+        ]
+        for rank in range(ranks)
+    ]
+    return schedule_from_lanes(placement, chunks, lanes)

@@ -1,0 +1,115 @@
+"""Two stages a rank, down and up again: the first rank also holds the last stage.
+
+Activations that live long and ones that live short then share a rank. So every rank needs the
+same memory, and the pattern of one micro-batch, repeated, decides how much.
+
+zb-v, 2 ranks, 4 micro-batches (the first half of it):
+
+0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 ...
+    1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 ...
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from penstock.schedules.families.common import (
+    check_sizes,
+    lane_from_letters,
+    schedule_from_lanes,
+    vee,
+)
+from penstock.schedules.ir import Compute, Op, Schedule
+from penstock.schedules.list_scheduler import insert_weight_grads, never, when_full
+
+
+def zb_v(ranks: int, chunks: int) -> Schedule:
+    """No bubble but the skew between ranks, with 1F1B's memory.
+
+    f i are a rank's first stage, F I its second. The first rank alone starts 2 p - 1 micro-batches
+    before one comes back, so there must be as many; what is too much is cut.
+    """
+    check_sizes(ranks, chunks)
+    whole = max(chunks, 2 * ranks - 1)
+    orders = []
+    for rank in range(ranks):
+        below = ranks - rank  # this rank and those after it
+        down = "f" * (2 * below - 1)  # until the first F comes up again
+        turn = "Ff" * rank + "FI" * below  # until the first i comes
+        steady = "fiFI" * (whole - ranks - below + 1)  # while there are new ones
+        drain = "iFI" * (below - 1) + "iI" * rank + "i" * below
+        orders.append(lane_from_letters(down + turn + steady + drain, rank, ranks))
+    lanes = schedule_from_lanes(vee(ranks), chunks, orders).lanes
+    return insert_weight_grads(vee(ranks), chunks, lanes, when_full, memory=ranks)
+
+
+def v_half(ranks: int, chunks: int) -> Schedule:
+    """Half of 1F1B's memory and less than half of its bubble, from as many chunks as ranks on."""
+    return _repeat(ranks, chunks, hops=(1, 2, 1, 2), memory=(ranks + 2) // 2)
+
+
+def v_min(ranks: int, chunks: int) -> Schedule:
+    """A third of 1F1B's memory, two thirds of its bubble."""
+    return _repeat(ranks, chunks, hops=(1, 1, 1, 1), memory=(ranks + 4) // 3)
+
+
+# ---- one micro-batch's path, repeated -----------------------------------------------------
+#
+# One micro-batch runs f down the ranks, F up, I down, i up; it takes `hops` units of time from
+# rank to rank on each of the four legs and `turns` at each of the three ends. A rank's work on
+# it is six units (f F I i and two Ws), so the next micro-batch follows six units later, and no
+# two of a rank's f F I i may be equal modulo six. The sooner it is back, the less stays alive.
+
+_PERIOD = 6
+_Times = tuple[int, int, int, int]  # of f, F, I and i on one rank
+
+
+def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
+    check_sizes(ranks, chunks)
+    orders = []
+    for rank, (f, F, I, i) in enumerate(_find_path(ranks, hops)):
+        last = 2 * ranks - 1 - rank
+        starts = {(Op.F, rank): f, (Op.F, last): F, (Op.I, last): I, (Op.I, rank): i}
+        turns = [
+            (_PERIOD * k + start, Compute(op, stage, k))
+            for (op, stage), start in starts.items()
+            for k in range(chunks)
+        ]
+        orders.append([action for _, action in sorted(turns)])
+    return insert_weight_grads(vee(ranks), chunks, orders, never, memory)
+
+
+def _find_path(ranks: int, hops: _Times) -> list[_Times]:
+    """Of the paths without clashes that keep least alive, the one that turns quickest at rank 0."""
+    down, up, down_again, up_again = hops
+    best: tuple[tuple[int, int, int], list[_Times]] | None = None
+    for low, top, low_again in product(range(1, _PERIOD + 1), repeat=3):
+        F = (ranks - 1) * down + low
+        I = F + (ranks - 1) * up + top
+        i = I + (ranks - 1) * down_again + low_again
+        path = []
+        for r in range(ranks):
+            left = ranks - 1 - r
+            path.append((r * down, F + left * up, I + r * down_again, i + left * up_again))
+        if any(len({time % _PERIOD for time in times}) < 4 for times in path):
+            continue
+        score = max(map(_peak_live, path)), top, low + top + low_again
+        if best is None or score < best[0]:
+            best = score, path
+    assert best is not None, "some turns are free of clashes for every number of ranks"
+    return best[1]
+
+
+def _peak_live(times: _Times) -> int:
+    """The most activations that a rank keeps alive, once the pattern repeats."""
+    f, F, I, i = times
+    holes = set(range(_PERIOD)) - {time % _PERIOD for time in times}
+    lives = []
+    for born, backward in ((F, I), (f, i)):
+        weight = next(t for t in range(backward + 1, backward + 13) if t % _PERIOD in holes)
+        holes.discard(weight % _PERIOD)
+        lives.append((born, weight + 1))
+    return max(
+        sum((now - born) // _PERIOD - (now - dead) // _PERIOD for born, dead in lives)
+        for now in range(_PERIOD)
+    )

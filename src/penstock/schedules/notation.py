@@ -1,0 +1,152 @@
+"""The text form of schedules and programs, one line a rank.
+
+# comments and empty lines are skipped
+placement: 0 1        each stage's rank      (left out: where its actions stand)
+chunks: 2                                    (left out: as many as are in use)
+overlaps: 0F1+0B0     pairs, if there are any
+edges: 0>1            makes it a program
+0F0 0F1 0B0 0B1       then one line a rank; "-" for a rank that does nothing
+1F0 1B0 1F1 1B1
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+
+from penstock.errors import ArgumentError, FormatError
+from penstock.schedules.ir import (
+    Action,
+    Compute,
+    Message,
+    Op,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    StageGraph,
+    schedule_of,
+)
+
+
+def dumps(work: Schedule | Program) -> str:
+    """The text form; `loads` gives the same value back."""
+    schedule = schedule_of(work)
+    lines = ["placement: " + " ".join(map(str, schedule.placement)), f"chunks: {schedule.chunks}"]
+    if schedule.overlaps:
+        pairs = sorted(schedule.overlaps)
+        lines.append("overlaps: " + " ".join(f"{first}+{second}" for first, second in pairs))
+    if isinstance(work, Program):
+        lines.append("edges: " + " ".join(f"{src}>{dst}" for src, dst in work.graph.edges))
+    lines += [" ".join(map(str, lane)) or "-" for lane in work.lanes]
+    return "\n".join(lines) + "\n"
+
+
+def loads(text: str) -> Schedule | Program:
+    """Read the text form, also one written by hand; a `FormatError` lists every bad word.
+
+    >>> loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").placement
+    (0, 1)
+    """
+    problems: list[str] = []
+    head: dict[str, str] = {}
+    lanes: list[tuple[Action, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.partition("#")[0].strip()
+        name, colon, value = line.partition(":")
+        if name in _HEADERS and colon:
+            pattern, example = _HEADERS[name]
+            if name in head:
+                problems.append(f"line {number}: '{name}:' stands above already; keep one of them")
+            head[name] = value
+            if not re.fullmatch(rf"(\s*{pattern})*\s*", value):
+                problems.append(f"line {number}: '{line}' does not read; write '{name}: {example}'")
+        elif line:
+            words = [] if line == "-" else line.split()
+            typos = [
+                f"line {number}: '{word}' is no action" for word in words if not _match_action(word)
+            ]
+            problems += typos
+            lanes.append(tuple(_parse_action(word) for word in words if _match_action(word)))
+    if any(problem.endswith("is no action") for problem in problems):
+        problems.append(_ACTION_HELP)
+    if not lanes:
+        problems.append("it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'")
+    if problems:
+        raise FormatError("this is not a schedule:", problems)
+    try:
+        return _build(head, tuple(lanes))
+    except ArgumentError as error:
+        raise FormatError("this is not a schedule:", [str(error)]) from None
+
+
+_NUMBER = r"\d{1,9}"
+_COMPUTE = rf"{_NUMBER}[FBIWR]{_NUMBER}"
+_EDGE = rf"{_NUMBER}>{_NUMBER}"
+_match_action = re.compile(rf"{_COMPUTE}|[!?]{_EDGE}:{_NUMBER}").fullmatch
+_HEADERS = {
+    "placement": (rf"{_NUMBER}\b", "0 1 1 0"),
+    "chunks": (rf"{_NUMBER}\b", "8"),
+    "overlaps": (rf"{_COMPUTE}\+{_COMPUTE}\b", "0F1+3B0"),
+    "edges": (rf"{_EDGE}\b", "0>1 1>2"),
+}
+
+
+def _parse_numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+_ACTION_HELP = (
+    "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), "
+    "!0>1:3 (send from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
+)
+
+
+def _parse_action(word: str) -> Action:
+    if word[0] in "!?":
+        message = Message(*_parse_numbers(word))
+        return Send(message) if word[0] == "!" else Recv(message)
+    return _parse_compute(word)
+
+
+def _parse_compute(word: str) -> Compute:
+    stage, op, microbatch = re.split(r"([FBIWR])", word)
+    return Compute(Op(op), int(stage), int(microbatch))
+
+
+def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Schedule | Program:
+    computes = tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes)
+    placement = (
+        _parse_numbers(headers["placement"])
+        if "placement" in headers
+        else _infer_placement(computes)
+    )
+    used = 1 + max((a.microbatch for lane in computes for a in lane), default=0)
+    chunks = _parse_numbers(headers.get("chunks", str(used)))
+    if len(chunks) != 1:
+        raise ArgumentError(f"chunks is one number, not {len(chunks)}: write 'chunks: {used}'")
+    pairs = [word.split("+") for word in headers.get("overlaps", "").split()]
+    overlaps = frozenset((_parse_compute(first), _parse_compute(second)) for first, second in pairs)
+    schedule = Schedule(placement, chunks[0], computes, overlaps)
+    if "edges" in headers:
+        ends = _parse_numbers(headers["edges"])
+        graph = StageGraph(tuple(zip(ends[::2], ends[1::2], strict=True)))
+        return Program(schedule, graph, lanes)
+    if computes != lanes:
+        raise ArgumentError("it sends or receives: a program needs a line such as 'edges: 0>1 1>2'")
+    return schedule
+
+
+def _infer_placement(lanes: tuple[tuple[Compute, ...], ...]) -> tuple[int, ...]:
+    """Each stage's rank: the first that runs it. (Verifying tells if there are two.)"""
+    owners: dict[int, int] = {}
+    for rank, lane in enumerate(lanes):
+        for action in lane:
+            owners.setdefault(action.stage, rank)
+    if len(owners) <= max(owners, default=-1):
+        gaps = islice((stage for stage in range(max(owners)) if stage not in owners), 3)
+        raise ArgumentError(
+            f"no rank runs stage {', '.join(map(str, gaps))}, so its rank is unknown: "
+            "add its actions, or a line 'placement: ...'"
+        )
+    return tuple(owners[stage] for stage in range(len(owners)))

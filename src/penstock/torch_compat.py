@@ -1,0 +1,687 @@
+"""Every private PyTorch API that Penstock uses, one function each.
+
+PyTorch may change any of these in any release. Each entry says why the public API is not enough
+and what happens where the private one is missing. No other module of Penstock names a private
+PyTorch API, so a new PyTorch release is a matter of this file.
+
+Tested with PyTorch 2.11 and 2.13.
+
+Attributes that every `nn.Module` and `Tensor` has had since PyTorch 1 and that PyTorch's own
+documentation shows (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, `_backward_hooks`) are
+used where they are needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributions
+from torch import Tensor, nn
+from torch._functorch import apis as _functorch_apis
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+# `torch.utils._pytree` is private in name only: PyTorch tells users to register their classes with
+# it, and its public counterpart does not exist in all supported releases.
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as _torch_checkpoint
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
+
+__all__ = [
+    "BatchNormBase",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "NormBase",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "pytree",
+]
+
+FunctionMode = TypeVar("FunctionMode", bound=TorchFunctionMode)
+
+TORCH_VERSION: str = torch.__version__
+TORCH_DIRECTORY = str(Path(torch.__file__).parent)
+DISTRIBUTIONS_DIRECTORY = str(Path(torch.distributions.__file__).parent)
+
+# For error messages that tell the user how to register a container class.
+REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+def is_dynamo_loaded() -> bool:
+    """Return whether the compiler has been imported.
+
+    Importing it takes seconds. Where nobody has imported it, nothing is compiled, and none of the
+    precautions for compiled code is needed.
+    """
+    return "torch._dynamo" in sys.modules
+
+
+def force_eager() -> AbstractContextManager[object]:
+    """Run compiled modules as they were written, for the duration of the context."""
+    if not is_dynamo_loaded():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def is_compiled_by_dynamo(module: nn.Module) -> bool:
+    """Return whether `torch.compile` compiled the module: in place, wrapped, or its forward alone.
+
+    There is no public way to ask. Where an attribute is missing, the module counts as not compiled.
+    """
+    return (
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def unwrap_compiled(module: Any) -> Any:
+    """Return the module that `torch.compile(module)` wraps, or the argument itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether the module is the wrapper that `torch.compile(module)` returns."""
+    return "_orig_mod" in module._modules
+
+
+# `torch.compile` puts this into the names of parameters; PyTorch's checkpoints leave it out.
+COMPILED_NAME_PREFIX = "_orig_mod."
+
+
+def skip_compilation(functions: Iterable[FunctionType]) -> None:
+    """Tell the compiler to run these functions, and those defined inside them, as written.
+
+    `torch.compiler.disable` wraps a function and adds a Python call to it; this marks the code. If
+    the private function is missing, the compiler tries to compile the functions, which costs time
+    once and changes no result.
+    """
+    skip_code: Any = getattr(torch._dynamo.eval_frame, "skip_code", None)
+    if skip_code is None:
+        return
+    for function in functions:
+        nested = (const for const in function.__code__.co_consts if isinstance(const, CodeType))
+        for code in (function.__code__, *nested):
+            skip_code(code)
+
+
+def mark_as_not_compilable(function: Any) -> None:
+    """Keep the compiler from tracing into a function that is not wrapped by it yet."""
+    function._torchdynamo_disable = True
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+# The engine itself. `torch.autograd.backward` checks and converts its arguments again for each cell,
+# which costs more than a small stage's backward.
+run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+def is_python_node(grad_fn: Any) -> bool:
+    """Return whether an autograd node was written in Python, as a `torch.autograd.Function`."""
+    return isinstance(grad_fn, torch._C._FunctionBase)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that is running was called with `retain_graph=True`.
+
+    A `torch.autograd.Function` is not told otherwise.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread is running a node of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def get_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost hooks on saved tensors of this thread.
+
+    `torch.autograd.graph.saved_tensors_hooks` can set them, and nothing public can read them.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found: tuple[Any, Any] | None = hooks
+    return found
+
+
+def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
+    """Return whether hooks on saved tensors are those of `torch.utils.checkpoint`."""
+    return hooks is not None and sys.modules.get(hooks[0].__module__) is _torch_checkpoint
+
+
+def is_torch_checkpoint_frame(frame: Any) -> bool:
+    """Return whether a stack frame runs code of `torch.utils.checkpoint`."""
+    return frame.f_globals is _torch_checkpoint.__dict__
+
+
+def is_autograd_multithreaded() -> bool:
+    """Return whether backwards of this thread may use autograd's own threads.
+
+    `torch.autograd.set_multithreading_enabled` sets it, and nothing public can read it.
+    """
+    return torch._C._is_multithreading_enabled()
+
+
+def is_any_autocast_enabled() -> bool:
+    """Return whether autocast is on for any type of device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def is_functorch_active() -> bool:
+    """Return whether a transform of `torch.func` (`vmap`, `grad`, ...) is running in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def get_saved_setting(grad_fn: Any, name: str) -> Any:
+    """Return what an autograd node saved under a name, such as the stride of a convolution."""
+    return getattr(grad_fn, f"_saved_{name}")
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+def get_schema_arguments(operator: Any) -> Sequence[Any]:
+    """Return the arguments of an ATen operator, with their names and default values."""
+    arguments: Sequence[Any] = operator._schema.arguments
+    return arguments
+
+
+PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
+PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
+TO_COPY_OPERATOR: Any = torch.ops.aten._to_copy.default
+
+
+def foreach_zero_(tensors: Sequence[Tensor]) -> None:
+    """Zero all tensors in a few kernels. `torch.optim` is built on the same functions."""
+    torch._foreach_zero_(list(tensors))
+
+
+def foreach_copy_(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False
+) -> None:
+    """Copy each source into its target in a few kernels."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def get_legacy_reduction(size_average: Any, reduce: Any) -> str:
+    """Return the `reduction` that the deprecated `size_average` and `reduce` of a loss mean."""
+    from torch.nn import _reduction
+
+    return _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+
+
+def parse_to_device(*args: Any, **kwargs: Any) -> torch.device | None:
+    """Return the device that `module.to(*args, **kwargs)` would move a module to."""
+    device: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def get_storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and storages share this memory.
+
+    It tells whether somebody keeps a view of a buffer that is about to be overwritten.
+    """
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def get_storage_address(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage for as long as it lives."""
+    return int(storage._cdata)
+
+
+def get_generator_address(generator: torch.Generator) -> int:
+    """Return a number that identifies a random generator; its Python objects come and go."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+# ---- tensor subclasses ---------------------------------------------------------------------------
+
+# As the `__torch_function__` of a subclass: functions see it as a plain tensor.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Keep function modes and subclasses from seeing what is called in the context."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
+    return context
+
+
+def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any:
+    """Return a tensor of a subclass that has this metadata and no memory."""
+    return Tensor._make_wrapper_subclass(cls, size, **options)  # type: ignore[attr-defined]
+
+
+def mark_as_parameter(tensor: Tensor, is_parameter: bool = True) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` say so for a tensor of another class."""
+    tensor._is_param = is_parameter  # type: ignore[attr-defined]
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+
+def get_function_modes() -> list[TorchFunctionMode]:
+    """Return the function modes of this thread, the innermost last.
+
+    Only the innermost one is called by PyTorch, and it can ask for the others in no public way.
+    """
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(index) for index in range(count)]
+
+
+def find_function_mode(kind: type[FunctionMode]) -> FunctionMode | None:
+    """Return the innermost function mode of a class, or None."""
+    for index in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(index)
+        if isinstance(mode, kind):
+            return mode
+    return None
+
+
+@contextmanager
+def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Take one function mode out of the stack for the duration of the context.
+
+    Modes that were entered later stay, in their order.
+    """
+    stack = get_function_modes()
+    above = stack[stack.index(mode) :]
+    for _ in above:
+        torch._C._pop_torch_function_stack()
+    for other in above[1:]:
+        torch._C._push_on_torch_function_stack(other)
+    try:
+        yield
+    finally:
+        for _ in above[1:]:
+            torch._C._pop_torch_function_stack()
+        for other in above:
+            torch._C._push_on_torch_function_stack(other)
+
+
+def get_dispatch_modes() -> Sequence[TorchDispatchMode]:
+    """Return the dispatch modes of this thread, the innermost last."""
+    modes: Sequence[TorchDispatchMode] = _get_current_dispatch_mode_stack()
+    return modes
+
+
+def get_innermost_dispatch_mode() -> TorchDispatchMode | None:
+    """Return the innermost dispatch mode of this thread, or None."""
+    mode: TorchDispatchMode | None = _get_current_dispatch_mode()
+    return mode
+
+
+def push_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Enter a dispatch mode in this thread alone.
+
+    `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share, so that two
+    stages that enter and leave at once leave them wrong.
+    """
+    _push_mode(mode)
+
+
+def pop_dispatch_mode() -> None:
+    """Leave the innermost dispatch mode of this thread."""
+    _pop_mode()
+
+
+def without_innermost_dispatch_mode() -> AbstractContextManager[object]:
+    """Leave the innermost dispatch mode of this thread for the duration of the context."""
+    context: AbstractContextManager[object] = _pop_mode_temporarily()
+    return context
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import the compiler only to keep it from tracing the mode.
+
+    Without this method, entering the first mode of a process takes seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class CompileFriendlyDispatchMode(EagerDispatchMode):
+    """A dispatch mode under which compiled modules stay compiled.
+
+    Without this method, a compiled module that was called once under the mode runs as written from
+    then on. What it does inside is seen only when it is done.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the mode does not need to see inside compiled code."""
+        return True
+
+
+# ---- calls that a function mode does not see -----------------------------------------------------
+#
+# A TorchFunctionMode is not told of `torch.autograd.Function.apply`, of scripted functions, of `vmap`
+# and of `torch.utils.checkpoint`. While at least one thread is in `intercepted_calls`, PyTorch's own
+# four objects are replaced by functions that ask the handler of their thread. When the last thread
+# leaves, the originals are put back: nothing is patched between calls of the library.
+
+_patch_lock = threading.Lock()
+_patch_depth = 0
+_patches: list[
+    tuple[Any, str, Any, bool]
+] = []  # owner, name, original, whether it was the owner's own
+
+
+class CallHandler:
+    """Told of the calls that a function mode does not see. `find` returns that of this thread."""
+
+    def on_autograd_function(
+        self,
+        function: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: Callable[..., Any],
+    ) -> Any:
+        """Handle `function.apply(*args, **kwargs)`; `call` is PyTorch's own."""
+        raise NotImplementedError
+
+    def on_script_function(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> Any:
+        """Handle a call of a function that `torch.jit.script` compiled."""
+        raise NotImplementedError
+
+    def on_vmap(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> Any:
+        """Handle the run of a function under `torch.vmap`; `call` takes the function first."""
+        raise NotImplementedError
+
+    def on_checkpoint(self, options: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return the context in which a function of `torch.utils.checkpoint` runs, once."""
+        raise NotImplementedError
+
+
+@contextmanager
+def intercepted_calls(find: Callable[[], CallHandler | None]) -> Iterator[None]:
+    """Report calls that a function mode does not see to `find()`, the handler of the thread.
+
+    Threads whose `find()` is None see PyTorch as it is. All threads pass the same `find`.
+    """
+    global _patch_depth
+    with _patch_lock:
+        _patch_depth += 1
+        if _patch_depth == 1:
+            _install_patches(find)
+    try:
+        yield
+    finally:
+        with _patch_lock:
+            _patch_depth -= 1
+            if _patch_depth == 0:
+                _remove_patches()
+
+
+def _install_patches(find: Callable[[], CallHandler | None]) -> None:
+    _patch_autograd_function(find)
+    _patch_script_function(find)
+    _patch_vmap(find)
+    _patch_checkpoint(find)
+
+
+def _remove_patches() -> None:
+    while _patches:
+        owner, name, original, own = _patches.pop()
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _patch(owner: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute; `getattr_static` gives descriptors as they are, to be put back."""
+    _patches.append((owner, name, inspect.getattr_static(owner, name), name in vars(owner)))
+    setattr(owner, name, replacement)
+
+
+def _patch_autograd_function(find: Callable[[], CallHandler | None]) -> None:
+    # A classmethod in Python up to 2.14, one of C's since 2.15: both have `__get__`.
+    original = inspect.getattr_static(torch.autograd.Function, "apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        handler = find()
+        if handler is None:
+            return bound(*args, **kwargs)
+        if (
+            cls is _torch_checkpoint.CheckpointFunction
+        ):  # torch.utils.checkpoint, use_reentrant=True
+            function, preserve_rng_state, *inputs = args
+            with handler.on_checkpoint({"preserve_rng_state": preserve_rng_state}):
+                return function(*inputs)
+        return handler.on_autograd_function(cls, args, kwargs, bound)
+
+    apply.__doc__ = original.__doc__
+    _patch(torch.autograd.Function, "apply", classmethod(apply))
+
+
+def _patch_script_function(find: Callable[[], CallHandler | None]) -> None:
+    original = torch.jit.ScriptFunction.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handler = find()
+        if handler is None:
+            return original(self, *args, **kwargs)
+        return handler.on_script_function(
+            self, args, kwargs, lambda *a, **k: original(self, *a, **k)
+        )
+
+    _patch(torch.jit.ScriptFunction, "__call__", call)
+
+
+def _patch_vmap(find: Callable[[], CallHandler | None]) -> None:
+    apis: Any = _functorch_apis
+    original = apis.vmap_impl
+
+    def vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
+        handler = find()
+        if handler is None:
+            return original(func, *args, **kwargs)
+        return handler.on_vmap(func, args, kwargs, original)
+
+    _patch(apis, "vmap_impl", vmap_impl)
+
+
+def _patch_checkpoint(find: Callable[[], CallHandler | None]) -> None:
+    # torch.utils.checkpoint with use_reentrant=False runs the function between the two halves of
+    # this generator.
+    original = _torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(
+        function: Any,
+        preserve_rng_state: bool,
+        context_fn: Any,
+        determinism_check: Any,
+        debug: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        handler = find()
+        if handler is None:
+            yield from original(
+                function, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs
+            )
+            return
+        options = {
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+        }
+        with handler.on_checkpoint(options):
+            yield
+
+    _patch(_torch_checkpoint, "_checkpoint_without_reentrant_generator", generator)
+
+
+def call_without_dispatch(
+    function: FunctionType, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function of `torch.nn.functional` whose own check for tensor subclasses is off.
+
+    A composite such as `F.multi_head_attention_forward` dispatches to the subclass before it reaches
+    `F.linear`, which is the function that has to see the subclass. Its code runs here with a
+    `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
+    before, and its weights get their gradients in I.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    undispatched = FunctionType(
+        function.__code__,
+        names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    undispatched.__kwdefaults__ = function.__kwdefaults__
+    return undispatched(*args, **kwargs)
+
+
+# ---- DistributedDataParallel and replicate -------------------------------------------------------
+
+
+def get_active_ddp() -> DistributedDataParallel | None:
+    """Return the wrapper whose forward this process is in, or None."""
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return active
+
+
+def set_active_ddp(wrapper: DistributedDataParallel | None) -> None:
+    """Set the wrapper whose forward this process is in.
+
+    It is one variable for all threads, and stages that run at once leave a wrong one behind.
+    """
+    DistributedDataParallel._active_ddp_module = wrapper
+
+
+def has_comm_hooks(wrapper: DistributedDataParallel) -> bool:
+    """Return whether a communication hook is registered, also that of `mixed_precision`."""
+    return bool(getattr(wrapper, "_comm_hooks", ()))
+
+
+def has_delayed_all_reduce(wrapper: DistributedDataParallel) -> bool:
+    """Return whether the wrapper was made with `delay_all_reduce_named_params`."""
+    return bool(getattr(wrapper, "_delay_all_reduce_params", ()))
+
+
+# DDP reads this attribute of the module that it wraps: names of parameters that it does not reduce.
+DDP_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+
+
+def get_replicate_module() -> Any:
+    """Return the module of `replicate`, or None if nobody has imported it."""
+    return sys.modules.get("torch.distributed._composable.replicate")
+
+
+def get_replicate_wrapper(module: nn.Module) -> DistributedDataParallel:
+    """Return the DDP wrapper inside a module that was given to `replicate`.
+
+    PyTorch makes it in the first forward; here it is made now, because in a pipe the first forward
+    is that of whichever thread comes first.
+    """
+    state = get_replicate_module().replicate.state(module)
+    if not state.has_initialized:
+        state.lazy_init()
+    wrapper: DistributedDataParallel = state._ddp
+    return wrapper
+
+
+# ---- fully_shard ---------------------------------------------------------------------------------
+#
+# A pipe reduces once a step, when all its backwards are done; `fully_shard` reduces in each backward.
+# The public switches turn the reduction off, and these functions do the rest at the end of a step.
+
+
+def get_fsdp_states(modules: Iterable[Any]) -> list[Any]:
+    """Return the states of modules that were given to `fully_shard`, each once."""
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
+def is_fsdp_root(state: Any) -> bool:
+    """Return whether a forward has found the module to be in no other sharded module."""
+    return bool(state._is_root)
+
+
+def finish_fsdp_backward(state: Any) -> None:
+    """Do what `fully_shard` does when a backward ends: reduce, reshard, wait."""
+    state._root_post_backward_final_callback()
+
+
+def get_fsdp_params(state: Any) -> Iterator[Any]:
+    """Yield the sharded parameters of a state that a forward has gathered before."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # a list since 2.13
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+
+
+def get_unsharded_accumulated_grad(fsdp_param: Any) -> Tensor | None:
+    """Return the gradient that backwards without reduction have accumulated."""
+    grad: Tensor | None = fsdp_param.unsharded_accumulated_grad
+    return grad
+
+
+def set_unsharded_accumulated_grad(fsdp_param: Any, grad: Tensor | None) -> None:
+    """Set the gradient that the next reduction will reduce."""
+    fsdp_param.unsharded_accumulated_grad = grad
+
+
+def clear_unsharded_grads(fsdp_param: Any) -> None:
+    """Drop all gradients of a parameter that have not been reduced."""
+    fsdp_param.unsharded_accumulated_grad = None
+    fsdp_param._unsharded_param.grad = None
+
+
+# ---- torch.distributed ---------------------------------------------------------------------------
+
+
+def get_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a submesh was sliced from, or the mesh itself."""
+    return mesh._get_root_mesh()
+
+
+def connect_nccl_eagerly(group: Any, device: torch.device) -> None:
+    """Open the communicator now. Otherwise the first collective of a step does, in its own time."""
+    group.eager_connect_single_device(device)

@@ -1,0 +1,92 @@
+"""A process that saves, and is killed at the n-th thing that it does to the disk, for every n.
+
+python -m tests.checkpoint.killed FOLDER       prints a line for each n: what was found afterwards
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import Pipe, saved
+from tests.checkpoint.parts import optimizer_of
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "shutil.rmtree")
+
+
+def pipe_at(step: int) -> tuple[Pipe, torch.optim.Optimizer]:
+    """All its parameters have this value."""
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), stages=2, devices=["cpu"] * 2)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.fill_(step)
+    return pipe, optimizer_of(pipe)
+
+
+def save(folder: Path, step: int) -> None:
+    pipe, optimizer = pipe_at(step)
+    pipe.save(folder, optimizer=optimizer, extra=step)
+    pipe.export(folder / "model.safetensors")
+
+
+def found(folder: Path) -> int:
+    """Which step is there, whole."""
+    pipe, optimizer = pipe_at(-1)
+    step = pipe.load(folder, optimizer=optimizer)
+    assert all(bool((p == step).all()) for p in pipe.parameters())
+    header = (folder / "model.safetensors").read_bytes()
+    assert header[8:9] == b"{"
+    return int(step)
+
+
+def killed_at(number: int, folder: Path, work: Callable[[], None]) -> bool:
+    """Do the work in a process that is killed before its n-th event; whether it came to that."""
+    child = os.fork()
+    if not child:
+        left = number
+
+        def count(event: str, given: tuple[Any, ...]) -> None:
+            nonlocal left
+            if event in EVENTS and str(folder) in str(given[0]):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    origin = Path(sys.argv[1])
+    save(origin / "first", 1)
+    number = 0
+    while True:
+        folder = origin / str(number)
+        shutil.copytree(origin / "first", folder, symlinks=True)
+        killed = killed_at(number, folder, lambda: save(folder, 2))  # noqa: B023
+        step = found(folder)
+        save(folder, 3)
+        last = saved(folder)
+        assert last is not None
+        assert sorted(os.listdir(folder)) == ["latest", "model.safetensors", last.name]
+        print(number, "killed" if killed else "done", step, found(folder))
+        if not killed:
+            return
+        number += 1
+
+
+if __name__ == "__main__":
+    main()

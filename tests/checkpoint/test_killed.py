@@ -1,0 +1,64 @@
+"""A kill at any moment leaves a checkpoint that loads, and nothing that the next save keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tests.checkpoint.parts import build, interleaved, optimizer_of, part, saver_of, stepped
+from tests.checkpoint.test_save_group import loaded
+from tests.distributed.ranks import Died, ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    steps = [int(line[2]) for line in lines]
+    assert steps == sorted(steps)  # from one moment on, it is the new one
+    assert set(steps) == {1, 2}
+    assert len(lines) > 12
+    assert [line[1] for line in lines[-2:]] == ["killed", "done"]
+    assert {line[3] for line in lines} == {"3"}
+
+
+def killed_while_saving(folder: Path, at: int, where: str) -> None:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    module = part(build(), interleaved(rank, size))
+    optimizer = optimizer_of(module)
+    saver = saver_of(module)
+    saver.save(folder, optimizer, {"steps": 0}, False)
+    stepped(module, optimizer)
+    if rank == at:
+        setattr(FileSystemWriter, where, _killed)
+    saver.save(folder, optimizer, {"steps": 2}, False)
+
+
+def _killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("at", "where"), [(0, "finish"), (1, "write_data"), (2, "write_data")])
+def test_a_rank_that_is_killed_while_it_saves(at: int, where: str, tmp_path: Path) -> None:
+    answers = ranks(3).answers(killed_while_saving, tmp_path, at, where, within=60, patience=3)
+    assert isinstance(answers[at], Died)
+    for extra, _ in ranks(2).run(loaded, tmp_path):
+        assert extra == {"steps": 0}

@@ -1,0 +1,143 @@
+"""Pipes of several processes: saved by some, gone on with by others, numbers as of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import AdamW, Optimizer
+
+from penstock import Pipe, RemoteError
+from tests.checkpoint.parts import alone, differences, state_of
+from tests.distributed.ranks import ranks
+
+STEPS = 5
+
+
+def build() -> nn.Sequential:
+    """The first and the last layer share a weight."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(5), nn.Linear(5, 5)).double()
+    model[7].weight = model.get_parameter("0.0.weight")
+    return model
+
+
+def piped(model: nn.Sequential) -> Pipe:
+    options: dict[str, Any] = {"chunks": 1, "loss_fn": nn.MSELoss()}
+    if not distributed.is_initialized():
+        return Pipe(model, stages=1, devices=["cpu"], **options)
+    return Pipe(model, group=distributed.group.WORLD, schedule="interleaved", **options)
+
+
+def learned(pipe: Pipe, optimizer: Optimizer, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        losses.append(pipe.step(x, target=x.sin()).loss)
+        optimizer.step()
+    return losses
+
+
+def begun(folder: Path, background: bool) -> list[Tensor]:
+    pipe = piped(build())
+    optimizer = AdamW(pipe.parameters(), lr=0.05)
+    losses = learned(pipe, optimizer, range(2))
+    pipe.save(folder, optimizer=optimizer, extra=2, background=background)
+    losses += learned(pipe, optimizer, range(2, 3))  # it goes on beside
+    pipe.export(folder / "model.safetensors")
+    return losses
+
+
+def gone_on_with(folder: Path) -> tuple[list[Tensor], dict[str, Any]]:
+    with torch.device("meta"):
+        model = build()
+    pipe = piped(model)
+    optimizer = AdamW(pipe.parameters(), lr=0.5)
+    step = pipe.load(folder, optimizer=optimizer)
+    return learned(pipe, optimizer, range(step, STEPS)), state_of(pipe, optimizer)
+
+
+def whole() -> tuple[list[Tensor], dict[str, Any]]:
+    pipe = piped(build())
+    optimizer = AdamW(pipe.parameters(), lr=0.05)
+    return learned(pipe, optimizer, range(STEPS)), state_of(pipe, optimizer)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 1), (1, 4)])
+def test_training_goes_on_with_other_ranks(before: int, after: int, tmp_path: Path) -> None:
+    losses, state = whole()
+    first = (
+        ranks(before).run(begun, tmp_path, before == 4) if before > 1 else [begun(tmp_path, True)]
+    )
+    found = ranks(after).run(gone_on_with, tmp_path) if after > 1 else [gone_on_with(tmp_path)]
+    for mine in first:
+        torch.testing.assert_close(mine, losses[:3], rtol=0, atol=1e-12)
+    for mine, held in found:
+        torch.testing.assert_close(mine, losses[2:], rtol=0, atol=1e-12)
+        for name, value in held.items():
+            torch.testing.assert_close(value, state[name], rtol=0, atol=1e-12)
+
+
+def test_what_ranks_export_is_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    ranks(3).run(begun, tmp_path, False)
+    model, other = build(), build()
+    alone(model).load(tmp_path / "model.safetensors", None)
+    pipe = piped(other)
+    optimizer = AdamW(pipe.parameters(), lr=0.05)
+    learned(pipe, optimizer, range(3))
+    expected = pipe.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def refused(folder: Path) -> str:
+    """One rank gives an optimizer that is not the pipe's."""
+    pipe = piped(build())
+    held: Any = pipe.parameters() if distributed.get_rank() else [nn.Parameter(torch.ones(3))]
+    try:
+        pipe.save(folder, optimizer=AdamW(held))
+    except RemoteError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_mistake_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    told = ranks(2).run(refused, tmp_path)
+    assert all("a parameter of shape (3,) that is none of the pipe's" in one for one in told)
+    assert not any(tmp_path.iterdir())
+
+
+def held_bytes() -> tuple[int, int]:
+    """What this rank has of a model that was built on meta, and of how much."""
+    with torch.device("meta"):
+        model = build()
+    total = sum(t.nbytes for t in model.state_dict().values())
+    pipe = piped(model)
+    return sum(t.nbytes for t in (*pipe.parameters(), *pipe.buffers())), total
+
+
+def test_no_rank_holds_the_whole_model_and_all_begin_alike() -> None:
+    found = ranks(4).run(held_bytes)
+    assert all(0 < held < 0.5 * total for held, total in found)
+    two, three = (ranks(n).run(first_weights) for n in (2, 3))
+    held = (two, three, [first_weights()])
+    merged = [{k: v for one in those for k, v in one.items()} for those in held]
+    assert set(merged[0]) == set(build().state_dict())
+    assert differences(merged[0], merged[1]) == []
+    assert differences(merged[0], merged[2]) == []
+    assert all(
+        torch.equal(one["7.weight"], merged[0]["0.0.weight"]) for one in two if "7.weight" in one
+    )
+
+
+def first_weights() -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = build()
+    torch.manual_seed(8)
+    return {name: t.detach().clone() for name, t in piped(model).state_dict().items()}

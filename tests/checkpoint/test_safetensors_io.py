@@ -1,0 +1,193 @@
+"""A model in one safetensors file: as the library of that name has it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from penstock import ArgumentError, MissingExtra, Pipe
+from penstock.checkpoint import safetensors_io
+from penstock.checkpoint.safetensors_io import DTYPE_NAMES, SafetensorsWriter, contiguous_runs
+from tests.checkpoint.parts import build, differences
+
+
+def piped(model: nn.Sequential, stages: int = 2) -> Pipe:
+    return Pipe(model, chunks=2, stages=stages, devices=["cpu"] * stages)
+
+
+class Many(nn.Module):
+    """Buffers of every dtype, of sizes that are no multiples of anything."""
+
+    def __init__(self, fill: int) -> None:
+        super().__init__()
+        for dtype in DTYPE_NAMES:
+            value = torch.full((3, 1), fill, dtype=torch.uint8).to(dtype)
+            self.register_buffer(f"of_{DTYPE_NAMES[dtype]}", value)
+        self.register_buffer("empty", torch.ones(0, 4))
+        self.register_buffer("number", torch.tensor(fill + 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def bits(tensor: Tensor) -> list[int]:
+    numbers: list[int] = tensor.flatten().view(torch.uint8).tolist()
+    return numbers
+
+
+def header(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    entries: dict[str, Any] = json.loads(data[8 : 8 + length])
+    ends = [one["data_offsets"][1] for name, one in entries.items() if name != "__metadata__"]
+    assert len(data) == 8 + length + max(ends)
+    return entries
+
+
+def test_the_library_reads_what_is_exported(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = build().append(Many(1))
+    path = piped(model).export(tmp_path / "new" / "model.safetensors")
+    assert os.listdir(path.parent) == ["model.safetensors"]
+    found = safetensors.load_file(path)
+    expected = model.state_dict()
+    del expected["7.weight"]
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].shape == value.shape
+        assert bits(found[name]) == bits(value), name
+
+
+def test_tied_weights_are_named_as_the_library_names_them(tmp_path: Path) -> None:
+    path = piped(build()).export(tmp_path / "model.safetensors")
+    assert header(path)["__metadata__"] == {"format": "pt", "7.weight": "0.weight"}
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = build(1)
+    assert safetensors.load_model(model, path) == (set(), [])
+    assert differences(model.state_dict(), build().state_dict()) == []
+
+
+def test_what_is_exported_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model, other = build().append(Many(1)), build(1).append(Many(0))
+    piped(model).export(tmp_path / "model.safetensors")
+    assert piped(other, 3).load(tmp_path / "model.safetensors") is None
+    for name, value in model.state_dict().items():
+        assert bits(other.state_dict()[name]) == bits(value), name
+
+
+def test_files_that_name_a_tied_weight_otherwise(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = dict(build().state_dict())
+    del state["0.weight"]
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    model = build(1)
+    piped(model).load(tmp_path / "model.safetensors")
+    assert differences(model.state_dict(), build().state_dict()) == []
+
+
+def test_files_with_an_index_and_nothing_read_that_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = dict(build().state_dict())
+    del state["7.weight"]
+    where = {name: f"part-{int(name[0]) % 3}.safetensors" for name in state}
+    for file in set(where.values()):
+        mine = {name: state[name] for name in state if where[name] == file}
+        safetensors.save_file(mine, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+    read: list[str] = []
+    opened = safetensors_io.open_safetensors
+
+    class Watched:
+        def __init__(self, path: Path) -> None:
+            self._file = opened(path)
+
+        def __enter__(self) -> Watched:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_tensor(self, name: str) -> Any:
+            read.append(name)
+            return self._file.get_tensor(name)
+
+    monkeypatch.setattr(safetensors_io, "open_safetensors", Watched)
+    model = build(1)
+    piped(model).load(index)
+    assert differences(model.state_dict(), build().state_dict()) == []
+    assert sorted(read) == sorted(state)  # each once
+
+
+def test_another_model_or_no_model(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path = piped(build()).export(tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match=r"which the model has not"):
+        piped(nn.Sequential(*list(build())[:3])).load(path)
+    pipe = piped(build())
+    with pytest.raises(ArgumentError, match="no optimizer state"):
+        pipe.load(path, optimizer=torch.optim.SGD(pipe.parameters()))
+    with pytest.raises(ArgumentError, match=r"export writes a .safetensors file, and not 'a.pt'"):
+        pipe.export(tmp_path / "a.pt")
+    strange = nn.Linear(2, 2)
+    strange.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ArgumentError, match=r"'2.wide' is of dtype torch.complex128"):
+        piped(nn.Sequential(nn.ReLU(), nn.ReLU(), strange)).export(tmp_path / "b.safetensors")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_an_export_that_fails_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = piped(build()).export(tmp_path / "model.safetensors")
+    before = path.read_bytes()
+    monkeypatch.setattr(SafetensorsWriter, "finish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        piped(build(1)).export(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = piped(build()).export(tmp_path / "model.safetensors")
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(MissingExtra, match=r"penstock\[safetensors\]"):
+        piped(build()).load(path)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    size = draw(st.lists(st.integers(1, 4), max_size=4))
+    offsets = [draw(st.integers(0, n - 1)) for n in size]
+    sizes = [draw(st.integers(0, n - o)) for n, o in zip(size, offsets, strict=True)]
+    return size, offsets, sizes
+
+
+@given(chunks())
+def test_runs_are_what_indexing_gives(case: tuple[list[int], list[int], list[int]]) -> None:
+    size, offsets, sizes = case
+    whole = torch.arange(math.prod(size)).reshape(size)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    found = [
+        n
+        for start, length in contiguous_runs(size, offsets, sizes)
+        for n in range(start, start + length)
+    ]
+    assert found == part.flatten().tolist()

@@ -1,0 +1,266 @@
+"""Saved by some processes, loaded by others: what each holds is what the unsplit model has."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from penstock import RunError, saved
+from penstock.checkpoint.local_state import LocalState
+from penstock.checkpoint.save_group import DistributedSaveGroup, run_on_each_rank
+from penstock.checkpoint.saver import PendingSave, Saver
+from tests.checkpoint.parts import (
+    alone,
+    build,
+    differences,
+    interleaved,
+    optimizer_of,
+    part,
+    plainly_loaded,
+    saver_of,
+    state_of,
+    stepped,
+)
+from tests.distributed.ranks import ranks
+
+# ---- what the ranks do --------------------------------------------------------------------
+
+
+def mine(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    module = part(build(seed), interleaved(rank, size))
+    return module, optimizer_of(module, 0.01 * (1 + seed))
+
+
+def trained_and_saved(folder: Path, steps: int, background: bool) -> None:
+    module, optimizer = mine(0)
+    stepped(module, optimizer, steps)
+    saving = saver_of(module).save(folder, optimizer, {"steps": steps}, background)
+    stepped(module, optimizer)  # what is saved is what was
+    saving.wait()
+
+
+def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    module, optimizer = mine(3)
+    extra = saver_of(module).load(folder, optimizer)
+    return extra, state_of(module, optimizer)
+
+
+def exported(file: Path) -> None:
+    module, optimizer = mine(0)
+    stepped(module, optimizer)
+    saver_of(module).export(file)
+
+
+def replicas_saved(folder: Path) -> list[str]:
+    """Two replicas of two halves: what this rank has written."""
+    rank = distributed.get_rank()
+    module = part(build(), interleaved(rank % 2, 2))
+    optimizer = optimizer_of(module)
+    stepped(module, optimizer)
+    group = distributed.group.WORLD
+    assert group is not None
+    holding = LocalState(
+        module,
+        {"7.weight": "0.weight"},
+        DistributedSaveGroup(group),
+        replica=rank // 2,
+        saves_rng_state=rank % 2 == 0,
+    )
+    torch.manual_seed(100 + rank)
+    Saver(holding, PendingSave()).save(folder, optimizer, None, False)
+    with open(folder / "latest" / ".metadata", "rb") as file:
+        stored = pickle.load(file).storage_data
+    return [i.fqn for i, at in stored.items() if at.relative_path == f"__{rank}_0.distcp"]
+
+
+def sharded_saved(folder: Path, background: bool) -> None:
+    """Every second layer is cut among the ranks by PyTorch's fully_shard."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    model = build()
+    for layer in list(model)[1:6:2]:
+        fully_shard(layer, mesh=mesh)
+    optimizer = optimizer_of(model)
+    stepped(model, optimizer)
+    saver_of(model).export(folder / "model.safetensors")
+    saving = saver_of(model).save(folder, optimizer, None, background)
+    stepped(model, optimizer)
+    saving.wait()
+
+
+def sharded_loaded(folder: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    model = build(2)
+    for layer in list(model)[2:7:2]:
+        fully_shard(layer, mesh=mesh)
+    optimizer = optimizer_of(model, 0.7)
+    saver_of(model).load(folder, optimizer)
+    whole = state_of(model, optimizer)
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in whole.items()}
+
+
+def failed_saves(folder: Path, at: int, background: bool) -> str:
+    """One rank cannot write; what the others are told."""
+    module, optimizer = mine(0)
+    saver = saver_of(module)
+    saver.save(folder, optimizer, {"steps": 0}, False)
+    stepped(module, optimizer)
+    write = FileSystemWriter.write_data
+
+    def broken(self: Any, plan: Any, planner: Any) -> Any:
+        write(self, plan, planner)
+        raise OSError("the disk is full")
+
+    if distributed.get_rank() == at:
+        FileSystemWriter.write_data = broken  # type: ignore[method-assign]
+    try:
+        saving = saver.save(folder, optimizer, {"steps": 2}, background)
+        assert background
+        with pytest.raises(RunError):
+            saving.wait()
+        saver.save(folder, optimizer, {"steps": 4}, False)  # tells what has become of the last
+    except RunError as error:
+        return str(error)
+    finally:
+        FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    return "nothing was raised"
+
+
+def read_by(folder: Path) -> int:
+    """How many bytes a load reads."""
+    saver = saver_of(wide(), {})
+    before = bytes_read()
+    saver.load(folder, None)
+    return bytes_read() - before
+
+
+def wide_saved(folder: Path) -> None:
+    saver_of(wide(), {}).save(folder, None, None, False)
+
+
+def wide() -> nn.Module:
+    """This rank's layer."""
+    holder = nn.Module()
+    holder._modules[str(distributed.get_rank())] = nn.Linear(1000, 1000, bias=False)
+    return holder
+
+
+WIDE = 4_000_000  # bytes of it
+
+
+def bytes_read() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+# ---- what comes of it ---------------------------------------------------------------------
+
+
+def expected(steps: int = 2) -> dict[str, Any]:
+    model = build()
+    optimizer = optimizer_of(model)
+    stepped(model, optimizer, steps)
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 4)])
+def test_saved_by_some_ranks_and_loaded_by_others(before: int, after: int, tmp_path: Path) -> None:
+    ranks(before).run(trained_and_saved, tmp_path, 2, before == 4)
+    for extra, found in ranks(after).run(loaded, tmp_path):
+        assert extra == {"steps": 2}
+        assert differences(found, expected()) == []
+
+
+def test_saved_by_ranks_and_loaded_by_one_process_and_by_pytorch(tmp_path: Path) -> None:
+    ranks(4).run(trained_and_saved, tmp_path, 3, False)
+    model = build(4)
+    optimizer = optimizer_of(model, 0.3)
+    assert alone(model).load(tmp_path, optimizer) == {"steps": 3}
+    assert differences(state_of(model, optimizer), expected(3)) == []
+    assert differences(state_of(*plainly_loaded(tmp_path)), expected(3)) == []
+
+
+def test_saved_by_one_process_and_loaded_by_ranks(tmp_path: Path) -> None:
+    model = build()
+    optimizer = optimizer_of(model)
+    stepped(model, optimizer)
+    alone(model).save(tmp_path, optimizer, None, False)
+    for _, found in ranks(3).run(loaded, tmp_path):
+        assert differences(found, expected()) == []
+
+
+def test_replicas_write_each_tensor_once(tmp_path: Path) -> None:
+    written = ranks(4).run(replicas_saved, tmp_path)
+    names = [name for those in written for name in those]
+    assert len(set(names)) == len(names)
+    assert all(any("state." in name for name in those) for those in written)  # all had a part
+    assert differences(state_of(*plainly_loaded(tmp_path)), expected()) == []
+    assert {name for name in names if name.startswith("random.")} == {"random.0", "random.1"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_sharded_parameters(background: bool, tmp_path: Path) -> None:
+    ranks(2).run(sharded_saved, tmp_path, background)
+    assert differences(state_of(*plainly_loaded(tmp_path)), expected()) == []
+    for found in ranks(3).run(sharded_loaded, tmp_path):
+        assert differences(found, expected()) == []
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors: dict[str, Tensor] = safetensors.load_file(tmp_path / "model.safetensors")
+    assert differences(tensors, expected()) == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_if_one_rank_cannot_write_no_rank_has_saved(background: bool, tmp_path: Path) -> None:
+    told = ranks(3).run(failed_saves, tmp_path, 1, background)
+    assert len(set(told)) == 1
+    assert "saving to" in told[0]
+    assert "rank 1: OSError: the disk is full" in told[0]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "save-000001"]
+    for extra, _ in ranks(3).run(loaded, tmp_path):
+        assert extra == {"steps": 0}
+
+
+class Lost:
+    """The others have gone: they heard of a failure before this one did."""
+
+    rank = 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_tells_its_own_failure_though_the_others_were_quicker() -> None:
+    def full() -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        run_on_each_rank(Lost(), "saving", full)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        run_on_each_rank(Lost(), "saving", list)
+
+
+def test_a_rank_reads_its_own_tensors_and_no_others(tmp_path: Path) -> None:
+    ranks(4).run(wide_saved, tmp_path)
+    found = saved(tmp_path)
+    assert found is not None
+    for read in ranks(4).run(read_by, tmp_path):
+        assert WIDE <= read < 1.3 * WIDE
+
+
+def test_ranks_write_their_bytes_of_one_file(tmp_path: Path) -> None:
+    ranks(3).run(exported, tmp_path / "model.safetensors")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors: dict[str, Tensor] = safetensors.load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == {*build().state_dict()} - {"7.weight"}
+    assert differences(tensors, expected()) == []

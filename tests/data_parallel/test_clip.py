@@ -1,0 +1,147 @@
+"""Gradients clipped by their norm over all ranks, against the unsplit model's."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from penstock import RunError
+from penstock.data_parallel.clip import (
+    ClipGradOptions,
+    clip_grads_with_norm,
+    compute_total_grad_norm,
+)
+from tests.data_parallel.replicated import (
+    WRAPS,
+    Everyone,
+    differing,
+    half,
+    mesh,
+    model,
+    pipe_of,
+    whole,
+)
+from tests.distributed.ranks import ranks
+from tests.support import batch, closely
+
+ORDERS = [2.0, 1.0, 3.5, inf, 0.0, -inf]
+
+
+def clipped(wrap: str) -> list[str]:
+    expected, pipe = model(), pipe_of(model(), wrap, "zb-h1")
+    x, y = batch(16)
+    nn.functional.mse_loss(expected(x), y).backward()
+    pipe.step(half(x), target=half(y))
+    wrong = []
+    for order in ORDERS:
+        known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1, order)
+        found = pipe.clip_grad_norm_(0.1, order)
+        wrong += [f"{order}: {name}" for name in differing(pipe, expected)]
+        wrong += [] if closely(found, known) else [f"{order}: {found}, not {known}"]
+    return wrong
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_of_replicas(wrap: str) -> None:
+    assert ranks(2).run(clipped, wrap) == [[], []]
+
+
+def gradients() -> list[Tensor | None]:
+    """Of the unsplit model's parameters: the first is tied, the last has none."""
+    torch.manual_seed(0)
+    return [torch.randn(n, 2).double() for n in (4, 1, 5, 3)] + [None]
+
+
+MINE = [(0, 1), (0, 2, 3), (0, 4)]  # what each rank has; the first rank owns the tied one
+
+
+def over_ranks(order: float, spoiled: float | None, options: dict[str, Any]) -> Any:
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.zeros(4, 2).double()) for _ in MINE[rank]]
+    for parameter, at in zip(parameters, MINE[rank], strict=True):
+        gradient = gradients()[at]
+        parameter.data = torch.zeros(1, 2).double() if gradient is None else gradient * 0
+        parameter.grad = gradient
+        if at == 2 and gradient is not None and spoiled is not None:
+            gradient[0, 0] = spoiled
+    owned = parameters[0 if rank == 0 else 1 :]
+    try:
+        how = ClipGradOptions(order, **options)
+        total = compute_total_grad_norm(owned, Everyone(), how)
+        clip_grads_with_norm(parameters, total, 0.7, how)
+    except RunError as error:
+        return str(error), [p.grad for p in parameters]
+    return total, [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_over_ranks(order: float, foreach: bool | None) -> None:
+    parameters = []
+    for gradient in gradients():
+        parameters.append(nn.Parameter(torch.zeros(1) if gradient is None else gradient * 0))
+        parameters[-1].grad = gradient
+    known = nn.utils.clip_grad_norm_(parameters, 0.7, order)
+    for rank, (total, found) in enumerate(
+        ranks(3).run(over_ranks, order, None, {"foreach": foreach})
+    ):
+        assert closely(total, known)
+        for gradient, at in zip(found, MINE[rank], strict=True):
+            expected = parameters[at].grad
+            assert (gradient is None) == (expected is None)
+            assert expected is None or closely(gradient, expected)
+
+
+@pytest.mark.parametrize("order", [2.0, inf, -inf])
+@pytest.mark.parametrize("spoiled", [inf, nan])
+def test_what_is_not_finite_is_so_on_all_ranks(order: float, spoiled: float) -> None:
+    if order == -inf and spoiled == inf:
+        return  # the smallest of them is finite
+    for total, _ in ranks(3).run(over_ranks, order, spoiled, {}):
+        assert not total.isfinite()
+        assert total.isnan() == (spoiled != spoiled)
+    for rank, (error, found) in enumerate(
+        ranks(3).run(over_ranks, order, spoiled, {"error_if_nonfinite": True})
+    ):
+        assert "the gradients over all stages is non-finite" in error
+        for gradient, at in zip(found, MINE[rank], strict=True):  # none was scaled
+            expected = gradients()[at]
+            assert at == 2 or expected is None or torch.equal(gradient, expected)
+
+
+def in_parts(order: float) -> Any:
+    """Sharded, replicated, plain, in other parts than its parameter, and one without a gradient."""
+    torch.manual_seed(0)
+    full = [torch.randn(3, 2).double() for _ in range(4)]
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(0)])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Replicate()])),
+        nn.Parameter(torch.zeros(3, 2).double()),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(1)])),
+        nn.Parameter(distribute_tensor(torch.zeros(3, 2).double(), mesh(), [Shard(1)])),
+    ]
+    parameters[0].grad = distribute_tensor(full[0].clone(), mesh(), [Shard(0)])
+    parameters[1].grad = distribute_tensor(full[1].clone(), mesh(), [Replicate()])
+    parameters[2].grad = full[2].clone()
+    parameters[3].grad = distribute_tensor(full[3].clone(), mesh(), [Replicate()])
+    total = compute_total_grad_norm(parameters, None, ClipGradOptions(order))
+    clip_grads_with_norm(parameters, total, 0.3, ClipGradOptions(order))
+    return total, [whole(p.grad) for p in parameters[:4]], full
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_in_parts(order: float) -> None:
+    for total, found, full in ranks(2).run(in_parts, order):
+        parameters = [nn.Parameter(torch.zeros(3, 2).double()) for _ in full]
+        for parameter, gradient in zip(parameters, full, strict=True):
+            parameter.grad = gradient
+        assert closely(total, nn.utils.clip_grad_norm_(parameters, 0.3, order))
+        for mine, parameter in zip(found, parameters, strict=True):
+            assert parameter.grad is not None
+            assert closely(mine, parameter.grad)

@@ -1,0 +1,56 @@
+"""Run tests as on a busy machine: again and again, one of their processes is held up for a while.
+
+    python -m tests.distributed.busy [--longest 1.2] [--hands 4] [--seed 0] pytest's words ...
+
+What fails here and nowhere else has a race, or too little patience.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from tests.launch.hosts import children
+
+GAP = 0.3  # seconds at most between two that one hand holds
+
+
+def main() -> int:
+    """Its exit code is pytest's."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--longest", type=float, default=1.2, help="seconds that one is held")
+    parser.add_argument("--hands", type=int, default=4, help="how many are held at once")
+    parser.add_argument("--seed", type=int, default=0)
+    given, words = parser.parse_known_args()
+    tests = subprocess.Popen([sys.executable, "-m", "pytest", *words])
+    for hand in range(given.hands):
+        draw = random.Random(f"{given.seed} {hand}")
+        threading.Thread(target=_hold, args=(tests, given.longest, draw)).start()
+    return tests.wait()
+
+
+def _hold(tests: subprocess.Popen[bytes], longest: float, draw: random.Random) -> None:
+    while tests.poll() is None:
+        found = _descendants(tests.pid)
+        if found:
+            with suppress(ProcessLookupError):
+                os.kill(pid := draw.choice(found), signal.SIGSTOP)
+                time.sleep(draw.uniform(0, longest))
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(draw.uniform(0, GAP))
+
+
+def _descendants(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [below for child in found for below in _descendants(child)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

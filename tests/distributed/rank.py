@@ -1,0 +1,127 @@
+"""What a worker process does: it joins the group, and runs what it is given until its parent ends.
+
+RANK, WORLD_SIZE, MASTER_ADDR ...    as torchrun sets them
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from tests.distributed.forks import ENVIRONMENT
+from tests.distributed.packing import packed, unpacked
+
+SHOW = signal.SIGUSR1  # write down what every thread does now
+GRACE = 15.0  # seconds after which a case that was forgotten by its parent ends itself
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What the function gave on this rank."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The function failed on this rank: the traceback, and what was written to the terminal."""
+
+    traceback: str
+    written: str = ""
+
+
+Answer = Returned | Raised
+
+
+def serve(rank: int, size: int, port: int, connection: Connection, log: Path) -> None:
+    """Run functions, one after another, until there is nobody who asks."""
+    threading.Thread(target=_end_with_parent, args=(log.parent,), daemon=True).start()
+    written = _redirected(log)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(SHOW, sys.stderr, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ.update(_as_torchrun(rank, size, port))
+    try:
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+        connection.send_bytes(packed(Returned(os.getpid())))
+    except Exception:
+        connection.send_bytes(packed(Raised(traceback.format_exc())))
+        return
+    gc.collect()
+    gc.freeze()  # so that collecting what a case leaves takes no time
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)
+        os.ftruncate(written, 0)
+        answer = _answer(task)
+        gc.collect()
+        connection.send_bytes(answer)
+
+
+def _answer(task: bytes) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            within, function, arguments = unpacked(task)
+            faulthandler.dump_traceback_later(within + GRACE, exit=True)
+            random.seed(0)
+            torch.default_generator.manual_seed(0)
+            return packed(Returned(function(*arguments)))
+    except BaseException:
+        return packed(Raised(traceback.format_exc()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+
+
+def _as_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **ENVIRONMENT,
+    }
+
+
+def _redirected(log: Path) -> int:
+    """From here on, what is written to the terminal is written to a file."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return file
+
+
+def _end_with_parent(folder: Path) -> None:
+    """However the parent ends, this process does: also one that waits for a message."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

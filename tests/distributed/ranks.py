@@ -1,0 +1,208 @@
+"""A function run on all ranks of a gloo group, in processes that stay alive between cases.
+
+    def function(x): ...                         # importable; every rank runs it
+    found = ranks(3).run(function, x)            # a list of what it gave, one a rank
+    answers = ranks(3).answers(function, x)      # also if it fails, or ranks die
+
+The processes are made when they are first needed, and made anew after a case that fails, so that
+its broken group harms no other case. They end with the process that made them, however it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.forks import forked, store
+from tests.distributed.packing import packed, unpacked
+from tests.distributed.rank import SHOW, Answer, Raised, Returned, serve
+
+SIZES = (2, 3, 4)
+START = 120.0  # seconds in which processes must come up
+SHOWING = 3.0  # and in which one that hangs writes down where
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process ended, or had to be ended: with this exit code, having written this."""
+
+    code: int | None
+    written: str = ""
+    waited: bool = False  # it was ended, as its time was over
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, died, or was not done in time."""
+
+
+@cache
+def ranks(size: int) -> Ranks:
+    """The processes of this size; there is one set of them."""
+    return Ranks(size)
+
+
+class Ranks:
+    """So many processes, which form a group."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._team: _Team | None = None
+
+    def run(self, function: Callable[..., Any], *arguments: Any, within: float = 60.0) -> list[Any]:
+        """What it gives on each rank. If any fails, the case does, with that rank's traceback."""
+        answers = self.answers(function, *arguments, within=within, patience=2.0)
+        if all(isinstance(answer, Returned) for answer in answers):
+            return [answer.value for answer in answers if isinstance(answer, Returned)]
+        raise RanksFailed(_told(answers))
+
+    def answers(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        within: float = 60.0,
+        patience: float | None = None,
+    ) -> list[Answer | Died]:
+        """What becomes of it on each rank; who is not done `within` these seconds is ended.
+
+        After the first failure the others have `patience` seconds; all that are left, if None.
+        """
+        if self._team is None:
+            self._team = _Team(self.size)
+        try:
+            answers = self._team.ask(packed((within, function, arguments)), within, patience)
+        except BaseException:
+            self.end()
+            raise
+        if not all(isinstance(answer, Returned) for answer in answers):
+            self.end()
+        return answers
+
+    def end(self) -> None:
+        """Let the processes end; the next case makes new ones."""
+        if self._team is not None:
+            self._team.end()
+            self._team = None
+
+
+class _Team:
+    """The processes of a size, from their start to their end."""
+
+    def __init__(self, size: int) -> None:
+        context = forked()
+        self._owner = os.getpid()
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
+        self._store = store()
+        self._connections: list[Connection] = []
+        self._processes: list[ForkServerProcess] = []
+        atexit.register(self.end)
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            given = rank, size, self._store.port, theirs, self._log(rank)
+            process = context.Process(target=serve, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+        answers = self._answers(START, None)
+        if not all(isinstance(answer, Returned) for answer in answers):
+            self.end()
+            raise RanksFailed(_told(answers))
+
+    def ask(self, task: bytes, within: float, patience: float | None) -> list[Answer | Died]:
+        for connection in self._connections:
+            try:
+                connection.send_bytes(task)
+            except OSError:  # it died between cases, which is told by its answer
+                continue
+        return self._answers(within, patience)
+
+    def _answers(self, within: float, patience: float | None) -> list[Answer | Died]:
+        found: dict[int, Answer | Died] = {}
+        end = time.monotonic() + within
+        while len(found) < len(self._processes):
+            waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in found}
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                found[rank] = self._answer(rank)
+                if patience is not None and not isinstance(found[rank], Returned):
+                    end = min(end, time.monotonic() + patience)
+            if not ready:
+                found |= self._given_up(list(waiting.values()))
+        return [found[rank] for rank in range(len(self._processes))]
+
+    def _answer(self, rank: int) -> Answer | Died:
+        try:
+            answer = unpacked(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            self._processes[rank].join(timeout=5)
+            return Died(self._processes[rank].exitcode, self._written(rank))
+        if isinstance(answer, Raised):
+            return replace(answer, written=self._written(rank))
+        assert isinstance(answer, Returned)
+        return answer
+
+    def _given_up(self, late: Sequence[int]) -> dict[int, Answer | Died]:
+        """Those that are not done in time write down what they do, and are ended."""
+        before = {rank: self._written(rank) for rank in late}
+        for rank in late:
+            pid = self._processes[rank].pid
+            if self._processes[rank].is_alive() and pid is not None:
+                os.kill(pid, SHOW)
+        end = time.monotonic() + SHOWING
+        while any(before[rank] == self._written(rank) for rank in late):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        time.sleep(0.2)  # to the last line
+        for rank in late:
+            self._processes[rank].kill()
+        for rank in late:
+            self._processes[rank].join()
+        return {
+            rank: Died(self._processes[rank].exitcode, self._written(rank), waited=True)
+            for rank in late
+        }
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.txt"
+
+    def _written(self, rank: int) -> str:
+        log = self._log(rank)
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def end(self) -> None:
+        atexit.unregister(self.end)
+        if os.getpid() != self._owner:  # a fork of it has the same list, and not the right
+            return
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _told(answers: Sequence[Answer | Died]) -> str:
+    parts = []
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, Raised):
+            parts.append(f"rank {rank} raised:\n{answer.traceback}")
+        elif isinstance(answer, Died) and answer.waited:
+            parts.append(f"rank {rank} was not done in time, and was ended")
+        elif isinstance(answer, Died):
+            parts.append(f"rank {rank} died with exit code {answer.code}")
+        if not isinstance(answer, Returned) and answer.written:
+            parts.append(f"rank {rank} wrote:\n{answer.written[-8000:]}")
+    return "\n".join(parts)

@@ -1,0 +1,349 @@
+"""A pipe over processes computes what the one-process pipe and the unsplit model compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.functional import mse_loss
+
+from penstock import NoChunk, Pipe
+from tests.distributed.ranks import SIZES, ranks
+from tests.properties.gathering import first_names, plus, same
+from tests.support import SCHEDULES, batch, each_schedule, network, plain
+
+each_size = pytest.mark.parametrize("size", SIZES)
+
+Numbers = dict[str, Tensor | None]
+Told = list[Numbers]  # one a step
+
+
+def cut(layers: int, stages: int) -> list[int]:
+    """As even as it goes, the larger ones first."""
+    return [layers // stages + (at < layers % stages) for at in range(stages)]
+
+
+def numbers(pipe: nn.Module, loss: Tensor | None, output: Any) -> Numbers:
+    found: Numbers = {"loss": loss, "output": output}
+    found |= {f"grad {name}": p.grad for name, p in pipe.named_parameters()}
+    found |= {f"data {name}": p.detach() for name, p in pipe.named_parameters()}
+    found |= {f"data {name}": b for name, b in pipe.named_buffers()}
+    return {name: None if t is None else t.detach().clone() for name, t in found.items()}
+
+
+def as_one(of_ranks: Sequence[Numbers], model: nn.Module) -> Numbers:
+    """What the ranks have, which is the same wherever several have it; outputs on the last."""
+    names = first_names(model)
+    found: Numbers = {}
+    for rank, numbers in enumerate(of_ranks):
+        for told, value in numbers.items():
+            kind, space, name = told.partition(" ")
+            told = kind + space + names.get(name, name)
+            if told == "output" and value is None:
+                continue
+            assert same(found.setdefault(told, value), value), f"{told} on rank {rank}"
+    return found
+
+
+def check_equal(found: Numbers, expected: Numbers) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not same(found[name], value)] == []
+
+
+def check_close(found: Numbers, expected: Numbers) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+# ---- every schedule, bit by bit -----------------------------------------------------------
+
+ROWS = (11, 8, 11, 6)  # the third as the first: its sizes are known
+
+
+def several_steps(pipe: Pipe) -> Iterator[Numbers]:
+    """Batches of several sizes, whose gradients add up, and evaluation on fewer rows in between."""
+    for step, rows in enumerate(ROWS):
+        x, target = batch(rows)
+        torch.manual_seed(step)
+        if pipe_rank() > 0:  # what others would draw does not matter
+            torch.manual_seed(1000 + pipe_rank())
+        result = pipe.step(x, target=target, outputs=True)
+        yield numbers(pipe, result.loss, result.outputs)
+        pipe.eval()
+        with torch.no_grad():
+            yield numbers(pipe, None, pipe(x[:3]))
+        pipe.train()
+
+
+def pipe_rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def trained(size: int, schedule: str, **where: Any) -> Told:
+    stages = size * SCHEDULES[schedule]
+    counts = cut(10, stages)
+    pipe = Pipe(network(), 4, stages=counts, schedule=schedule, loss_fn=mse_loss, **where)
+    return list(several_steps(pipe))
+
+
+def trained_here(size: int, schedule: str) -> Told:
+    return trained(size, schedule, group=distributed.group.WORLD)
+
+
+@each_size
+@each_schedule
+def test_all_is_as_in_one_process(size: int, schedule: str) -> None:
+    """Dropout, running statistics, skips, work in place, uneven and changing batches."""
+    of_ranks = ranks(size).run(trained_here, size, schedule)
+    expected = trained(size, schedule, devices=["cpu"] * size, runtime="inline")
+    for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
+        check_equal(as_one(found, network()), wanted)
+
+
+# ---- who holds what -----------------------------------------------------------------------
+
+
+def holdings() -> tuple[list[str], list[str], int]:
+    pipe = Pipe(network(), 2, stages=cut(10, distributed.get_world_size()), loss_fn=mse_loss,
+                group=distributed.group.WORLD)  # fmt: skip
+    return [name for name, _ in pipe.named_parameters()], list(pipe.state_dict()), len(pipe)
+
+
+@each_size
+def test_each_rank_holds_its_own_layers_under_the_models_names(size: int) -> None:
+    found = ranks(size).run(holdings)
+    names = [name for name, _ in network().named_parameters()]
+    assert [name for mine, _, _ in found for name in mine] == names
+    assert [name for _, state, _ in found for name in state] == list(network().state_dict())
+    assert [layers for _, _, layers in found] == cut(10, size)
+
+
+# ---- tied weights, optimizers, clipping ---------------------------------------------------
+
+
+def tied() -> nn.Sequential:
+    """The first and the last layer share a matrix."""
+    torch.manual_seed(0)
+    first, second, third, last = (nn.Linear(6, 6) for _ in range(4))
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Sequential(nn.Tanh(), second), third, last).double()
+
+
+def optimized(model: nn.Module, step: Any, clip: Any, norm_type: float) -> Iterator[Numbers]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for at in range(3):
+        x, target = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(at)).double()
+        loss = step(x, target)
+        norm = clip(0.05, norm_type)
+        optimizer.step()
+        yield {**numbers(model, loss, None), "norm": norm}
+        optimizer.zero_grad()
+
+
+def optimized_here(norm_type: float) -> Told:
+    size = distributed.get_world_size()
+    pipe = Pipe(tied(), 3, stages=cut(4, size), schedule="1f1b", loss_fn=mse_loss,
+                group=distributed.group.WORLD)  # fmt: skip
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        return pipe.step(x, target=target).loss
+
+    return list(optimized(pipe, step, pipe.clip_grad_norm_, norm_type))
+
+
+@each_size
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_and_optimizers_with_tied_weights(size: int, norm_type: float) -> None:
+    """The norm is that of the whole model, what is tied counts once, and copies stay the same."""
+    model = tied()
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        loss = mse_loss(model(x), target)
+        loss.backward()
+        return loss
+
+    def clip(most: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), most, norm_type)
+
+    expected = list(optimized(model, step, clip, norm_type))
+    of_ranks = ranks(size).run(optimized_here, norm_type)
+    for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
+        one = as_one(found, tied())
+        check_close(one, {name: wanted[name] for name in one})
+        assert set(wanted) - set(one) <= {"output"}
+
+
+def overflowing() -> list[tuple[float, bool]]:
+    """One rank's gradient overflows in the second step: its weights have become large."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(4, 4, bias=False) for _ in range(distributed.get_world_size()))
+    )
+    pipe = Pipe(model, 2, loss_fn=mse_loss, schedule="1f1b", stages=len(model),
+                group=distributed.group.WORLD)  # fmt: skip
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10)
+    (weight,) = pipe.parameters()
+    if rank == 0:
+        weight.register_hook(lambda g: g * (float("inf") if len(told) == 1 else 1.0))
+    told: list[tuple[float, bool]] = []
+    for _ in range(3):
+        before = weight.detach().clone()
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4), scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        told.append((scaler.get_scale(), not torch.equal(before, weight)))
+    return told
+
+
+@each_size
+def test_an_overflow_on_one_rank_skips_the_step_on_all(size: int) -> None:
+    scale = 2.0**10
+    expected = [(scale, True), (scale / 2, False), (scale / 2, True)]
+    assert ranks(size).run(overflowing) == [expected] * size
+
+
+# ---- data on one rank, results on all -----------------------------------------------------
+
+
+class Gated(nn.Linear):
+    """Takes inputs by name."""
+
+    def forward(self, x: Tensor, gate: Tensor, table: Tensor, times: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gate * times + table
+
+
+def gated() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Gated(6, 6), nn.Tanh(), nn.Linear(6, 6), Gated(6, 6), nn.Linear(6, 3)
+    ).double()
+
+
+def given(rows: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    x, target = batch(rows)
+    side = {"gate": x[:, :1].sigmoid(), "table": x.mean(0)}
+    return x, target, side
+
+
+def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+    counts = (target[:, 0] > 0).sum() + 1
+    loss = mse_loss(output, target)
+    return {"loss": loss, "weight": counts, "twice": 2 * loss, "rows": output.sum(1)}
+
+
+def from_one_rank(outputs: str, shapes: str) -> list[tuple[Numbers, Any]]:
+    size = distributed.get_world_size()
+    where = {"group": distributed.group.WORLD, "data": "first"}
+    pipe = Pipe(gated(), 4, stages=cut(5, size), schedule="1f1b", loss_fn=with_metrics,
+                outputs=outputs, shapes=shapes, **where)  # type: ignore[arg-type] # fmt: skip
+    told = []
+    for rows in (8, 5, 8):
+        if distributed.get_rank() == 0:
+            x, target, side = given(rows)
+            side["table"] = NoChunk(side["table"])
+            result = pipe.step(x, target=target, outputs=True, times=0.5, **side)
+        else:
+            result = pipe.step(outputs=True)
+        told.append((numbers(pipe, result.loss, result.outputs), result.metrics))
+    return told
+
+
+@each_size
+@pytest.mark.parametrize(("outputs", "shapes"), [("last", "learned"), ("all", "sent")])
+def test_data_on_the_first_rank_alone(size: int, outputs: str, shapes: str) -> None:
+    of_ranks = ranks(size).run(from_one_rank, outputs, shapes)
+    model = gated()
+    pipe = Pipe(model, 4, stages=cut(5, size), devices=["cpu"] * size, schedule="1f1b",
+                loss_fn=with_metrics, runtime="inline")  # fmt: skip
+    for rows, of_step in zip((8, 5, 8), zip(*of_ranks, strict=True), strict=True):
+        x, target, side = given(rows)
+        side["table"] = NoChunk(side["table"])
+        result = pipe.step(x, target=target, outputs=True, times=0.5, **side)
+        have = [one["output"] is not None for one, _ in of_step]
+        assert have == [outputs == "all"] * (size - 1) + [True]
+        check_equal(
+            as_one([one for one, _ in of_step], gated()), numbers(pipe, result.loss, result.outputs)
+        )
+        for _, metrics in of_step:
+            assert torch.equal(metrics["twice"], result.metrics["twice"])
+        assert torch.equal(of_step[-1][1]["rows"], result.metrics["rows"])
+
+
+def measured() -> tuple[list[str], float, str]:
+    size = distributed.get_world_size()
+    pipe = Pipe(plain(), 4, stages=cut(4, size), schedule="1f1b", loss_fn=mse_loss,
+                group=distributed.group.WORLD)  # fmt: skip
+    x, target = batch(8)
+    with torch.no_grad():
+        evaluated = pipe.step(x, target=target)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    result = pipe.step(x, target=target)
+    assert torch.equal(evaluated.loss, result.loss)
+    spans = [
+        f"{span.rank} {span.action} {span.start:.9f} {span.end:.9f}"
+        for span in result.timeline.spans
+    ]
+    return spans, result.timeline.makespan, repr(result)
+
+
+@each_size
+def test_every_rank_has_the_loss_and_the_timeline_of_all(size: int) -> None:
+    found = ranks(size).run(measured)
+    assert found == [found[0]] * size
+    spans, makespan, shown = found[0]
+    assert {span.split()[0] for span in spans} == set(map(str, range(size)))
+    assert makespan > 0
+    model = plain()
+    x, target = batch(8)
+    assert shown == f"StepResult(loss={mse_loss(model(x), target).item():.6g})"
+
+
+def gradients_of_inputs() -> tuple[Tensor | None, Tensor | None]:
+    size = distributed.get_world_size()
+    pipe = Pipe(gated(), 4, stages=cut(5, size), schedule="1f1b", loss_fn=mse_loss,
+                group=distributed.group.WORLD)  # fmt: skip
+    x, target, side = given(8)
+    x.requires_grad_()
+    gate = side["gate"].detach().requires_grad_()
+    pipe.step(x, target=target, gate=gate, table=NoChunk(side["table"]), times=0.5)
+    return x.grad, gate.grad
+
+
+@each_size
+def test_inputs_get_their_gradients_where_they_are_used(size: int) -> None:
+    """The first rank's input; of a side input each rank that uses it has its part."""
+    found = ranks(size).run(gradients_of_inputs)
+    model = gated()
+    x, target, side = given(8)
+    x.requires_grad_()
+    gate = side["gate"].detach().requires_grad_()
+    value = x
+    for layer in model:
+        more = (gate, side["table"], 0.5) if isinstance(layer, Gated) else ()
+        value = layer(value, *more)
+    mse_loss(value, target).backward()
+    assert [x_grad is not None for x_grad, _ in found] == [True] + [False] * (size - 1)
+    total = None
+    for _, part in found:
+        total = plus(total, part)
+    torch.testing.assert_close((found[0][0], total), (x.grad, gate.grad), rtol=1e-10, atol=1e-10)
+
+
+def copied() -> bool:
+    """A copy computes the same, and belongs to the same processes."""
+    pipe = Pipe(plain(), 2, stages=cut(4, distributed.get_world_size()), loss_fn=mse_loss,
+                group=distributed.group.WORLD)  # fmt: skip
+    x, target = batch(6)
+    other = copy.deepcopy(pipe)
+    first, second = pipe.step(x, target=target), other.step(x, target=target)
+    return torch.equal(first.loss, second.loss)
+
+
+def test_a_copy_of_a_pipe() -> None:
+    assert ranks(2).run(copied) == [True, True]

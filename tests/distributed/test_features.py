@@ -1,0 +1,87 @@
+"""Every feature under every schedule over processes: equal, or refused, as in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import pytest
+from torch import Tensor
+
+from penstock.checker.reference import StepOutcome
+from penstock.errors import PenstockError
+from tests.distributed.ranks import ranks
+from tests.features.limits import differentiated
+from tests.features.matrix import SCHEDULES, Equal, InBetween, Refused, Verdict, compared
+from tests.features.page import FEATURES, PAGE, read, shown
+from tests.features.trainee import Feature, Piped, Way, called
+from tests.properties.gathering import first_names, plus, same
+
+# Behind `pipe(x)`, which is refused
+DOORS = [name for name, feature in FEATURES.items() if feature.step in (called, differentiated)]
+# A third of all cells: of each feature, under a third of the schedules, and not always the same
+CELLS = [
+    (name, schedule, list(feature.ways)[at % len(feature.ways)][1])
+    for row, (name, feature) in enumerate(FEATURES.items())
+    for at, schedule in enumerate(SCHEDULES)
+    if name not in DOORS and (row + at) % 3 == 0
+]
+
+
+def on_rank(name: str, way: Way) -> list[StepOutcome] | Refused:
+    """What one of the processes does."""
+    feature = FEATURES[name]
+    for of_the_compiler in (
+        ".*is deprecated",
+        "The .grad attribute of a Tensor that is not a leaf",
+    ):
+        warnings.filterwarnings("ignore", of_the_compiler)
+    try:
+        piped = Piped(feature, way)
+        found = list(feature.script(piped))
+    except PenstockError as error:
+        return Refused(str(error))
+    feature.after(piped.module, way)
+    return found
+
+
+def verdict(feature: Feature, way: Way) -> Verdict:
+    """That of all ranks together."""
+    told = ranks(way.ranks).run(on_rank, feature.name, way)
+    refusals = [one for one in told if isinstance(one, Refused)]
+    if refusals:
+        if len(refusals) < len(told):
+            raise InBetween(f"{len(refusals)} of {len(told)} ranks refuse: {refusals[0].message}")
+        return Refused("\n".join(dict.fromkeys(one.message for one in refusals)))
+    names = first_names(feature.model())
+    return compared(feature, way, [as_one(each, names) for each in zip(*told, strict=True)])
+
+
+def as_one(of_ranks: Sequence[StepOutcome], names: Mapping[str, str]) -> StepOutcome:
+    """Whoever has a number has the same; gradients of inputs are parts of a sum."""
+    found: dict[tuple[str, str], Tensor | None] = {}
+    for rank, outcome in enumerate(of_ranks):
+        for (kind, told), value in outcome.tensors.items():
+            before, mark, name = told.partition("'")
+            key = kind, before + mark + names.get(name.rstrip("'"), name.rstrip("'")) + mark
+            if kind == "inputs":
+                found[key] = plus(found.get(key), value)
+            elif not same(found.setdefault(key, value), value):
+                raise InBetween(f"{key} is another on rank {rank}")
+    return StepOutcome(found)
+
+
+@pytest.mark.parametrize(("name", "schedule", "checkpoint"), CELLS)
+def test_a_cell_is_what_the_page_says(name: str, schedule: str, checkpoint: str) -> None:
+    found = verdict(FEATURES[name], Way(schedule, "processes", checkpoint))
+    page = read(PAGE.read_text())[name, schedule]
+    if page == "equal":
+        assert found == Equal()
+    else:
+        assert page in shown(found)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_call_that_is_to_be_differentiated_is_refused(name: str) -> None:
+    found = verdict(FEATURES[name], Way("1f1b", "processes", "never"))
+    assert "pipe(x) cannot be differentiated over several processes" in shown(found)

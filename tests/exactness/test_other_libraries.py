@@ -1,0 +1,190 @@
+"""What users of pipelines are hurt by in silence: here it is as in the unsplit model.
+
+The scripts are in `examples/three_ways`; `benchmarks/trust.py` also runs them with
+torch.distributed.pipelining, and `docs/trust.md` has what came out.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from three_ways import REFUSED, SILENT
+from three_ways.processes import Failure, in_processes
+from three_ways.replicas import Replicas
+from three_ways.row import CHUNKS, Found, Row, batch, gradients, network, two_ranks
+from three_ways.silent import Evaluate, Statistics, Table
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from penstock import Pipe
+from tests.support import CHECKPOINTS, SCHEDULES, closely
+
+ROOT = Path(__file__).parents[2]
+HERE = [row for row in (*SILENT, *REFUSED) if row.replicas == 1]
+ONE_STAGE = [schedule for schedule, stages in SCHEDULES.items() if stages == 1]
+
+
+def assert_equal(found: Found | Failure, expected: Found) -> None:
+    assert isinstance(found, dict), str(found)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not closely(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("row", HERE, ids=lambda row: row.title)
+def test_a_script_gives_what_the_unsplit_model_gives(row: Row, schedule: str) -> None:
+    assert_equal(replace(row, schedule=schedule).penstock(), row.unsplit())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 13, 16])
+def test_evaluation_has_as_many_rows_as_the_batch(rows: int) -> None:
+    model, x = network().eval(), batch(16)[0]
+    pipe = Pipe(model, CHUNKS, stages=2, devices=["cpu"] * 2).eval()
+    with torch.no_grad():
+        pipe(x)
+        assert closely(pipe(x[:rows]), model(x[:rows]))
+        assert closely(pipe(x), model(x))
+
+
+def test_both_doors_add_up() -> None:
+    model, pipe = network(), two_ranks(network(), mse_loss, "1f1b")
+    for seed in (1, 2, 3):
+        x, target = batch(14 + seed, seed)
+        mse_loss(model(x), target).backward()
+        if seed == 2:
+            mse_loss(pipe(x), target).backward()
+        else:
+            pipe.step(x, target=target)
+    assert_equal(gradients(pipe), gradients(model))
+
+
+def test_a_tensor_that_is_no_batch_is_not_cut_in_silence() -> None:
+    pipe = two_ranks(Table().model(), mse_loss, "1f1b")
+    x, target, positions = Table().sequences()
+    with pytest.raises(ValueError, match=r"NoChunk\(positions\).*Chunk\(positions, dim"):
+        pipe.step(x, positions=positions, target=target)
+    assert gradients(pipe) == {}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_statistics_advance_once_a_micro_batch_or_once_a_batch(
+    checkpoint: str, deferred: bool
+) -> None:
+    row = Statistics()
+    expected = row.unsplit()
+    x, target = batch(16)
+    if deferred:
+        model = row.model()
+        model(x)
+        expected = row.statistics(model)
+    pipe = Pipe(row.model(), CHUNKS, checkpoint, deferred, stages=2, devices=["cpu"] * 2)
+    pipe.step(x, target=target, loss_fn=mse_loss)
+    found = row.statistics(pipe)
+    assert_equal({name: found[name] for name in expected}, expected)
+    assert found["1.num_batches_tracked"] == (1 if deferred else CHUNKS)
+
+
+@pytest.mark.parametrize("most", [0.01, 0.1, 100.0])
+def test_the_norm_is_that_of_all_ranks(most: float) -> None:
+    model, pipe = network(), two_ranks(network(), mse_loss, "1f1b")
+    x, target = batch(16)
+    mse_loss(model(x), target).backward()
+    pipe.step(x, target=target)
+    norm = clip_grad_norm_(model.parameters(), most)
+    assert closely(pipe.clip_grad_norm_(most), norm)
+    assert_equal(gradients(pipe), gradients(model))
+
+
+# ---- several processes ---------------------------------------------------------------------
+
+
+class Trains(nn.Module):
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.pipe.step(x, target=target).loss
+
+
+class Wrapped(Replicas):
+    def penstock(self) -> Found:
+        pipe = two_ranks(network(), mse_loss, self.schedule)
+        x, target = self.half(torch.distributed.get_rank())
+        around = DistributedDataParallel(Trains(pipe))
+        with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel"):
+            around(x, target)
+        wrapped = DistributedDataParallel(pipe)
+        with pytest.raises(RuntimeError, match="wrapped in DistributedDataParallel"):
+            wrapped.module.step(x, target=target)
+        assert gradients(pipe) == {}
+        with torch.no_grad():
+            return {"loss": pipe.step(x, target=target).loss}
+
+
+class Broken(Evaluate):
+    def pipelining(self) -> Found:
+        if torch.distributed.get_rank() == 1:
+            raise ArithmeticError("on one rank\nonly")
+        time.sleep(60)
+        return {}
+
+    def penstock(self) -> Found:
+        time.sleep(60)
+        return {}
+
+
+@pytest.fixture(scope="module")
+def replicated() -> list[Found | Failure]:
+    """One group of processes for all, and after one fails another."""
+    row = Replicas()
+    right = [row.penstock, row.penstock_called, Wrapped().penstock]
+    return in_processes([*right, Broken().pipelining, Broken().unsplit], row.replicas)
+
+
+@pytest.mark.parametrize(("door", "at"), [("step", 0), ("call", 1)])
+def test_replicas_agree_with_the_whole_batch(
+    replicated: list[Found | Failure], door: str, at: int
+) -> None:
+    assert_equal(replicated[at], Replicas().unsplit())
+
+
+def test_a_step_past_ddp_is_refused(replicated: list[Found | Failure]) -> None:
+    assert isinstance(replicated[2], dict), str(replicated[2])
+
+
+def test_a_peer_that_fails_is_reported_and_the_next_script_runs(
+    replicated: list[Found | Failure],
+) -> None:
+    failed, after = replicated[3:]
+    assert str(failed) == "rank 1: ArithmeticError: on one rank"
+    assert_equal(after, Broken().unsplit())
+
+
+def test_a_peer_that_hangs_is_not_waited_for() -> None:
+    start = time.monotonic()
+    (failed,) = in_processes([Broken().penstock], processes=1, limit=5)
+    assert str(failed) == "rank 0: no answer within the time limit"
+    assert time.monotonic() - start < 20
+
+
+def test_the_table_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trust.py", "--only", "BatchNorm"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "benchmarks" / "trust.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert end.value.code == 0, out
+    *_, last = out.splitlines()
+    assert last.startswith("| BatchNorm, one step | running statistics |")
+    assert last.endswith("| equal (0e+00) |")

@@ -1,0 +1,46 @@
+"""What must hold of every fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from penstock import saved
+from tests.faults.course import resumed, unsplit
+from tests.faults.throwaway import Fate
+
+SOON = 10.0  # seconds in which an error is heard of; a tenth of one, if nothing else runs
+
+
+def others(size: int, rank: int) -> list[int]:
+    return [other for other in range(size) if other != rank]
+
+
+def check_cause(
+    fates: list[Fate], ranks: Iterable[int], kind: str, rank: int, within: float
+) -> str:
+    """These raised the same RemoteError in time, and failed, with no thread left; its text."""
+    began = max(fate.told.get("fault", 0.0) for fate in fates)
+    assert began
+    texts = set()
+    for survivor in ranks:
+        fate = fates[survivor]
+        assert fate.told.get("error") == "RemoteError", (survivor, fate)
+        fields = fate.told["fields"]
+        assert (fields["kind"], fields["rank"]) == (kind, rank), (survivor, fate)
+        assert fate.told["now"] - began < within, (survivor, fate.told["now"] - began)
+        assert fate.told["threads"] == [], survivor
+        assert fate.code == 1, (survivor, fate)
+        texts.add(fate.told["text"])
+    assert len(texts) == 1, texts
+    return str(texts.pop())
+
+
+def check_checkpoint(folder: Path, fates: list[Fate]) -> None:
+    """The one that was saved after step 0 can be gone on with, to the numbers of plain PyTorch."""
+    assert saved(folder) is not None, fates
+    last, losses = resumed(folder)
+    assert last == 0
+    torch.testing.assert_close(losses, unsplit()[1:], rtol=0, atol=1e-10)

@@ -1,0 +1,214 @@
+"""A training of three steps over a pipe, in which something goes wrong, and the same one unsplit.
+
+    step 0 ── save ── step 1 ╳ in a stage, the loss, a message ── ╳ between ── save ╳ ── step 2
+
+What was saved after step 0 must be there whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from penstock import Pipe, is_recomputing
+from penstock.checkpoint.writer import CheckpointWriter
+from penstock.runtime.distributed.links import HostLinks
+from tests.faults.throwaway import Stage
+
+HEARTBEAT = 3.0
+CHUNKS, STEPS, LAYERS = 3, 3, 6
+CODE = 3  # of those who exit by themselves
+
+
+class Burst(Exception):
+    """What goes wrong."""
+
+
+def burst() -> None:
+    raise Burst("all wrong")
+
+
+def ends() -> None:
+    sys.exit(CODE)
+
+
+def ends_at_once() -> None:
+    os._exit(CODE)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    time.sleep(60)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank fails at one place of step 1, in micro-batch 1 if it is in a stage."""
+
+    rank: int
+    place: str
+    fail: Callable[[], object]
+
+
+class Trap:
+    """Lets the fault happen when its rank first comes to its place; `began` says when it did."""
+
+    def __init__(self, rank: int, fault: Fault, tell: Callable[..., None] | None = None) -> None:
+        self._rank, self.fault, self._tell = rank, fault, tell
+        self.step, self.began = 0, 0.0
+
+    def __call__(self, place: str, microbatch: int = 1) -> None:
+        here = self._rank, place, self.step, microbatch
+        if here == (self.fault.rank, self.fault.place, 1, 1) and not self.began:
+            self.began = time.monotonic()
+            if self._tell is not None:
+                self._tell(fault=self.began)
+            self.fault.fail()
+
+
+def no_trap(place: str, microbatch: int = 1) -> None:
+    pass
+
+
+Tripped = Callable[[str, int], None]
+
+
+class Layer(nn.Module):
+    """A layer with a trap in its forward, and in its backward. Each row tells its micro-batch."""
+
+    def __init__(self, trap: Tripped) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._trap = trap
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = "recomputation" if is_recomputing() else "forward"
+        microbatch = int(x.detach()[0, 0].round())
+        self._trap(place, microbatch)
+        y: Tensor = _Trapped.apply(x, lambda: self._trap("backward", microbatch))  # type: ignore[no-untyped-call]
+        made = self.linear(y).tanh()
+        return torch.cat([x[:, :1], made[:, 1:]], 1)
+
+
+class _Trapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Callable[[], None]) -> Tensor:
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.trap()
+        return gradient, None
+
+
+def model_of(trap: Tripped = no_trap) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(trap) for _ in range(LAYERS))).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Two rows for each micro-batch."""
+    made = torch.Generator().manual_seed(step)
+    x = torch.randn(2 * CHUNKS, 4, generator=made, dtype=torch.float64)
+    x[:, 0] = torch.arange(CHUNKS).repeat_interleave(2)
+    return x, x.cos()
+
+
+def loss_of(trap: Tripped) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        trap("loss", int(y.detach()[0, 0].round()))
+        return nn.functional.mse_loss(y, target)
+
+    return loss
+
+
+def optimizer_of(module: nn.Module) -> Optimizer:
+    return SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def with_traps(trap: Tripped) -> None:
+    """Where messages are sent and files are written, which may take no longer than all else.
+
+    The process is thrown away after it.
+    """
+    send, write = HostLinks.send, CheckpointWriter.write_data
+
+    def trapped_send(self: HostLinks, *given: Any) -> Any:
+        trap("send", 1)
+        return send(self, *given)
+
+    def trapped_write(self: CheckpointWriter, *given: Any) -> Any:
+        trap("saving", 1)
+        return write(self, *given)
+
+    patch("penstock.runtime.distributed.session.SLOW_CALL_TIMEOUT_FACTOR", 1.0).start()
+    patch.object(HostLinks, "send", trapped_send).start()
+    patch.object(CheckpointWriter, "write_data", trapped_write).start()
+
+
+def pipe_of(trap: Tripped, **options: Any) -> Pipe:
+    given = {"schedule": "1f1b", "heartbeat": HEARTBEAT, "loss_fn": loss_of(trap), **options}
+    return Pipe(model_of(trap), CHUNKS, group=dist.group.WORLD, **given)
+
+
+def course(stage: Stage, fault: Fault, folder: Path) -> None:
+    """What every rank does."""
+    trap = Trap(stage.rank, fault, stage.tell)
+    with_traps(trap)
+    pipe = pipe_of(trap)
+    optimizer = optimizer_of(pipe)
+    optimizer.register_step_pre_hook(lambda *_: trap("between"))
+    for trap.step in range(STEPS):
+        x, target = batch(trap.step)
+        optimizer.zero_grad()
+        pipe.step(x, target=target)
+        optimizer.step()
+        pipe.save(folder, optimizer=optimizer, extra=trap.step)
+
+
+# ---- what must come of it ------------------------------------------------------------------
+
+
+def unsplit() -> list[Tensor]:
+    """The losses of the whole training, in plain PyTorch."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(STEPS):
+        x, target = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def resumed(folder: Path) -> tuple[int, list[Tensor]]:
+    """Of the last checkpoint: after which step it was saved, and the losses of those to come."""
+    pipe = Pipe(model_of(), CHUNKS, stages=1, loss_fn=nn.functional.mse_loss)
+    optimizer = optimizer_of(pipe)
+    last: int = pipe.load(folder, optimizer=optimizer)
+    losses = []
+    for step in range(last + 1, STEPS):
+        x, target = batch(step)
+        optimizer.zero_grad()
+        losses.append(pipe.step(x, target=target).loss)
+        optimizer.step()
+    return last, losses

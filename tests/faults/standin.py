@@ -1,0 +1,107 @@
+"""A stand-in for a pipe's step, over a plain gloo group, and what can go wrong in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import ErrorLocation
+from penstock.runtime.distributed.failure.abort import abort_gloo
+from penstock.runtime.distributed.failure.watchdog import Watchdog
+from penstock.runtime.distributed.store import open_shared_store
+from tests.faults.throwaway import Stage
+
+HEARTBEAT = 3.0
+PLACES = ("agreement", "forward", "send", "backward", "end", "between")
+
+Fault = Callable[[Stage, str], None]
+
+
+class Burst(Exception):
+    """What goes wrong."""
+
+
+def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watchdog:
+    store, host = open_shared_store(range(stage.size), name)
+    wake = partial(abort_gloo, stage.group)
+    return Watchdog(store, stage.rank, stage.size, heartbeat, wake, host)
+
+
+def nothing(stage: Stage, place: str) -> None:
+    pass
+
+
+def step(watch: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> None:
+    """Agreement, two micro-batches down the ranks and back, and an exchange at the end."""
+    rank, last = stage.rank, stage.size - 1
+    with watch.guarded(f"step {number}"):
+        fault(stage, "agreement")
+        watch.mark_waiting(f"step {number}")
+        dist.all_reduce(torch.zeros(1))
+        sends: list[tuple[str, int, dist.Work]] = []
+        for op, before, after in (("F", rank - 1, rank + 1), ("B", rank + 1, rank - 1)):
+            for m in range(2):
+                if 0 <= before <= last:
+                    watch.mark_waiting(f"{before}>{rank}:{m}", before)
+                    dist.recv(torch.zeros(4), before, tag=m)
+                watch.mark_computing(f"{rank}{op}{m}")
+                if m == 1:
+                    fault(stage, "forward" if op == "F" else "backward")
+                if 0 <= after <= last:
+                    work = dist.isend(torch.zeros(4), after, tag=m)
+                    assert work is not None
+                    sends.append((f"{rank}>{after}:{m}", after, work))
+            fault(stage, "send")
+        for message, peer, work in sends:
+            watch.mark_waiting(message, peer)
+            work.wait()
+        watch.mark_waiting("the end")
+        dist.all_reduce(torch.zeros(1))
+        fault(stage, "end")
+        watch.mark_outside_call()
+
+
+def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
+    """Some steps; the fault is in the second."""
+    watch = watched(stage)
+    for number in range(steps):
+        step(watch, stage, number, fault if number == 1 else nothing)
+        if number == 1:
+            fault(stage, "between")
+    watch.close()
+
+
+class At:
+    """A fault at one place of one rank."""
+
+    def __init__(self, rank: int, place: str, fail: Callable[[], object]) -> None:
+        self.rank, self.place, self.fail = rank, place, fail
+
+    def __call__(self, stage: Stage, place: str) -> None:
+        if (stage.rank, place) == (self.rank, self.place):
+            stage.tell(fault=time.monotonic())
+            self.fail()
+
+
+def burst() -> None:
+    error = Burst("all wrong")
+    error.whereabouts = ErrorLocation(1, ("a", "b"), 3, "1F3", "stage 1 (layers a to b: Linear)")  # type: ignore[attr-defined]
+    raise error
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def stall() -> None:
+    time.sleep(60)

@@ -1,0 +1,263 @@
+"""Ends of other kinds: signals, ranks that never come or go too early, saves in the background.
+
+And what is no fault: a first step that takes long, and a disk that is slow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from penstock import RemoteError
+from penstock.checkpoint.writer import CheckpointWriter
+from tests.faults.checks import SOON, check_cause, check_checkpoint
+from tests.faults.course import (
+    HEARTBEAT,
+    Burst,
+    Fault,
+    Trap,
+    batch,
+    burst,
+    course,
+    kill,
+    no_trap,
+    optimizer_of,
+    pipe_of,
+    stall,
+    unsplit,
+    with_traps,
+)
+from tests.faults.throwaway import Stage, perform, perform_all
+
+# ---- signals -------------------------------------------------------------------------------
+
+
+def sleep_and_hear(number: int, seconds: float = 0.8) -> None:
+    """The signal comes while this rank computes, and the others wait for it."""
+    if seconds < 1:  # it has the time to go on
+        patch("penstock.runtime.distributed.failure.watchdog._SIGTERM_DELAY", 20.0).start()
+    threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+    time.sleep(seconds)
+
+
+def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
+    fail = partial(sleep_and_hear, signal.SIGINT)
+    given = {
+        (place, rank): (2, course, Fault(rank, place, fail), tmp_path / f"{place}-{rank}")
+        for place in ("forward", "saving")
+        for rank in (0, 1)
+    }
+    for (place, rank), fates in perform_all(given).items():
+        text = check_cause(fates, [1 - rank], "interrupted", rank, SOON)
+        assert f"rank {rank} was interrupted by KeyboardInterrupt, in " in text
+        assert fates[rank].told["error"] == "KeyboardInterrupt"
+        assert fates[rank].code == 128 + signal.SIGINT
+        check_checkpoint(tmp_path / f"{place}-{rank}", fates)
+
+
+def interrupted_together(stage: Stage, folder: Path) -> None:
+    """As a terminal does it: while one computes, and the others wait for it."""
+    trap = Trap(stage.rank, Fault(1, "forward", partial(time.sleep, 1.0)))
+    pipe = pipe_of(trap)
+    pipe.save(folder, extra=0)
+    trap.step = 1
+    x, target = batch(1)
+    stage.tell(fault=time.monotonic())
+    stage.interrupt_soon(range(stage.size), signal.SIGINT, 0.3)
+    for _ in range(2):
+        pipe.step(x, target=target)
+
+
+def test_ctrl_c_on_all_ranks(tmp_path: Path) -> None:
+    fates = perform(3, interrupted_together, tmp_path)
+    assert [fate.told.get("error") for fate in fates] == ["KeyboardInterrupt"] * 3, fates
+    assert [fate.code for fate in fates] == [128 + signal.SIGINT] * 3
+    assert all(fate.told["now"] - fate.told["fault"] < SOON for fate in fates)
+
+
+def test_a_rank_that_is_told_to_end(tmp_path: Path) -> None:
+    """By SIGTERM: after its step, if that ends soon; or else all end at once."""
+    given = {
+        seconds: (2, course, Fault(1, "forward", fail), tmp_path / f"{seconds}")
+        for seconds in (0.8, 60.0)
+        for fail in [partial(sleep_and_hear, signal.SIGTERM, seconds)]
+    }
+    found = perform_all(given)
+    assert found[0.8][1].code == -signal.SIGTERM
+    check_cause(found[0.8], [0], "died", 1, 1 + HEARTBEAT + SOON)
+    assert found[60.0][1].code == 1
+    text = check_cause(found[60.0], [0], "interrupted", 1, 2 * SOON)
+    assert text.startswith("rank 1 was told to end by SIGTERM, in step (call 4), at 1F1: ")
+    assert text in found[60.0][1].written
+    for seconds, fates in found.items():
+        check_checkpoint(tmp_path / f"{seconds}", fates)
+
+
+# ---- ranks that do not come, or go ---------------------------------------------------------
+
+
+def fails_in_building(stage: Stage, rank: int) -> None:
+    if stage.rank == rank:
+        stage.tell(fault=time.monotonic())
+        raise Burst("no such file")
+    pipe_of(no_trap)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_before_it_makes_the_pipe(rank: int) -> None:
+    fates = perform(3, fails_in_building, rank)
+    text = check_cause(fates, [r for r in range(3) if r != rank], "died", rank, SOON)
+    assert text.startswith(f"rank {rank} ended before it came to make the pipe")
+    assert fates[rank].told["error"] == "Burst"
+
+
+def does_not_come(stage: Stage) -> None:
+    patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 0.5).start()
+    stage.tell(fault=time.monotonic())
+    if stage.rank == 1:
+        time.sleep(4)
+    else:
+        pipe_of(no_trap)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    fates = perform(2, does_not_come)
+    text = check_cause(fates, [0], "left", 1, 0.5 + SOON)
+    assert text.startswith("rank 1 did not come in time to make the pipe")
+
+
+def one_step_less(stage: Stage, rank: int) -> None:
+    pipe = pipe_of(no_trap)
+    x, target = batch(1)
+    for _ in range(2 if stage.rank != rank else 1):
+        pipe.step(x, target=target)
+    stage.tell(fault=time.monotonic())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_a_step_less(rank: int) -> None:
+    fates = perform(2, one_step_less, rank)
+    text = check_cause(fates, [1 - rank], "left", rank, SOON)
+    assert text.startswith(f"rank {rank} has left, after step (call 2): ")
+    assert fates[rank].code == 0
+
+
+def tries_again(stage: Stage) -> None:
+    trap = Trap(stage.rank, Fault(1, "backward", kill), stage.tell)
+    pipe = pipe_of(trap)
+    x, target = batch(1)
+    trap.step = 1
+    with pytest.raises(RemoteError, match="rank 1 died") as first:
+        pipe.step(x, target=target)
+    began = time.monotonic()
+    with pytest.raises(RemoteError) as second:
+        pipe.step(x, target=target)
+    assert str(second.value) == str(first.value)
+    assert time.monotonic() - began < SOON
+
+
+def test_a_pipe_without_one_of_its_ranks_says_so_again() -> None:
+    fates = perform(2, tries_again)
+    assert [fate.code for fate in fates] == [0, -signal.SIGKILL], fates
+
+
+def counts_restarts_alone(stage: Stage) -> None:
+    """As a host does, of which another was away for a while."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(stage.rank)
+    patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 5.0).start()
+    x, target = batch(0)
+    loss = pipe_of(no_trap).step(x, target=target).loss
+    torch.testing.assert_close(loss, unsplit()[0], rtol=0, atol=1e-10)
+
+
+def test_hosts_that_count_restarts_differently_meet() -> None:
+    fates = perform(2, counts_restarts_alone)
+    assert [fate.code for fate in fates] == [0, 0], fates
+
+
+# ---- saves in the background ---------------------------------------------------------------
+
+
+def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
+    trap = Trap(stage.rank, fault, stage.tell)
+    with_traps(trap)
+    pipe = pipe_of(trap)
+    optimizer = optimizer_of(pipe)
+    for trap.step in range(2):
+        x, target = batch(trap.step)
+        optimizer.zero_grad()
+        pipe.step(x, target=target)
+        optimizer.step()
+        saving = pipe.save(folder, optimizer=optimizer, extra=trap.step, background=True)
+        if not trap.step:
+            saving.wait()
+    if fault.fail is kill:
+        with pytest.raises(RemoteError, match=f"rank {fault.rank} died") as death:
+            saving.wait()
+        with pytest.raises(RemoteError) as again:
+            pipe.step(x, target=target)
+        assert str(again.value) == str(death.value)
+        raise again.value
+    with pytest.raises(RemoteError, match="failed, so no rank goes on with it") as caught:
+        saving.wait()
+    assert (caught.value.kind, caught.value.rank) == ("raised", fault.rank)
+    assert "in burst\n" in caught.value.traceback
+    x, target = batch(2)
+    optimizer.zero_grad()
+    loss = pipe.step(x, target=target).loss  # it is no fault of the training
+    torch.testing.assert_close(loss, unsplit()[2], rtol=0, atol=1e-10)
+    pipe.save(folder, optimizer=optimizer, extra=2)  # raises: the one before did not succeed
+
+
+def test_a_save_in_the_background_that_fails(tmp_path: Path) -> None:
+    given = {r: (2, saves_beside, Fault(r, "saving", burst), tmp_path / f"{r}") for r in (0, 1)}
+    for rank, fates in perform_all(given).items():
+        text = check_cause(fates, [0, 1], "raised", rank, 3 * SOON)
+        assert f"failed, so no rank goes on with it:\n  rank {rank}: " in text
+        assert "in burst\n" in text
+        check_checkpoint(tmp_path / f"{rank}", fates)
+
+
+def test_a_process_that_is_killed_in_the_background_of_a_save(tmp_path: Path) -> None:
+    given = {r: (2, saves_beside, Fault(r, "saving", kill), tmp_path / f"{r}") for r in (0, 1)}
+    for rank, fates in perform_all(given).items():
+        check_cause(fates, [1 - rank], "died", rank, HEARTBEAT + SOON)
+        check_checkpoint(tmp_path / f"{rank}", fates)
+
+
+# ---- no faults -----------------------------------------------------------------------------
+
+
+def slow(stage: Stage, folder: Path) -> None:
+    """For longer than a heartbeat: the first step, which may compile, and a save."""
+    trap = Trap(stage.rank, Fault(1, "forward", partial(time.sleep, 4.0)))
+    pipe = pipe_of(trap)
+    trap.step = 1
+    write = CheckpointWriter.write_data
+
+    def slowly(self: CheckpointWriter, *given: object) -> object:
+        time.sleep(4.0 if stage.rank == 0 else 0)
+        return write(self, *given)  # type: ignore[arg-type]
+
+    x, target = batch(1)
+    pipe.step(x, target=target)
+    with patch.object(CheckpointWriter, "write_data", slowly):
+        pipe.save(folder)
+    stage.tell(came=True)
+    trap.fault, trap.began = Fault(1, "forward", stall), 0.0
+    stage.tell(fault=time.monotonic())
+    pipe.step(x, target=target)
+
+
+def test_first_steps_and_disks_may_be_slow(tmp_path: Path) -> None:
+    fates = perform(2, slow, tmp_path)
+    assert [fate.told.get("came") for fate in fates] == [True, True], fates
+    check_cause(fates, [0], "stalled", 1, HEARTBEAT + SOON)

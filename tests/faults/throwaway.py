@@ -1,0 +1,206 @@
+"""Processes for one case: they may die, and each tells what became of it.
+
+    fates = perform(3, function, ...)     # on every rank: function(stage, ...), in a gloo group
+
+They are forked from a server that has imported torch, so that a case takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tests.distributed.forks import ENVIRONMENT, forked
+from tests.distributed.forks import store as served
+
+WITHIN = 60.0  # seconds for all of a case
+
+T = TypeVar("T")
+
+
+class Stage(NamedTuple):
+    """What a function finds on its rank."""
+
+    rank: int
+    size: int
+    connection: Connection
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        found = dist.group.WORLD
+        assert found is not None
+        return found
+
+    def interrupt_soon(self, ranks: Sequence[int], number: int, after: float) -> None:
+        """A signal to these ranks at once, as from a terminal. Called by all."""
+        pids: list[Any] = [None] * self.size
+        dist.all_gather_object(pids, os.getpid())
+
+        def send() -> None:
+            for rank in ranks:
+                os.kill(pids[rank], number)
+
+        if self.rank == ranks[0]:
+            threading.Timer(after, send).start()
+
+    def tell(self, **facts: Any) -> None:
+        """To the test: what is told last counts. `now` is told with it."""
+        self.connection.send({**facts, "now": time.monotonic()})
+
+
+@dataclass
+class Fate:
+    """What became of a rank: its exit code, what it told, what it wrote."""
+
+    code: int | None  # None: it had to be killed, as its time was over
+    told: dict[str, Any] = field(default_factory=dict)
+    written: str = ""
+
+
+def perform(
+    size: int,
+    function: Callable[..., object],
+    *arguments: Any,
+    within: float = WITHIN,
+    hosted: bool = False,
+) -> list[Fate]:
+    """Run it on so many ranks; `hosted`: the first serves the store, and not this process."""
+    context, server = forked(), served()
+    with TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            log = str(Path(folder) / f"{rank}.log")
+            given = Stage(rank, size, theirs), log, server.port, hosted, function, arguments
+            process = context.Process(target=_play, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        fates = [Fate(None) for _ in range(size)]
+        until = time.monotonic() + within
+        for process, fate, pipe, rank in zip(processes, fates, pipes, range(size), strict=True):
+            process.join(max(0.0, until - time.monotonic()))
+            fate.code = process.exitcode
+            if fate.code is None:
+                process.kill()
+                process.join()
+            fate.told = _told(pipe)
+            fate.written = (Path(folder) / f"{rank}.log").read_text()
+            process.close()
+        return fates
+
+
+def perform_all(cases: Mapping[T, Sequence[Any]], at_once: int = 6) -> dict[T, list[Fate]]:
+    """Several cases beside each other: most of them wait most of the time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        begun = {case: pool.submit(perform, *given) for case, given in cases.items()}
+    return {case: one.result() for case, one in begun.items()}
+
+
+def _told(pipe: Connection) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    try:
+        while pipe.poll():
+            facts.update(pipe.recv())
+    except EOFError:
+        pass
+    pipe.close()
+    return facts
+
+
+def _play(
+    stage: Stage,
+    log: str,
+    port: int,
+    hosted: bool,
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
+    gc.freeze()  # what the server has imported: collecting would copy its pages
+    out = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    os.environ.update(ENVIRONMENT)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if hosted:
+        if stage.rank == 0:
+            store.set("hosted", str((own := served()).port))
+            store = own
+        else:
+            port = int(store.get("hosted"))
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("group", store),
+        rank=stage.rank,
+        world_size=stage.size,
+        timeout=timedelta(seconds=60),
+    )
+    store.set(f"up/{stage.rank}", "")
+    store.wait([f"up/{rank}" for rank in range(stage.size)])  # nobody fails before all are there
+    code = 0
+    try:
+        function(stage, *arguments)
+        stage.tell(done=True, threads=_threads())
+    except BaseException as error:
+        _tell_of(stage, error)
+        code = _ended_by(error)
+    stage.tell(cpu=time.process_time())
+    _end(code)
+
+
+def _ended_by(error: BaseException) -> int:
+    """As the interpreter does when nobody catches it."""
+    if isinstance(error, SystemExit):
+        return int(error.code or 0)
+    traceback.print_exception(error)
+    sys.last_value = error
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end(code: int) -> None:
+    """As the interpreter does: a fork of a server would end without."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+
+
+def _tell_of(stage: Stage, error: BaseException) -> None:
+    names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
+    stage.tell(
+        threads=_threads(),
+        error=type(error).__name__,
+        text=str(error),
+        fields={name: getattr(error, name, None) for name in names},
+        whole="".join(traceback.format_exception(error)),
+        came_from=type(error.__cause__).__name__,
+    )

@@ -1,0 +1,97 @@
+"""Ranks find each other, also where the dead have been before."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from penstock.errors import RunError
+from penstock.launch.store_rendezvous import JoinedRanks, join_rendezvous, open_store, wait_for_keys
+from penstock.launch.torchrun_env import RankEnv
+from tests.launch.hosts import free_port
+
+
+def clients(size: int) -> list[Store]:
+    """A store, and for each rank a client of its own."""
+    first: Any = TCPStore("localhost", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+    return [first] + [
+        TCPStore("localhost", first.port, None, False, timedelta(seconds=20))
+        for _ in range(size - 1)
+    ]
+
+
+def met_by(
+    stores: list[Store], order: list[int], word: str, patience: float = 20
+) -> list[JoinedRanks]:
+    """All ranks at once, started in this order."""
+    with ThreadPoolExecutor(len(stores)) as pool:
+        going = {}
+        for rank in order:
+            text = f"{word} {rank}"
+            going[rank] = pool.submit(
+                join_rendezvous, stores[rank], rank, len(stores), text, patience
+            )
+            time.sleep(0.02)
+        return [going[rank].result() for rank in sorted(going)]
+
+
+def test_everyone_hears_every_word() -> None:
+    for met in met_by(clients(3), [2, 0, 1], "rank"):
+        assert met.rank_info == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+        assert met.find_missing(3) == []
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_a_second_start_in_the_same_store_meets_only_the_living(order: list[int]) -> None:
+    stores = clients(3)
+    before = met_by(stores, [0, 1, 2], "before")
+    before[1].store.set("address", "of the dead")
+    after = met_by(stores, order, "after")
+    for met in after:
+        assert met.rank_info == {rank: f"after {rank}" for rank in range(3)}
+        assert not met.store.check(["address"])
+    after[2].store.set("address", "of the living")
+    assert after[0].store.get("address") == b"of the living"
+    assert before[0].store.get("address") == b"of the dead"
+
+
+def test_whoever_does_not_come_is_missed_by_all() -> None:
+    stores = clients(3)
+    for met in met_by(stores, [0, 2], "rank", patience=2):
+        assert met.rank_info == {0: "rank 0", 2: "rank 2"}
+        assert met.find_missing(3) == [1]
+
+
+def test_nobody_waits_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set("penstock/start", "of the dead")
+    monkeypatch.setattr("penstock.launch.store_rendezvous._RETRY_INTERVAL", 0.01)
+    monkeypatch.setattr("penstock.launch.store_rendezvous._EXTRA_TIMEOUT", 0.1)
+    with pytest.raises(RunError, match=r"rank 1 was not answered by rank 0 within 0.3 s"):
+        join_rendezvous(store, 1, 2, "hello", 0.1)
+
+
+def test_told_waits_as_long_as_it_is_said() -> None:
+    store = HashStore()
+    store.set("a", "")
+    assert wait_for_keys(store, ["a"], 0)
+    assert not wait_for_keys(store, ["a", "b"], 0.01)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    port = int(free_port())
+    seat = RankEnv(1, 2, 1, 2, "localhost", port, launcher_has_store=True)
+    with pytest.raises(RunError, match=rf"rank 1 on .* store at localhost:{port} within 0.5 s: is"):
+        open_store(seat, 0.5)
+
+
+def test_rank_0_opens_a_store_and_waits_for_nobody() -> None:
+    port = int(free_port())
+    seat = RankEnv(0, 3, 0, 3, "localhost", port, launcher_has_store=False)
+    open_store(seat, 5.0).set("a", "b")

@@ -1,0 +1,157 @@
+"""What is read from the environment, and which device and interface follow."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+import torch
+
+from penstock.errors import ArgumentError, RunError
+from penstock.launch import init as launch
+from penstock.launch import torchrun_env as reading
+from penstock.launch.torchrun_env import (
+    RankEnv,
+    find_network_interface,
+    is_launched,
+    read_rank_env,
+    select_device,
+)
+
+SAID = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29500",
+}
+HERE = RankEnv(5, 8, 1, 4, "first", 29500, launcher_has_store=False)
+
+
+def test_what_torchrun_says() -> None:
+    assert read_rank_env(SAID) == HERE
+    assert read_rank_env({**SAID, "TORCHELASTIC_USE_AGENT_STORE": "True"}).launcher_has_store
+    assert is_launched(SAID)
+    assert not is_launched({})
+    assert not HERE.is_single_host
+    assert HERE._replace(local_world_size=8).is_single_host
+
+
+def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["somewhere/my_script.py"])
+    with pytest.raises(RunError) as raised:
+        read_rank_env({**SAID, "RANK": "", "MASTER_PORT": ""})
+    assert str(raised.value) == (
+        "this process was not started by torchrun, which sets RANK, MASTER_PORT: "
+        "start it with  torchrun --nproc-per-node 2 my_script.py"
+    )
+
+
+def test_what_is_no_number_is_named() -> None:
+    with pytest.raises(RunError, match=r"no numbers: WORLD_SIZE=two, MASTER_PORT=-1;"):
+        read_rank_env({**SAID, "WORLD_SIZE": "two", "MASTER_PORT": "-1"})
+
+
+@pytest.mark.parametrize(
+    ("dp", "message"),
+    [
+        (0, "dp is a whole number of pipes from 1 up, not 0"),
+        (True, "dp is a whole number of pipes from 1 up, not True"),
+        (2.0, "dp is a whole number of pipes from 1 up, not 2.0"),
+        (
+            3,
+            "8 ranks do not make 3 pipes of equal length: dp may be 1, 2, 4, 8; for dp=3 "
+            "start 9 ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anybody_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, dp: object, message: str
+) -> None:
+    for name, value in SAID.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError) as raised:
+        launch.init(dp)  # type: ignore[arg-type]
+    assert str(raised.value) == message
+
+
+# ---- devices ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device"), [(0, "cpu"), (4, "cuda:1"), (1, "cuda:0"), (8, "cuda:1")]
+)
+def test_a_rank_takes_the_gpu_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
+) -> None:
+    """With one in sight it is the first, be it the rank's own or shared."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert select_device(HERE) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [
+        (["a", "b"], "cpu:gloo,cuda:nccl"),
+        (["a", "a"], "gloo"),
+        (["a", ""], "gloo"),
+        (["", ""], "gloo"),
+    ],
+)
+def test_nccl_is_for_ranks_with_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], backend: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert launch.choose_backend(gpus) == backend
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert launch.choose_backend(gpus) == "gloo"
+
+
+# ---- interfaces ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Three interfaces; by destination, the address that the host would send from."""
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.9.0.5"}
+    routes: dict[str, str] = {"first": "10.9.0.5", reading._TEST_NET_ADDRESS: "10.0.0.5"}
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*addresses, "idle0"])))
+    monkeypatch.setattr(reading, "_get_interface_address", addresses.get)
+    monkeypatch.setattr(reading, "_find_source_address", routes.get)
+    return routes
+
+
+def test_on_one_host_it_is_loopback(network: dict[str, str]) -> None:
+    assert find_network_interface(HERE._replace(local_world_size=8)) == "lo"
+
+
+def test_on_several_it_is_the_one_that_leads_to_rank_0(network: dict[str, str]) -> None:
+    assert find_network_interface(HERE) == "ib0"
+
+
+def test_a_name_that_means_loopback_does_not_mislead(network: dict[str, str]) -> None:
+    network["first"] = "127.0.1.1"
+    assert find_network_interface(HERE) == "eth0"
+
+
+def test_without_a_route_gloo_decides(network: dict[str, str]) -> None:
+    network.clear()
+    assert find_network_interface(HERE) is None
+
+
+def test_loopback_is_there_in_truth() -> None:
+    found = find_network_interface(HERE._replace(local_world_size=8))
+    assert found is not None
+    assert reading._get_interface_address(found) == "127.0.0.1"
+    assert reading._find_source_address("127.0.0.1") == "127.0.0.1"
+    assert reading._get_interface_address("none-such") is None
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
+    launch.set_gloo_interface(HERE._replace(local_world_size=8))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0"

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import ArgumentError, Pipe, Schedule, WithDevice, loads, schedules
+from penstock.model.placement import PlacedPartition, SplitRequest, _move_stages, place_model
+from penstock.model.sequential import cut_sequential, group_by_device
+from penstock.model.tied import describe_tied_parameters
+from tests.support import Do
+
+
+def layers(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, width) for width in widths))
+
+
+def cut_of(
+    module: nn.Sequential, schedule: str | Schedule | None = None, **wish: Any
+) -> PlacedPartition:
+    given: dict[str, Any] = dict.fromkeys(("stages", "devices", "balance", "example"))
+    return place_model(module, SplitRequest(**{**given, "chunks": 2, **wish}), schedule)
+
+
+def sizes(found: PlacedPartition) -> list[int]:
+    return [len(stage.layers) for stage in found.partition.stages]
+
+
+# ---- where to cut -------------------------------------------------------------------------
+
+
+def test_without_a_wish_the_layers_stay_where_they_are() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    found = cut_of(model)
+    assert (sizes(found), found.placement, len(found.devices)) == ([3], (0,), 1)
+
+
+def test_the_user_says_how_many_layers_each_stage_has() -> None:
+    found = cut_of(layers(1, 1, 1, 1, 1), stages=[2, 1, 2])
+    assert (sizes(found), found.placement) == ([2, 1, 2], (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([2, 2], r"\[2, 2\] is no cut of 3 units"),
+        ([0, 3], "stage 0 takes 0"),
+        (4, "3 units cannot be cut into 4 stages"),
+        (0, "stages=0: a pipe has at least one stage"),
+        (-1, "stages=-1: a pipe has at least one stage"),
+        ([], r"stages=\[\]: a pipe has at least one stage"),
+    ],
+)
+def test_cuts_that_do_not_fit(stages: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        cut_of(layers(1, 1, 1), stages=stages)
+
+
+def test_stages_are_balanced_by_parameters() -> None:
+    assert sizes(cut_of(layers(1, 1, 1, 30), stages=2)) == [3, 1]
+    assert sizes(cut_of(layers(30, 1, 1, 1), stages=2)) == [1, 3]
+
+
+def test_stages_are_balanced_by_memory() -> None:
+    """The parameters are few; what the wide layer saves and gives is much."""
+    wide = Do(lambda x: x.repeat(1, 500).exp().log()[:, :4])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), wide)
+    found = cut_of(model, stages=2, balance="memory", example=torch.randn(64, 4))
+    assert sizes(found) == [3, 1]
+
+
+def test_stages_are_balanced_by_time_if_there_is_an_example() -> None:
+    seen: list[int] = []
+    model = nn.Sequential(*(Do(lambda x: (seen.append(len(x)), x)[1]) for _ in range(3)))  # type: ignore[func-returns-value]
+    assert sum(sizes(cut_of(model, stages=2, example=(torch.randn(6, 4),)))) == 3
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (
+            {"stages": 2, "balance": "luck"},
+            "balance is one of time, memory, parameters, not 'luck'",
+        ),
+        ({"stages": 2, "balance": "time"}, "balance='time' measures the layers: give example="),
+        ({"stages": 2, "balance": "memory"}, "balance='memory' measures the layers: give example="),
+        ({"stages": [1, 2], "balance": "time"}, "already says where to cut: leave balance out"),
+    ],
+)
+def test_wishes_that_contradict(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        cut_of(layers(1, 1, 1), **wish)
+
+
+# ---- which rank gets which stage ----------------------------------------------------------
+
+
+def test_devices_are_ranks() -> None:
+    found = cut_of(layers(1, 1, 1), devices=["cpu"] * 3)
+    assert (sizes(found), found.placement, len(found.devices)) == ([1, 1, 1], (0, 1, 2), 3)
+    found = cut_of(layers(1, 1, 1, 1), stages=4, devices=["cpu", torch.device("cpu")])
+    assert found.placement == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "devices", "placement"),
+    [
+        ("interleaved", 4, None, (0, 1, 0, 1)),
+        ("interleaved", None, 2, (0, 1, 0, 1)),
+        ("interleaved", 6, 2, (0, 1, 0, 1, 0, 1)),
+        ("looped-bfs", 4, None, (0, 1, 0, 1)),
+        ("1f1b", 4, None, (0, 1, 2, 3)),
+        ("gpipe", 4, 2, (0, 1, 0, 1)),
+        (None, 4, 2, (0, 1, 0, 1)),
+    ],
+)
+def test_the_schedule_places_the_stages(
+    schedule: str | None, stages: int | None, devices: int | None, placement: tuple[int, ...]
+) -> None:
+    places = None if devices is None else ["cpu"] * devices
+    found = cut_of(layers(1, 1, 1, 1, 1, 1), schedule, stages=stages, devices=places)
+    assert found.placement == placement
+
+
+def test_a_schedule_by_hand_brings_its_placement() -> None:
+    by_hand = loads("0F0 1F0 1B0 0B0 \n 2F0 2B0")
+    assert isinstance(by_hand, Schedule)
+    found = cut_of(layers(1, 1, 1), by_hand, stages=3, devices=["cpu"] * 2)
+    assert found.placement == (0, 0, 1)
+    with pytest.raises(ArgumentError, match="3 stages on 2 ranks, but there are 2 on 2"):
+        cut_of(layers(1, 1, 1), by_hand, stages=2, devices=["cpu"] * 2)
+
+
+def test_stages_that_do_not_divide_among_devices() -> None:
+    with pytest.raises(ArgumentError, match="3 stages do not divide among 2 devices"):
+        cut_of(layers(1, 1, 1), stages=3, devices=["cpu"] * 2)
+
+
+def test_a_device_that_no_stage_can_run_on() -> None:
+    with pytest.raises(ArgumentError, match="a stage runs on a CPU or a CUDA device, not on 'met"):
+        cut_of(layers(1, 1), devices=["cpu", "meta"])
+
+
+def test_a_schedule_that_does_not_suit_the_layers_as_they_stand() -> None:
+    with pytest.raises(ArgumentError, match="give stages= and devices="):
+        Pipe(layers(1, 1), 2, schedule=schedules.one_f_one_b(2, 2))
+
+
+# ---- sharing ------------------------------------------------------------------------------
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model[2][0].weight = model[0].weight  # type: ignore[index]
+    return model
+
+
+def test_parameters_that_ranks_share_are_found() -> None:
+    for devices, words in (
+        (None, ["2.0.weight on rank 2 is 0.weight of rank 0"]),
+        (["cpu"], []),
+    ):
+        found = cut_of(tied(), stages=3, devices=devices)
+        assert describe_tied_parameters(found.partition.stages, found.placement) == words
+
+
+def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
+    """As between two GPUs: here the second device is the one that nothing can be computed on."""
+    model = tied()
+    shared, table = model.get_parameter("0.weight"), torch.zeros(3)
+    shared.grad = torch.ones_like(shared)
+    for layer in (model[0], model[2]):
+        layer.register_buffer("table", table)
+    partition = cut_sequential(model, [1, 1, 1])
+    _move_stages(partition.stages, [torch.device(name) for name in ("cpu", "meta", "meta")])
+    assert model[2][0].weight is model[0].weight is shared  # type: ignore[index]
+    assert model[2].table is model[0].table is table
+    assert shared.device == shared.grad.device == torch.device("cpu")
+    assert {str(p.device) for p in model[1].parameters()} == {"meta"}
+    assert str(model[2][0].bias.device) == "meta"  # type: ignore[index]
+
+
+def test_a_layer_placed_by_the_user_may_share_a_parameter_of_another_device() -> None:
+    model = tied()
+    model[2][0].bias = nn.Parameter(torch.zeros(4, device="meta"))  # type: ignore[index]
+    counts, devices = group_by_device(list(model))
+    assert (counts, [str(device) for device in devices]) == ([2, 1], ["cpu", "meta"])
+    alone = nn.Linear(4, 4, bias=False)
+    alone.weight = model.get_parameter("0.weight")
+    assert group_by_device([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
+
+
+def test_a_parameter_may_be_shared_by_stages_of_a_rank() -> None:
+    assert cut_of(tied(), stages=3, devices=["cpu"]).placement == (0, 0, 0)
+    model = tied()
+    x = torch.randn(5, 4)
+    pipe = Pipe(copy.deepcopy(model), 2, stages=3, devices=["cpu"])
+    pipe(x).sum().backward()
+    model(x).sum().backward()
+    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert isinstance(p.grad, Tensor)
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_with_device_is_a_layer_like_any_other() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), WithDevice(nn.Tanh(), "cpu"), nn.Linear(4, 1))
+    x = torch.randn(4, 4)
+    assert torch.equal(Pipe(model, 1)(x), model(x))

@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.model import profiler as measuring
+from penstock.model.profiler import ModuleCall, profile_call, profile_calls
+from penstock.model.traced.traced_partition import UnitCost
+from penstock.stage.aux_loss import add_loss
+from penstock.stage.weight_grad import accumulate_weight_grads
+from tests.support import Marked
+
+FLOAT = 4
+
+
+def nothing() -> None: ...
+
+
+class Watched(nn.Module):
+    """Calls two functions, one in its forward and one in its backward."""
+
+    def __init__(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
+        super().__init__()
+        self.calls = forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0]()
+        watched: Tensor = Marked.apply(x, self.calls[1])  # type: ignore[no-untyped-call]
+        return watched
+
+
+def needing(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+# ---- seconds --------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def takes(self, seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            self.now += seconds
+
+        return work
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measuring, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_the_seconds_of_forward_and_of_both_parts_of_the_backward(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_off: list[int] = []
+
+    def slowly(later: list[Any]) -> None:
+        put_off.append(len(later))
+        clock.now += 5.0
+        plain(later)
+
+    plain = accumulate_weight_grads
+    monkeypatch.setattr(measuring, "accumulate_weight_grads", slowly)
+    module = nn.Sequential(Watched(clock.takes(1.0), clock.takes(2.0)), nn.Linear(3, 3))
+    found = profile_call(module, (needing(2, 3),))
+    assert (found.forward, found.input_grad, found.weight_grad, found.seconds) == (
+        1.0,
+        2.0,
+        5.0,
+        8.0,
+    )
+    assert put_off == [0, 1]  # to warm up, the weights did not wait
+
+
+@pytest.mark.parametrize(("each", "runs"), [(0.001, 6), (0.2, 3), (60.0, 2)])
+def test_a_slow_call_is_run_less_often(clock: Clock, each: float, runs: int) -> None:
+    calls: list[None] = []
+
+    def work() -> None:
+        calls.append(None)
+        clock.now += each
+
+    profile_call(Watched(work, nothing), (torch.ones(3),), timeout=0.5)
+    assert len(calls) == runs
+
+
+def test_the_median_run_counts_and_the_first_does_not(clock: Clock) -> None:
+    seconds = iter([900.0, 1.0, 70.0, 2.0])
+    module = Watched(lambda: clock.takes(next(seconds))(), nothing)
+    assert profile_call(module, (torch.ones(3),), runs=3, timeout=999.0).forward == 2.0
+
+
+def test_where_nothing_needs_a_gradient_there_is_no_backward() -> None:
+    backwards: list[None] = []
+    module = Watched(nothing, lambda: backwards.append(None))
+    frozen = nn.Sequential(module, nn.Linear(3, 3)).requires_grad_(False)
+    assert profile_call(frozen, (torch.ones(2, 3),)).activation_bytes == 0
+    assert backwards == []
+    profile_call(frozen, (needing(2, 3),), runs=1)
+    assert len(backwards) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_computed_where_the_caller_wants_none(mode: Callable[[], Any]) -> None:
+    backwards: list[None] = []
+    x = needing(3)
+    with mode():
+        profile_call(Watched(nothing, lambda: backwards.append(None)), (x,), runs=1)
+    assert len(backwards) == 2
+
+
+def test_weights_that_cannot_wait_have_their_gradient_with_the_inputs() -> None:
+    """It asks for a gradient in its forward, of which the weight's part would be put off."""
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+            return slope
+
+    found = profile_call(Own(3, 3), (needing(2, 3),))
+    assert found.weight_grad < found.input_grad
+
+
+# ---- bytes ----------------------------------------------------------------------------------
+
+
+def test_what_is_kept_for_the_backward() -> None:
+    hidden = 10 * 8 * FLOAT
+    assert profile_call(nn.Tanh(), (needing(10, 8),)).activation_bytes == hidden
+    assert (
+        profile_call(nn.Sequential(nn.Tanh(), nn.Linear(8, 2)), (needing(10, 8),)).activation_bytes
+        == hidden
+    )
+    assert profile_call(nn.Linear(8, 8), (torch.ones(10, 8),)).activation_bytes == hidden
+    assert (
+        profile_call(nn.Linear(8, 8).requires_grad_(False), (needing(10, 8),)).activation_bytes == 0
+    )
+    assert (
+        profile_call(nn.BatchNorm1d(8, affine=False).eval(), (needing(10, 8),)).activation_bytes
+        == hidden
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_recomputes_from_is_kept(reentrant: bool) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    assert profile_call(Again(), (needing(10, 8),)).activation_bytes == 10 * 8 * FLOAT
+
+
+def test_what_is_there_always() -> None:
+    linear = 4 * 4 * FLOAT
+    norm = nn.BatchNorm1d(4)
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    assert isinstance(tied[0], nn.Linear)
+    assert isinstance(tied[1], nn.Linear)
+    tied[1].weight = tied[0].weight
+    x = (torch.ones(2, 4),)
+    assert profile_call(nn.Linear(4, 4, bias=False), x).resident_bytes == 4 * linear
+    assert (
+        profile_call(nn.Linear(4, 4, bias=False), x, optimizer_state_scale=0).resident_bytes
+        == 2 * linear
+    )
+    assert (
+        profile_call(nn.Linear(4, 4, bias=False).requires_grad_(False), x).resident_bytes == linear
+    )
+    assert profile_call(norm, x).resident_bytes == 4 * 2 * 4 * FLOAT + 2 * 4 * FLOAT + 8
+    assert profile_call(tied, x).resident_bytes == 4 * linear
+
+
+# ---- any arguments --------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    a: Tensor
+    b: list[Tensor]
+
+
+class Named(dict[str, Any]):
+    """As Hugging Face's outputs are."""
+
+
+class Takes(nn.Module):
+    def forward(self, pair: Pair, *, named: Named, scale: float = 1.0) -> Named:
+        return Named(out=pair.a * pair.b[0] * named["c"][0] * scale, pair=pair)
+
+
+def test_arguments_may_be_anything() -> None:
+    backwards: list[None] = []
+    for at in range(3):
+        values = [torch.ones(3, requires_grad=at == which) for which in range(3)]
+        module = nn.Module()
+        module.inner = Takes()
+        module.watched = Watched(nothing, lambda: backwards.append(None))
+
+        def forward(pair: Pair, named: Named, module: Any = module) -> Any:
+            out = module.inner(pair, named=named, scale=2.0)
+            return [module.watched(out["out"]), out["pair"]]
+
+        module.forward = forward
+        given = Pair(values[0], [values[1]]), Named(c=(values[2],))
+        profile_call(module, given[:1], {"named": given[1]}, runs=1)
+        assert all(value.grad is None for value in values)
+    assert len(backwards) == 6
+
+
+def test_one_tensor_given_twice_stays_one() -> None:
+    class Same(nn.Module):
+        def forward(self, a: Tensor, b: tuple[Tensor, ...]) -> Tensor:
+            assert a is b[0]
+            return a
+
+    x = needing(3)
+    profile_call(Same(), (x, (x,)))
+
+
+def scripted(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [
+        (nn.LSTM(3, 3), (torch.ones(2, 4, 3),)),
+        (nn.MultiheadAttention(4, 2), (needing(2, 3, 4),) * 3),
+        (nn.Embedding(9, 3, max_norm=0.1), (torch.arange(8),)),
+        (nn.ReLU(inplace=True), (needing(3),)),
+        (nn.LazyLinear(3), (torch.ones(2, 5),)),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), (torch.ones(2, 3),)),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), (torch.ones(2, 3),)),
+        (scripted(nn.BatchNorm1d(3)), (needing(4, 3),)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (needing(2, 3, 5, 5),)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)  # fmt: skip
+def test_any_module_stays_as_it_was(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    kinds, inputs = [type(part) for part in module.modules()], [x.detach().clone() for x in args]
+    lazy = any(nn.parameter.is_lazy(p) for p in module.parameters())
+    tensors = [] if lazy else [*module.parameters(), *module.buffers()]
+    values = [(t, t._version, t.detach().clone()) for t in tensors]
+    for part in module.parameters():
+        if not lazy:
+            part.grad = torch.ones_like(part)
+    grads = [part.grad for part in module.parameters()]
+    found = profile_call(module, args)
+    assert found.seconds > 0
+    for tensor, version, value in values:
+        assert tensor._version == version
+        assert torch.equal(tensor, value)
+    assert all(p.grad is g for p, g in zip(module.parameters(), grads, strict=True))
+    assert all(bool((g == 1).all()) for g in grads if g is not None)
+    assert all(x.grad is None and torch.equal(x, y) for x, y in zip(args, inputs, strict=True))
+    assert [type(part) for part in module.modules()] == kinds
+    assert lazy == any(nn.parameter.is_lazy(p) for p in module.parameters())
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.latest = torch.zeros(3)
+
+
+class Forgetful(nn.Module):
+    """Changes all that it can of itself, and draws from everywhere."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.number = 0
+        self.history: list[Any] = [{"deep": []}]
+        self.memory = Memory()
+        self.generator = torch.Generator()
+        self.own = random.Random(0)
+        self.array = np.random.default_rng(0)
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.number += 1
+        self.fresh = self.history
+        self.history[0]["deep"].append(self.number)
+        self.memory.seen.append(self.number)
+        self.memory.latest += 1
+        self.inner.eval()
+        self.inner.register_buffer("more", torch.ones(1))
+        torch.rand(1, generator=self.generator)
+        torch.rand(1)
+        random.random()
+        np.random.random()
+        self.own.random()
+        self.array.random()
+        add_loss(self.inner(x).mean())
+        y: Tensor = self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_attribute_and_no_random_state_is_another(fails: bool) -> None:
+    module = Forgetful()
+    if fails:
+        module.inner.register_forward_hook(lambda *_: 1 / 0)
+
+    def state() -> list[Any]:
+        return [
+            module.number,
+            repr(module.history),
+            list(module.memory.seen),
+            module.memory.latest.tolist(),
+            sorted(vars(module)),
+            sorted(module.inner._buffers),
+            module.inner.training,
+            torch.get_rng_state().tolist(),
+            module.generator.get_state().tolist(),
+            random.getstate(),
+            repr(np.random.get_state()),
+            module.own.getstate(),
+            repr(module.array.bit_generator.state),
+            [t.tolist() for t in module.state_dict().values()],
+        ]
+
+    parts = [module.history, module.memory, module.inner, module._buffers, module.count]
+    before = state()
+    if fails:
+        with pytest.raises(ZeroDivisionError) as error:
+            profile_call(module, (torch.ones(2, 3),))
+        assert error.value.__notes__ == ["This was a Forgetful, run on an example to measure it."]
+    else:
+        profile_call(module, (torch.ones(2, 3),))
+    assert state() == before
+    after = [module.history, module.memory, module.inner, module._buffers, module.count]
+    assert all(a is b for a, b in zip(after, parts, strict=True))
+
+
+def test_a_parameter_that_is_not_the_modules_own_keeps_its_gradient() -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    gradient = parameter.grad = torch.full((3,), 7.0)
+
+    class Borrows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * parameter
+
+    profile_call(Borrows(), (torch.ones(2, 3),))
+    assert parameter.grad is gradient
+    assert gradient.tolist() == [7.0] * 3
+
+
+def test_a_model_without_memory_gets_some_for_the_while() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        ids = torch.zeros(8, dtype=torch.long)
+    found = profile_call(module, (ids,))
+    assert found == UnitCost(
+        found.forward,
+        found.input_grad,
+        found.weight_grad,
+        found.activation_bytes,
+        found.resident_bytes,
+    )
+    assert found.activation_bytes > 0
+    assert all(p.is_meta for p in module.parameters())
+    assert (
+        profile_call(module, (torch.zeros(8, dtype=torch.long),)).resident_bytes
+        == found.resident_bytes
+    )
+
+
+def test_another_device_may_do_the_measuring() -> None:
+    module = nn.Linear(4, 4)
+    assert (
+        profile_call(module, (torch.ones(10, 4),), device="meta").activation_bytes == 10 * 4 * FLOAT
+    )
+    assert module.weight.device.type == "cpu"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers() -> None:
+    before = torch.cuda.get_rng_state()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LSTM(4, 4))
+    found = profile_call(module, (torch.ones(10, 4),), device="cuda")
+    assert found.forward > 0
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+
+
+# ---- each once ------------------------------------------------------------------------------
+
+
+def test_calls_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[nn.Module] = []
+
+    def counting(module: nn.Module, *others: Any) -> UnitCost:
+        measured.append(module)
+        return UnitCost(len(measured), 0.0, 0.0, 0, 0)
+
+    monkeypatch.setattr(measuring, "profile_call", counting)
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)]
+    calls: list[ModuleCall] = [(block, (torch.ones(2, 4),), {}) for block in (*blocks, blocks[0])]
+    assert [found.forward for found in profile_calls(calls)] == [1, 1, 2, 1]
+    assert measured == [blocks[0], blocks[2]]

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import ArgumentError, Namespace, PipeSequential, WithDevice, pop, skippable, stash
+from penstock.model.partition import Partition, SequentialLayout
+from penstock.model.sequential import (
+    check_children,
+    cut_sequential,
+    find_layer_device,
+    group_by_device,
+)
+from tests.support import Do, Pop, Stash
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def on(device: torch.device) -> nn.Module:
+    return nn.Linear(2, 2, device=device)
+
+
+def _routes(partition: Partition) -> tuple[Any, ...]:
+    assert isinstance(partition.how, SequentialLayout)
+    return partition.how.skip_routes
+
+
+# ---- children -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.ReLU()]), None, [nn.ReLU()]])
+def test_a_pipe_is_made_of_a_sequential(module: Any) -> None:
+    with pytest.raises(TypeError, match=f"an nn.Sequential, not of {type(module).__name__}"):
+        check_children(module)
+
+
+def test_a_pipe_has_layers() -> None:
+    with pytest.raises(ArgumentError, match="the Sequential is empty"):
+        check_children(nn.Sequential())
+
+
+def test_no_layer_stands_twice() -> None:
+    a, b = nn.ReLU(), nn.Tanh()
+    with pytest.raises(ValueError, match="several places, 0 and 2, 1 and 3: duplicate children"):
+        check_children(nn.Sequential(a, b, a, b))
+    check_children(nn.Sequential(nn.Sequential(a), b, nn.ReLU()))
+
+
+# ---- where the layers stand ---------------------------------------------------------------
+
+
+def test_a_layer_is_where_its_parameters_and_buffers_are() -> None:
+    assert find_layer_device(on(META)) == META
+    assert find_layer_device(nn.ReLU()) is None
+    assert find_layer_device(WithDevice(nn.ReLU(), "meta")) == META
+    assert find_layer_device(nn.Sequential(nn.ReLU(), on(META))) == META
+
+
+def test_a_layer_on_two_devices() -> None:
+    mixed = nn.Sequential(on(CPU), on(META))
+    with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
+        find_layer_device(mixed)
+    halves = nn.BatchNorm1d(2)
+    halves.running_mean = torch.zeros(2, device="meta")
+    with pytest.raises(ValueError, match="several devices, cpu, meta"):
+        find_layer_device(halves)
+
+
+def test_neighbours_on_one_device_are_a_stage() -> None:
+    layers = [on(CPU), on(CPU), on(META), nn.ReLU(), on(CPU)]
+    assert group_by_device(layers) == ([2, 2, 1], [CPU, META, CPU])
+
+
+def test_layers_without_parameters_stay_with_the_one_before() -> None:
+    layers = [nn.Flatten(), nn.ReLU(), on(META), nn.ReLU()]
+    assert group_by_device(layers) == ([4], [META])
+    assert group_by_device([nn.ReLU(), nn.Tanh()]) == ([2], [CPU])
+    placed = [on(CPU), WithDevice(nn.ReLU(), "meta"), nn.Tanh(), on(CPU)]
+    assert group_by_device(placed) == ([1, 2, 1], [CPU, META, CPU])
+
+
+def test_with_device_passes_everything_on() -> None:
+    def both(a: int, *, b: int) -> int:
+        return a - b
+
+    inner = nn.Module()
+    inner.forward = both
+    assert WithDevice(inner, "cpu")(5, b=3) == 2
+    assert list(WithDevice(nn.Linear(1, 1), "cpu").state_dict()) == ["module.weight", "module.bias"]
+
+
+# ---- stages -------------------------------------------------------------------------------
+
+
+def test_stages_have_the_layers_and_their_names() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.GELU())
+    stages = cut_sequential(model, [1, 3]).stages
+    assert [stage.names for stage in stages] == [("0",), ("1", "2", "3")]
+    assert [stage.layers for stage in stages] == [(model[0],), tuple(list(model)[1:])]
+    assert [str(stage) for stage in stages] == [
+        "stage 0 (layer 0: ReLU)",
+        "stage 1 (layers 1 to 3: Tanh, Sigmoid, GELU)",
+    ]
+    (long,) = cut_sequential(nn.Sequential(*(nn.ReLU() for _ in range(6))), [6]).stages
+    assert str(long) == "stage 0 (layers 0 to 5: ReLU, ReLU, ReLU, ReLU, ...)"
+
+
+@skippable(stash=["a", "b"])
+class StashTwo(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("a", x)
+        yield stash("b", x)
+        return x
+
+
+@skippable(pop=["a"])
+class PopA(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("a"))
+
+
+@skippable(pop=["b"])
+class PopB(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("b"))
+
+
+def test_a_skip_is_one_more_edge() -> None:
+    """It goes from where it is stashed straight to where it is popped; within a stage it is none.
+
+    0  StashTwo ─┬─ a ──────────┐
+    1  Stash ──┐ └── b ─┐       │
+    2  ReLU    │        PopB    │
+    3  Pop ────┘                PopA
+    """
+    model = nn.Sequential(StashTwo(), Stash(), nn.ReLU(), PopB(), Pop(), PopA())
+    partition = cut_sequential(model, [1, 1, 2, 2])
+    assert [(key.name, src, dst) for key, src, dst in _routes(partition)] == [
+        ("b", 0, 2),
+        ("far", 1, 3),
+        ("a", 0, 3),
+    ]
+    assert partition.graph.edges == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+    assert _routes(cut_sequential(model, [6])) == ()
+
+
+def test_equal_names_in_different_namespaces_are_different_skips() -> None:
+    one, two = Namespace(), Namespace()
+    layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
+    routes = _routes(cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]))
+    assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
+
+
+# ---- tuples as arguments ------------------------------------------------------------------
+
+
+def test_pipe_sequential_passes_tuples_as_arguments() -> None:
+    model = PipeSequential(Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a, b]), Do(sum))
+    assert model(5, 3) == 10
+    assert PipeSequential(Do(lambda x: x))(1) == 1

@@ -1,0 +1,277 @@
+"""What is around the units: modes that a forward sets, what it counts, what is replaced later."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import ArgumentError, Pipe, RunError, split
+from tests.model.traced.splitting import Four, assert_same, batches, made
+
+WIDTH = 4
+
+
+class Chain(nn.Module):
+    """Four units, and a buffer and a scale around them."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def through(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x).square().mean()
+
+
+class EndsWithoutGrad(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.through(x)
+        with torch.no_grad():
+            self.steps += 1
+        return y.square().mean()
+
+
+class CutInsideWithoutGrad(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.layers[0](x)
+        with torch.no_grad():
+            weight = self.layers[1](a).exp()
+            norm = a.norm()
+        y: Tensor = self.layers[3](self.layers[2](a)) * weight / norm
+        return y.square().mean()
+
+
+def piped(model: nn.Module, x: Any, **options: Any) -> Pipe:
+    return Pipe(copy.deepcopy(model).double(), 4, stages=2, example=x, **options)
+
+
+@pytest.mark.parametrize("runtime", ["threads", "inline"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("model", [EndsWithoutGrad(), CutInsideWithoutGrad()], ids=["end", "cut"])
+def test_a_stage_that_ends_inside_no_grad_leaves_it(
+    model: nn.Module, schedule: str, runtime: str
+) -> None:
+    """The next micro-batch of the rank ran without gradients, and its gradients were lost."""
+    unsplit, x = copy.deepcopy(model).double(), torch.randn(8, WIDTH).double()
+    pipe = piped(model, x, schedule=schedule, runtime=runtime, balance="parameters")
+    pipe.step(x)
+    for part in x.chunk(4):
+        (unsplit(part) / 4).backward()
+    mine = dict(pipe.named_parameters())
+    for name, parameter in unsplit.named_parameters():
+        assert (mine[name].grad is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            assert (mine[name].grad - parameter.grad).abs().max() < 1e-12, name  # type: ignore[operator]
+    assert torch.is_grad_enabled()
+
+
+def replaced_parameter(model: Any) -> None:
+    model.scale = nn.Parameter(torch.zeros(WIDTH).double())
+
+
+def replaced_buffer(model: Any) -> None:
+    model.shift = torch.zeros(WIDTH).double()
+
+
+def loaded_by_assigning(model: Any) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def longer_list(model: Any) -> None:
+    model.layers.append(nn.Linear(WIDTH, WIDTH).double())
+
+
+@pytest.mark.parametrize(
+    "change", [replaced_parameter, replaced_buffer, loaded_by_assigning, longer_list]
+)
+def test_what_is_around_the_units_may_not_be_replaced(change: Any) -> None:
+    """The pipe went on with what there was before, and said nothing."""
+    model, x = Chain().double(), torch.randn(8, WIDTH).double()
+    pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
+    change(model)
+    with pytest.raises(RunError, match="replaced, added or taken away after the pipe was made"):
+        pipe.step(x)
+
+
+def test_what_is_changed_in_place_is_followed() -> None:
+    model, x = Chain().double(), torch.randn(8, WIDTH).double()
+    pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
+    with torch.no_grad():
+        model.scale.fill_(0.5)
+    assert abs(pipe.step(x).loss - model(x)) < 1e-12
+
+
+class Counting(Chain):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_forward_that_counts_is_warned_of() -> None:
+    x = torch.randn(8, WIDTH).double()
+    with pytest.warns(UserWarning, match="the forward changes calls, and every stage runs it"):
+        piped(Counting(), x, balance="parameters")
+
+
+class Words(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 9)
+        self.kind = kind
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embed(ids)))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {
+            "alone": loss,
+            "scaled": loss.to(torch.float64) * 2 / 3,
+            "with another": loss + self.head.weight.square().mean(),
+        }[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["alone", "scaled"])
+def test_a_cross_entropy_is_weighed_by_its_targets(kind: str) -> None:
+    model = Words(kind).double()
+    unsplit, ids = copy.deepcopy(model), torch.randint(0, 9, (4, 3))
+    labels = ids.clone()
+    labels[0], labels[1, 1:] = -100, -100
+    pipe = Pipe(model, 4, stages=2, example=(ids, labels), balance="parameters")
+    loss = unsplit(ids, labels)
+    loss.backward()
+    assert abs(pipe.step(ids, labels=labels).loss - loss) < 1e-12
+    assert abs(pipe(ids, labels=labels) - loss) < 1e-12
+    mine = dict(pipe.named_parameters())
+    for name, parameter in unsplit.named_parameters():
+        assert (mine[name].grad - parameter.grad).abs().max() < 1e-12  # type: ignore[operator]
+
+
+def test_another_loss_that_ignores_targets_is_warned_of() -> None:
+    ids = torch.randint(0, 9, (4, 3))
+    labels = ids.clone()
+    labels[1, 1:] = -100
+    example = {"ids": ids, "labels": labels}
+    pipe = Pipe(Words("with another"), 4, stages=2, example=example, balance="parameters")
+    with pytest.warns(UserWarning, match="there is a -100 among the targets"):
+        pipe.step(ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("memory", ["1GB", -1, [1e9, "a"], True])
+def test_memory_is_a_number_of_bytes(memory: Any) -> None:
+    with pytest.raises(ArgumentError, match="memory is a number of bytes above 0"):
+        split(Chain(), 2, torch.randn(8, WIDTH), memory=memory)
+
+
+def test_memory_bounds_the_cut() -> None:
+    model, x = Chain(), torch.randn(8, WIDTH)
+    one = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a unit's parameters
+    room = [1e9, 4 * one + 2e4]
+    assert split(model, 2, x, memory=room).counts[1] <= 3
+    with pytest.raises(ArgumentError, match="memory"):
+        split(model, 2, x, memory=10)
+
+
+class Codes(nn.Module):
+    """Nobody calls it: its methods are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.into(x).transpose(1, 2))
+        return y.transpose(1, 2)
+
+    def decode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(x)
+        return y
+
+
+class Scales(nn.Module):
+    """The same, and it has no parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(4))
+        self.shift: Tensor
+        self.register_buffer("shift", torch.full((4,), 0.5))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.by + self.shift
+
+
+class ByMethods(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.scales = Codes(), Scales()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.a(self.codes.encode(self.scales.scaled(x)))
+        return self.d(self.c(self.codes.decode(self.b(x))))
+
+
+def test_units_whose_methods_are_called() -> None:
+    """All that happened in them was one lump, and stages without it lacked their buffers."""
+    assert_same(ByMethods)
+    partition = split(made(ByMethods), 3, example=batches(5)[0], balance="parameters")
+    names = [name for stage in partition.stages for name in stage.names]
+    assert {"codes.into", "codes.norm", "codes.out"} <= set(names)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts[0](x) + self.parts[1](x)
+        return y
+
+
+class Placed(nn.Module):
+    def __init__(self, positions: Positions) -> None:
+        super().__init__()
+        self.positions, self.linear = positions, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x + self.positions(x))
+        return y
+
+
+class Sharing(nn.Module):
+    """The blocks have a part in common, that the model has as well, and does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.blocks = nn.ModuleList(Placed(self.positions) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_units_that_share_a_part_with_a_list() -> None:
+    """The list's elements are units by the rule, and inside other units: a KeyError."""
+    assert_same(Sharing)

@@ -1,0 +1,74 @@
+"""Blocks that are compiled by themselves run compiled, in a pipe and out of it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.model.traced.splitting import assert_same, batches, piped
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.outer(self.inner(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_compiled_blocks_run_compiled() -> None:
+    """A dry run that the compiler sees would make it give them up, for good."""
+    runs: Counter[str] = Counter()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs["compiled"] += 1
+            return graph(*args)
+
+        return run
+
+    model = Stack().double()
+    for block in model.blocks:
+        block.compile(backend=backend, dynamic=False)
+    (x,) = batches(5)
+    pipe = piped(model, x, stages=3)
+    assert not runs
+    with torch.no_grad():
+        pipe(x)
+    assert runs["compiled"] == 3 * 2
+
+
+class Scripted(Stack):
+    """Its blocks are TorchScript: their parameters are in no dict of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_scripted(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+
+
+def _scripted(block: nn.Module, count: int = 4) -> list[nn.Module]:
+    return [torch.jit.script(copy.deepcopy(block)) for _ in range(count)]
+
+
+def test_scripted_blocks() -> None:
+    """To leave them as they were was an AttributeError."""
+    assert_same(Scripted)

@@ -1,0 +1,160 @@
+"""What units put into lists and dicts that they are given is there, wherever they run."""
+
+from __future__ import annotations
+
+from collections import UserDict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.model.traced.splitting import Four, assert_same
+
+
+class Filling(nn.Module):
+    """Puts what it computes into what it is given."""
+
+    def __init__(self, put: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.put = put
+
+    def forward(self, x: Tensor, box: Any) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.put(box, y)
+        return x + y
+
+
+class Boxed(nn.Module):
+    """Four blocks, which share a box."""
+
+    def __init__(self, put: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Filling(put) for _ in range(4))
+
+    def run(self, x: Tensor, box: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, box)
+        return x
+
+
+class Lists(Boxed):
+    """A list grows."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda box, y: box.append(y))
+
+    def forward(self, x: Tensor) -> Any:
+        box: list[Tensor] = []
+        x = self.run(x, box)
+        assert len(box) == 4
+        return x + sum(box)
+
+
+class Queues(Boxed):
+    """Only the last two are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda box, y: box.append(y))
+
+    def forward(self, x: Tensor) -> Any:
+        box: deque[Tensor] = deque(maxlen=2)
+        x = self.run(x, box)
+        return x + torch.stack([*box]).sum(0)
+
+
+class Caches(nn.Module):
+    """Keys are kept for the parts of a sequence that are still to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def put(box: Any, y: Tensor) -> None:
+            box["keys"] = torch.cat([box["keys"], y], 1) if "keys" in box else y
+
+        self.layers = nn.ModuleList(Filling(put) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        boxes: list[Any] = [{} for _ in self.layers]
+        for layer, box in zip(self.layers, boxes, strict=True):
+            x = torch.cat([layer(part, box) for part in x.split(2, 1)], 1)
+            assert box["keys"].shape == x.shape
+        return x + sum(box["keys"] for box in boxes)
+
+
+class Nested(Boxed):
+    """A dict in a dict; what is inside stays the caller's own, and a number is counted."""
+
+    def __init__(self) -> None:
+        def put(box: Any, y: Tensor) -> None:
+            box["inner"]["last"] = (y, y * 2)
+            box["turns"] += 1
+
+        super().__init__(put)
+
+    def forward(self, x: Tensor) -> Any:
+        inner: Any = UserDict()
+        box = {"inner": inner, "turns": 0}
+        x = self.run(x, box)
+        assert box["turns"] == 4
+        assert box["inner"] is inner
+        return x * box["turns"] + inner["last"][1]
+
+
+@dataclass
+class Carried:
+    """What goes from block to block."""
+
+    x: Tensor
+    turns: int = 0
+
+
+class Changing(nn.Module):
+    """Sets what it is given, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, carried: Carried) -> None:
+        carried.x = torch.tanh(self.linear(carried.x)) + carried.x
+        carried.turns += 1
+
+
+class Records(nn.Module):
+    """A dataclass that units change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Changing() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        carried = Carried(x)
+        for block in self.blocks:
+            block(carried)
+        return carried.x * carried.turns
+
+
+@pytest.mark.parametrize(
+    "kind", [Lists, Queues, Caches, Nested, Records], ids=lambda kind: kind.__name__
+)
+def test_what_units_put_into_boxes(kind: type[nn.Module]) -> None:
+    """They were given copies, and what they put there was lost: the numbers were wrong."""
+    assert_same(kind)
+
+
+class Compared(Four):
+    """What a stage has is compared with what another one has, in both orders."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.c(self.b(y))
+        more, less = (x < y).to(x.dtype), (y >= x * 2).to(x.dtype)
+        return self.d(z + more + 2 * less)
+
+
+def test_comparisons_of_what_is_here_with_what_is_not() -> None:
+    """Of `a < b` Python asks b first, if its class is derived: that was taken for another step."""
+    assert_same(Compared)

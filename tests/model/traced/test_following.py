@@ -1,0 +1,273 @@
+"""A pipe goes by the model as it is now, and by what its inputs do now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import CutError, Pipe
+from penstock.model.traced.traced_partition import MAX_TRACES_PER_KIND, TracedPartition
+from tests.model.traced.splitting import Four, assert_same, batches, made, piped
+from tests.models.architecture import squares
+
+
+class Set(Four):
+    """Goes by attributes of every sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: Any = (1.0, 1.0)
+        self.more = [1.0]
+        self.act: Any = torch.tanh
+        self.mask = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Any:
+        for unit in (self.a, self.b, self.c, self.d):
+            x = self.act(unit(x)) * self.scales[0] * self.more[0] * self.mask
+        return x
+
+
+def _in_the_list(model: Any) -> None:
+    model.more[0] = 3.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "scales", (2.0, 1.0)),
+        lambda model: setattr(model, "more", [2.0]),
+        _in_the_list,
+        lambda model: setattr(model, "act", torch.relu),
+        lambda model: setattr(model, "mask", torch.full((4,), 2.0)),
+    ],
+    ids=["tuple", "another list", "in the list", "function", "tensor"],
+)
+def test_what_is_set_on_the_model_later_counts(change: Any) -> None:
+    """Stages had their own attributes from when the pipe was made, all but the plain ones."""
+    (batch,) = batches(5)
+    model = made(Set)
+    pipe = piped(model, batch, 3)
+    pipe(batch)
+    change(model)
+    torch.testing.assert_close(pipe(batch), model(batch))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * self.scale
+
+
+class Twice(nn.Module):
+    """The same unit on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.twice = nn.Linear(4, 4), nn.Linear(4, 4), Scaled()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.twice(self.b(self.twice(self.a(x))))
+
+
+def test_what_is_set_on_a_unit_of_two_stages_counts_on_both() -> None:
+    """The second stage's copy had the attributes of when the pipe was made."""
+    (batch,) = batches(5)
+    model: Any = made(Twice)
+    pipe = piped(model, batch, 2)
+    model.twice.scale = 2.0
+    torch.testing.assert_close(pipe(batch), model(batch))
+
+
+class Late(Four):
+    """With some inputs it changes in place what a stage before has made, and not with others."""
+
+    def forward(self, x: Tensor, late: bool = False) -> Any:
+        y = self.a(x)
+        z = self.c(self.b(x))
+        if late:
+            y += z
+        else:
+            y = y + z
+        return self.d(y)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_changes_in_place_that_come_later(checkpoint: str) -> None:
+    """It had been seen that the stage changes no input: with other inputs it does."""
+    (batch,) = batches(5)
+    model, unsplit = made(Late), made(Late)
+    pipe = Pipe(
+        model, 2, checkpoint, stages=[1, 3], devices=["cpu"] * 2, example=batch, loss_fn=squares
+    )
+    for late in (False, True, False):
+        for piece in batch.chunk(2):
+            (squares(unsplit(piece, late)) / 2).backward()
+        pipe.step(batch, late=late)
+    for mine, other in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
+
+
+class SentAsItWas(Four):
+    """The unit's own result goes to the last stage, and is another on the first."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.c(self.b(x) + y)
+        y.mul_(0.5)
+        return self.d(z + y)
+
+
+def test_a_copy_of_what_is_sent_is_no_step() -> None:
+    """The copy that a stage makes for another was taken for a step of the forward."""
+    assert_same(SentAsItWas)
+
+
+class Asking(Four):
+    """Each batch goes its own way."""
+
+    def forward(self, x: Tensor) -> Any:
+        largest = float(x.abs().max())
+        return self.d(self.c(self.b(self.a(x)))) / largest
+
+
+def test_not_every_way_is_remembered() -> None:
+    """One plan was kept for every number that a forward had ever looked at."""
+    model = made(Asking)
+    example, *rest = batches(*[3] * (MAX_TRACES_PER_KIND + 3))
+    pipe = piped(model, example, 2)
+    for batch in rest:
+        torch.testing.assert_close(
+            pipe(batch), torch.cat([model(piece) for piece in batch.chunk(2)])
+        )
+    whole = pipe._placed_partition.partition.how
+    assert isinstance(whole, TracedPartition)
+    assert [len(ways) for ways in whole._trace_cache.values()] == [MAX_TRACES_PER_KIND] * len(
+        whole._trace_cache
+    )
+
+
+class Filled(Four):
+    """Numbers of one unit fill a tensor that looks like another's result."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.c(self.b(y))
+        return self.d(z + z.new_tensor(y.detach()))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_numbers_that_a_new_tensor_is_filled_with() -> None:
+    """Only the look of the first argument is enough: of the others the numbers count."""
+    assert_same(Filled)
+
+
+class Picks(nn.Linear):
+    """How much it gives depends on numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        picked = x.sum((0, 2)) > 0
+        picked[0] = True
+        return x[:, picked]
+
+
+class Picked(Four):
+    """Nobody asks how much it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Picks(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(y) + y.square()).sum(1)
+
+
+class PickedAndMeasured(Picked):
+    """Every stage asks, and all but one saw what the unit gave when the forward was planned."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(y)).sum(1) / y.square().shape[1]
+
+
+class PickedApart(Picked):
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.d(self.c(sum(y.unbind(1))))
+
+
+def test_a_shape_that_depends_on_numbers() -> None:
+    """A mean over what a unit had picked was divided by another number than was picked."""
+    assert_same(Picked, lengths=(7, 7, 9))
+    model, (example, batch) = made(PickedAndMeasured), batches(7, 7)
+    pipe = piped(model, example, 3)
+    with pytest.raises(CutError, match=r"unit 'b' gives a tensor of the shape \(2, \d, 4\), and"):
+        pipe(batch)
+    pipe = piped(made(PickedApart), example, 3)
+    with pytest.raises(CutError, match=r"unbind gives \d values, and \d were planned"):
+        pipe(batch)
+
+
+class Anchors(nn.Linear):
+    """Keeps what it has made for the next time, and looks at numbers after that."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.kept: Any = [torch.arange(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.kept = [one.to(x.dtype) for one in self.kept]
+        kept: Tensor = self.kept[0]
+        return x + kept[torch.where(kept > 1)[0]].sum()
+
+
+class Anchored(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Anchors()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def test_what_a_unit_keeps_while_it_is_tried_without_numbers() -> None:
+    """It was tried again with numbers, and found what it had kept: that had none."""
+    assert_same(Anchored)
+
+
+class Heads(nn.Module):
+    """Puts what it gives besides into a list that is the model's, too."""
+
+    def __init__(self, found: list[Tensor]) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.found = found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        self.found[0] = self.head(x)
+        return x
+
+
+class Supervised(Four):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = [torch.zeros(1, dtype=torch.float64)]
+        self.heads = Heads(self.found)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.d(self.c(self.b(self.heads(self.a(x)))))
+        return x, x + self.found[0]
+
+
+def test_a_list_that_a_unit_shares_with_the_model() -> None:
+    """The stages had lists of their own, and the model found what was in its list before."""
+    assert_same(Supervised)

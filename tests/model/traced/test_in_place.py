@@ -1,0 +1,212 @@
+"""Tensors that the glue changes in place, on one stage, are right on all the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import PenstockError
+from tests.model.traced.splitting import Four, assert_same, batches, made, piped
+
+
+class ChangedTwice(Four):
+    """Once it is sent as it was after the first change, once as after the second."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.c(self.b(y) + y)
+        q = y * 1.0
+        q.add_(1.0)
+        z = z + q
+        q.mul_(0.5)
+        return self.d(z + q)
+
+
+class ChangedByAView(Four):
+    """What is sent before the change is not what it is after it."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y.clone())
+        y = y.clone()
+        view = y[..., :2]
+        z = self.c(z + y)
+        view.mul_(2)
+        return self.d(z + y)
+
+
+class FreeThenChanged(Four):
+    """A stage has the tensor as it was made from nothing, and gets it as another changed it."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        mask = torch.ones_like(x)
+        view = mask[..., :2]
+        z = self.c(self.b(y)) + mask
+        view += y[..., :2]
+        z = z + mask
+        view *= 0.5
+        return self.d(z + mask)
+
+
+class Statistics(Four):
+    """PyTorch writes them with no new version; recomputed on its stage, they are written once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.spread: Tensor
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("spread", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x)).transpose(1, 2)
+        y = functional.batch_norm(y, self.mean, self.spread, training=self.training)
+        return self.d(self.c(y.transpose(1, 2)))
+
+
+class Slices(Four):
+    """`x[..., :2] += y` changes a view of what another stage has made."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x) * 1.0
+        z = self.b(y.clone())
+        y[..., :2] += z[..., 2:]
+        w = self.c(y.clone())
+        y[..., 1:] *= 0.5
+        y[..., 0] = w[..., 0]
+        return self.d(w + y)
+
+
+class Gathered(Four):
+    """Each stage writes its part into one tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = x.new_empty(3, *x.shape)
+        out[0] = self.a(x)
+        out[1] = self.b(out[0].clone())
+        out[2] = self.c(out[1].clone())
+        return self.d(out.sum(0))
+
+
+class Selected(Four):
+    """Each writes into a view of what was made from nothing, and changed already."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = x.new_zeros(3, *x.shape)
+        y = x
+        for at, unit in enumerate((self.a, self.b, self.c)):
+            y = unit(y)
+            out.select(0, at).copy_(y)
+            out[at].narrow(-1, 0, 2).mul_(3)
+        return self.d(out.sum(0))
+
+
+class SideBySide(Four):
+    """Two views of what is made from nothing, of which one is changed."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = torch.zeros(2, *x.shape, dtype=x.dtype)
+        first, second = out[0], out[1]
+        y = self.a(x)
+        first += y
+        return self.d(self.c(self.b(y)) + second + out.sum(0))
+
+
+class Chained(Four):
+    """In-place methods, one after the other, on what the next stage goes on changing."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        for unit in (self.b, self.c):
+            r = unit(h)
+            h = h.clone()
+            h += r
+            h.add_(r).mul_(0.7)
+            torch.relu_(h)
+        return self.d(h)
+
+
+class Counted(Four):
+    """A buffer of the parent goes on, in place and anew."""
+
+    calls: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        y = self.a(x)
+        self.mean = 0.9 * self.mean + y.detach().mean((0, 1))
+        return self.d(self.c(self.b(y)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(ChangedTwice, ChangedByAView, FreeThenChanged, Statistics, Slices, Gathered),
+        *(SideBySide, Chained, Counted, Selected),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_changes_in_place(kind: type[nn.Module]) -> None:
+    assert_same(kind)
+
+
+class Behind(Four):
+    """A buffer that the first stage reads and the last one changes."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.c(self.b(self.a(x + self.mean)))
+        self.mean = 0.9 * self.mean + y.detach().mean((0, 1))
+        return self.d(y)
+
+
+def test_a_buffer_that_two_stages_have_is_not_changed() -> None:
+    (x,) = batches(5)
+    with pytest.raises(PenstockError, match="the forward changes the buffer 'mean' between units"):
+        piped(made(Behind), x, stages=3)
+
+
+class Centred(Four):
+    """Each unit's mean is kept in training, and taken away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for at in range(3):
+            self.register_buffer(f"mean{at}", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for at, unit in enumerate((self.a, self.b, self.c)):
+            x = unit(x)
+            if self.training:
+                mean = 0.9 * getattr(self, f"mean{at}") + x.detach().mean((0, 1))
+                setattr(self, f"mean{at}", mean)
+            x = x - getattr(self, f"mean{at}")
+        return self.d(x)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_buffer_that_is_written_in_training_is_read_where_it_is(stages: int) -> None:
+    """In eval mode a stage was to read it that does not have it."""
+    (x,) = batches(5)
+    model = made(Centred)
+    pipe = piped(model, x, stages)
+    pipe.step(x)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval()(x), model(x), rtol=0, atol=1e-12)

@@ -1,0 +1,205 @@
+"""What a forward keeps for the next time, or collects by the way, is its run's own."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.model.traced.splitting import Four, assert_same, batches, made, piped
+
+
+def mask(length: int, like: Tensor) -> Tensor:
+    return torch.ones(length, 4, dtype=like.dtype).cumsum(0)
+
+
+class Attribute(Four):
+    """A mask that is kept until another length comes."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kept is None or len(self.kept) != x.shape[1]:
+            self.kept = mask(x.shape[1], x)
+        return self.d(self.c(self.b(self.a(x) + self.kept)) + self.kept)
+
+
+class Dict(Four):
+    """Masks that are kept by length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        length = x.shape[1]
+        if length not in self.kept:
+            self.kept[length] = mask(length, x)
+        return self.d(self.c(self.b(self.a(x) + self.kept[length])) + self.kept[length])
+
+
+class Cached(Four):
+    """Masks that a method remembers."""
+
+    @lru_cache(maxsize=8)  # noqa: B019 (as people write it)
+    def mask(self, length: int) -> Tensor:
+        return torch.ones(length, 4, dtype=torch.float64).cumsum(0)
+
+    def forward(self, x: Tensor) -> Any:
+        length = x.shape[1]
+        return self.d(self.c(self.b(self.a(x) + self.mask(length))) + self.mask(length))
+
+
+class Buffer(Four):
+    """A table that grows with the lengths that come."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        if len(self.table) < x.shape[1]:
+            self.table = mask(x.shape[1], x)
+        table = self.table[: x.shape[1]]
+        return self.d(self.c(self.b(self.a(x) + table)) + table)
+
+
+class History(Four):
+    """A list that is appended to, and never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        self.seen += [x.shape, y]
+        return self.d(self.c(y))
+
+
+class ByHooks(Four):
+    """Hooks that know the model, or its dict, fill it; the head reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Tensor] = {}
+        self.a.register_forward_hook(lambda *args: self.keep("a", args[-1]))
+        found = self.found
+
+        def keep(_: nn.Module, args: Any, output: Tensor) -> None:
+            found["b"] = output
+
+        self.b.register_forward_hook(keep)
+        self.c.register_forward_hook(self.after)
+
+    def keep(self, name: str, value: Tensor) -> None:
+        self.found[name] = value
+
+    def after(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        self.keep("c", output)
+
+    def forward(self, x: Tensor) -> Any:
+        self.found.clear()
+        y = self.c(self.b(self.a(x)))
+        return self.d(y + self.found["a"] + self.found["b"] + self.found["c"])
+
+
+@lru_cache(maxsize=8)
+def remembered(length: int) -> Tensor:
+    return torch.ones(length, 4, dtype=torch.float64).cumsum(0)
+
+
+class Remembered(Four):
+    """Masks that a function remembers, for whoever calls it."""
+
+    def forward(self, x: Tensor) -> Any:
+        table = remembered(x.shape[1])
+        return self.d(self.c(self.b(self.a(x) + table))) + remembered(x.shape[1])
+
+
+class Unlearned(Four):
+    """A unit runs without gradients: a stage may end inside that block."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        with torch.no_grad():
+            z = self.b(y)
+        return self.d(self.c(y) + z)
+
+
+KINDS = [Attribute, Dict, Cached, History, ByHooks, Remembered, Unlearned]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Buffer], ids=lambda kind: kind.__name__)
+def test_each_run_is_by_itself(kind: type[nn.Module]) -> None:
+    assert_same(kind, buffers=kind is not Buffer)  # a table that is kept is the pipe's affair
+
+
+@pytest.mark.parametrize("kind", [Dict, History, ByHooks], ids=lambda kind: kind.__name__)
+def test_nothing_is_left_in_the_model(kind: type[nn.Module]) -> None:
+    model, given = made(kind), batches(5, 7)
+    pipe = piped(model, given[0], 3, "threads")
+    for batch in given:
+        pipe.step(batch)
+    left = {name: value for name, value in vars(model).items() if isinstance(value, dict | list)}
+    assert not left.get("kept")
+    assert not left.get("seen")
+    assert not left.get("found")
+
+
+# ---- what a dry run leaves alone ----------------------------------------------------------
+
+
+class Norms(Four):
+    """A count in a unit, which is one number; an LSTM, whose attributes are lists of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(self.a(x).transpose(1, 2)).transpose(1, 2)
+        return self.d(self.c(self.b(self.lstm(y)[0])))
+
+
+class Caching(nn.Module):
+    """A block that keeps its mask by length, for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.kept:
+            self.kept[x.shape[1]] = mask(x.shape[1], x)
+        return self.linear(x + self.kept[x.shape[1]])
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caching() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_dry_run_leaves_nothing_in_a_block() -> None:
+    assert_same(Blocks)
+
+
+def test_a_dry_run_counts_no_batches() -> None:
+    model, given = made(Norms), batches(5, 7)
+    pipe = piped(model, given[0], 3)
+    norm = model.get_submodule("norm")
+    assert norm.num_batches_tracked == 0
+    pipe.step(given[1])
+    assert norm.num_batches_tracked == 2

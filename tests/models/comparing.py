@@ -1,0 +1,274 @@
+"""An exhibit as a pipe against itself, unsplit: how far their numbers are apart.
+
+The oracle is the same model run over one micro-batch after another, each loss weighted by its
+rows: that is what a pipe computes. Where the rows of a batch do not meet, it is also what the model
+computes of the whole batch, and that is compared, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipe
+from penstock.checker.reference import compute_difference
+from penstock.microbatch import MicrobatchRows, gather, scatter
+from tests.models.architecture import Architecture, Batch, called, tensors_in
+
+LIMIT = 1e-10
+LIMIT_OF_SINGLE = 1e-5  # where sums are taken in float32, parts of them differ by so much
+LIMIT_OF_FLOAT32 = 1e-6  # of a number that is float32 itself
+ROWS = (4, 8)  # of the two sizes; 8 in 3 micro-batches are 3, 3, 2, exact also in float32
+
+Numbers = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a pipe is made of an exhibit."""
+
+    stages: int
+    schedule: str
+    runtime: str
+    chunks: int = 2
+    checkpoint: str = "except_last"
+
+    def __str__(self) -> str:
+        return f"{self.stages} stages, {self.schedule}, {self.runtime}, {self.chunks} chunks"
+
+
+def trials(number: int) -> list[Trial]:
+    """Those of the exhibit of that number: all have 2, 3 and 4 stages, and both schedules."""
+    one, other = ("1f1b", "zb-h1") if number % 2 else ("zb-h1", "1f1b")
+    return [
+        Trial(2, one, "inline", checkpoint="never"),
+        Trial(3, other, "threads", chunks=2 + number % 2),
+        Trial(4, one, "threads" if number % 2 else "inline"),
+    ]
+
+
+def every_trial() -> list[Trial]:
+    """Each number of stages under each schedule."""
+    return [
+        Trial(2, "1f1b", "inline", 2, "never"),
+        Trial(2, "zb-h1", "threads", 3),
+        Trial(3, "1f1b", "threads", 3),
+        Trial(3, "zb-h1", "inline", 2, "never"),
+        Trial(4, "1f1b", "inline", 3),
+        Trial(4, "zb-h1", "threads", 2, "never"),
+    ]
+
+
+class Different(AssertionError):
+    """Some numbers are not those of the unsplit model."""
+
+
+# ---- the unsplit model --------------------------------------------------------------------
+
+
+class Unsplit:
+    """The model as it is, by micro-batches and as a whole; what it gives is kept."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.architecture = architecture
+        self.model = architecture.made()
+        self._buffers = kept_buffers(self.model)
+        self._known: dict[tuple[int, int, bool], Numbers] = {}
+
+    def numbers(self, at: int, chunks: int, training: bool) -> Numbers:
+        """Of the size of that number."""
+        key = (at, chunks, training)
+        if key not in self._known:
+            reset(self.model, self._buffers)
+            self._known[key] = self._computed(batch_of(self.architecture, at), chunks, training)
+        return self._known[key]
+
+    def _computed(self, batch: Batch, chunks: int, training: bool) -> Numbers:
+        self.model.train(training)
+        pieces, rows = cut(batch, chunks)
+        losses, columns = [], []
+        with torch.set_grad_enabled(training):
+            for piece, share in zip(pieces, self._shares(pieces, rows), strict=True):
+                output = called(self.model, piece)
+                columns.append(dict(shown(output)))
+                if training:
+                    loss = loss_of(self.architecture, output)
+                    (loss * share).backward()
+                    losses.append(loss.detach() * share)
+        outputs = {name: gather([c[name] for c in columns], rows) for name in columns[0]}
+        found: Numbers = {f"output {name}": value for name, value in shown(outputs)}
+        if training:
+            found["loss"] = torch.stack(losses).sum()
+            found |= learned(self.model)
+        return found
+
+    def _shares(self, pieces: list[Batch], rows: MicrobatchRows) -> list[float]:
+        if self.architecture.counts is None:
+            return rows.fractions()
+        counts = [self.architecture.counts(piece) for piece in pieces]
+        return [count / sum(counts) for count in counts]
+
+
+def loss_of(architecture: Architecture, output: Any) -> Tensor:
+    """What is learned from it."""
+    if architecture.loss is not None:
+        return architecture.loss(output)
+    if isinstance(output, Tensor):
+        return output
+    loss = output["loss"] if isinstance(output, dict) else output.loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def shown(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an output that have rows: how a loss is put together is compared elsewhere."""
+    for name, tensor in tensors_in(output):
+        if tensor.dim():
+            yield name.lstrip("."), tensor.detach()
+
+
+def cut(batch: Batch, chunks: int) -> tuple[list[Batch], MicrobatchRows]:
+    """Micro-batches."""
+    if isinstance(batch, tuple):
+        pieces, rows = scatter(batch, chunks)
+        return list(pieces), rows
+    pieces, rows = scatter(tuple(batch.values()), chunks)
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces], rows
+
+
+def batch_of(architecture: Architecture, at: int) -> Batch:
+    """Of the first size, or of the second."""
+    return architecture.batch(ROWS[at], architecture.sizes[at])
+
+
+def learned(model: nn.Module) -> Numbers:
+    """Gradients and buffers by name."""
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    buffers = {f"buffer {name}": b for name, b in model.named_buffers()}
+    return {
+        name: None if value is None else value.detach().clone()
+        for name, value in {**gradients, **buffers}.items()
+    }
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """As they are now."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def reset(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    """As before the first step."""
+    model.zero_grad(set_to_none=True)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+# ---- the pipe -----------------------------------------------------------------------------
+
+
+class Exhibited:
+    """An exhibit beside itself, unsplit. Every pipe is made of the one model object."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.architecture = architecture
+        self.unsplit = Unsplit(architecture)
+        self.model = architecture.made()
+        self._buffers = kept_buffers(self.model)
+        self.names = list(self.model.state_dict())
+
+    def piped(self, trial: Trial) -> Pipe:
+        """A pipe of the model."""
+        return Pipe(
+            self.model.train(),
+            chunks=trial.chunks,
+            checkpoint=trial.checkpoint,
+            stages=trial.stages,
+            devices=["cpu"] * trial.stages,
+            example=batch_of(self.architecture, 0),
+            schedule=trial.schedule,
+            runtime=trial.runtime,
+            loss_fn=self.architecture.loss,
+            balance="parameters",
+        )
+
+    def compared(self, trial: Trial, pipe: Pipe, at: int, training: bool) -> float:
+        """The largest difference; raises if it is too large, with all that differ."""
+        self.model.train(training)
+        pipe.train(training)
+        reset(self.model, self._buffers)
+        batch = batch_of(self.architecture, at)
+        found = stepped(pipe, batch) if training else evaluated(pipe, batch)
+        if training:
+            found |= learned(self.model)
+        expected = self.unsplit.numbers(at, trial.chunks, training)
+        what = f"{self.architecture.name}, {trial}, {'training' if training else 'forward only'}"
+        worst = apart(f"{what}, size {at}", found, expected, LIMIT)
+        if not self.architecture.meets:
+            self._whole(f"{what}, size {at}, the whole batch", found, at, training)
+        return worst
+
+    def _whole(self, what: str, found: Numbers, at: int, training: bool) -> None:
+        whole = self.unsplit.numbers(at, 1, training)
+        loss = self.unsplit.numbers(at, 1, training=True)["loss"]
+        assert loss is not None
+        single = self.architecture.single or loss.dtype == torch.float32
+        limit = LIMIT_OF_SINGLE if single else LIMIT
+        # What has its rows elsewhere is not put together, and was compared part by part.
+        same = [
+            name
+            for name, wanted in whole.items()
+            if not name.startswith("buffer") and _shape(found.get(name)) == _shape(wanted)
+        ]
+        apart(what, {k: found[k] for k in same}, {k: whole[k] for k in same}, limit)
+
+    def as_before(self) -> None:
+        """The model itself is as it was made: it computes the same, under the same names."""
+        assert list(self.model.state_dict()) == self.names
+        batch = batch_of(self.architecture, 0)
+        reset(self.unsplit.model, self._buffers)
+        reset(self.model, self._buffers)
+        both = (self.model.eval(), self.unsplit.model.eval())
+        with torch.no_grad():
+            found, expected = (_outputs(called(model, batch)) for model in both)
+        apart("the model after it", found, expected, 0.0)
+
+
+def stepped(pipe: Pipe, batch: Batch) -> Numbers:
+    """A training step."""
+    named = batch if isinstance(batch, dict) else {}
+    inputs = batch if isinstance(batch, tuple) else ()
+    result = pipe.step(*inputs, outputs=True, **named)
+    return {**_outputs(result.outputs), "loss": result.loss}
+
+
+def evaluated(pipe: Pipe, batch: Batch) -> Numbers:
+    """Forward only."""
+    with torch.no_grad():
+        return _outputs(called(pipe, batch))
+
+
+def _outputs(outputs: Any) -> Numbers:
+    return {f"output {name}": value for name, value in shown(outputs)}
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def apart(what: str, found: Numbers, expected: Numbers, limit: float) -> float:
+    """The largest difference between numbers of the same names."""
+    wrong, worst = [], 0.0
+    for name, wanted in expected.items():
+        one = compute_difference("", name, found.get(name), wanted)
+        rounded = wanted is not None and wanted.dtype == torch.float32
+        worst = max(worst, 0.0 if rounded else one.size)
+        if not one.size <= (max(limit, LIMIT_OF_FLOAT32) if rounded else limit):
+            wrong.append(f"{name} {one.note or f'differs by {one.size:.3g}'}")
+    wrong += [f"{name} is there, and should not be" for name in found if name not in expected]
+    if wrong:
+        raise Different("\n".join([f"{what}:", *wrong]))
+    return worst

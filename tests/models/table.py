@@ -1,0 +1,159 @@
+"""python -m tests.models.table: every exhibit in every trial; writes docs/models.md.
+
+It takes some ten minutes on two cores. With names, only these are tried, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock import PenstockError, Pipe
+from tests.models.comparing import Different, Exhibited, every_trial
+from tests.models.exhibits import ZOO
+from tests.models.refused import REFUSED
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+INTRODUCTION = """\
+# Models that were tried
+
+Each of these was split as it is, without a change to its code, and trained beside itself, unsplit:
+in 2, 3 and 4 stages, under `1f1b` and `zb-h1`, inline and in threads, with and without
+recomputation, on batches of two lengths (or sizes of images, or numbers of rows), and forward only.
+Loss, outputs, buffers and the gradient of every parameter are compared. `make test` does a part of
+that for eighty-odd of them, and
+
+```bash
+make zoo
+```
+
+does all of it, and writes this page. The models are tiny and have random weights, in float64,
+without dropout. The last column is the largest difference seen anywhere, against the unsplit model
+run over the same micro-batches. Where rows do not meet in a batch (as they do in BatchNorm, or if a
+loss compares them), the numbers are also those of the whole batch at once.
+
+*Units* are what a stage takes whole. *Between stages* says what is sent for each micro-batch when
+there are four: values from a stage to the next, skips straight to a later one, and parameters that
+several stages share.
+
+"""
+REFUSALS = """\
+## What is refused, and with which words
+
+When the pipe is made, or when the forward does what it had not done before.
+[Restrictions](restrictions.md) says what to do, and what cannot be noticed.
+
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was seen of an exhibit."""
+
+    units: int
+    between: str
+    worst: float
+
+
+def tried(name: str) -> Line | str:
+    """What was seen, or what is wrong."""
+    try:
+        return _compared(name)
+    except (PenstockError, Different) as error:
+        return f"{error}"
+
+
+def _compared(name: str) -> Line:
+    exhibited = Exhibited(ZOO[name])
+    worst, pipe = 0.0, None
+    for trial in every_trial():
+        pipe = exhibited.piped(trial)
+        for at in (0, 1):
+            for training in (True, False):
+                worst = max(worst, exhibited.compared(trial, pipe, at, training))
+    exhibited.as_before()
+    assert pipe is not None
+    return Line(len(pipe._placed_partition.partition.outline.units), between(pipe), worst)
+
+
+def between(pipe: Pipe) -> str:
+    """What stages send and share."""
+    outline = pipe._placed_partition.partition.outline
+    skips = sum(flow.dst > flow.src + 1 for flow in outline.transfers)
+    found = [
+        (len(outline.transfers) - skips, "value"),
+        (skips, "skip"),
+        (len(outline.shared_parameters), "shared parameter"),
+    ]
+    return ", ".join(f"{n} {what}{'s' if n > 1 else ''}" for n, what in found if n)
+
+
+# ---- the page -----------------------------------------------------------------------------
+
+
+def written(lines: Mapping[str, Line]) -> str:
+    """The whole page."""
+    return "".join([INTRODUCTION, *_models(lines), "\n", REFUSALS, *_refusals()])
+
+
+def _models(lines: Mapping[str, Line]) -> Iterator[str]:
+    yield f"## {len(lines)} models\n\n"
+    yield "| model | from | units | between stages | differs by at most |\n|---|---|---|---|---|\n"
+    for name, line in lines.items():
+        exhibit = ZOO[name]
+        cells = [exhibit.name, exhibit.source, str(line.units), line.between, size(line.worst)]
+        yield f"| {' | '.join(cells)} |\n"
+
+
+def _refusals() -> Iterator[str]:
+    yield "| model | from | what is said |\n|---|---|---|\n"
+    for one in REFUSED:
+        message = " ".join(one.message().split()).replace("|", "\\|")
+        yield f"| {one.name} | {one.source} | `{message}` |\n"
+
+
+def size(difference: float) -> str:
+    """As a power of ten."""
+    return "0" if not difference else f"{10 ** _power(difference):.0e}"
+
+
+def _power(difference: float) -> int:
+    return next(power for power in range(-40, 40) if 10**power >= difference)
+
+
+def listed(page: str) -> set[tuple[str, str]]:
+    """Name and source of each line of the page."""
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return {(row[0].removeprefix("| "), row[1]) for row in rows}
+
+
+def main(names: Iterable[str]) -> None:
+    """Try them, as many at once as there are cores."""
+    chosen = [name for name in ZOO if not names or any(n in name for n in names)]
+    with multiprocessing.get_context("spawn").Pool(initializer=_begin) as pool:
+        found: dict[str, Line | str] = {}
+        for name, line in zip(chosen, pool.imap(tried, chosen), strict=True):
+            found[name] = line
+            print(f"{name}: {line}", flush=True)
+    lines = {name: line for name, line in found.items() if isinstance(line, Line)}
+    if len(lines) < len(found):
+        sys.exit(f"{len(found) - len(lines)} of {len(found)} differ, or are refused")
+    if not names:
+        PAGE.write_text(written(lines))
+        print(f"wrote {PAGE.name}: {len(lines)} models")
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # transformers' own
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,38 @@
+"""Random numbers that the glue draws are drawn once, though several stages use them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock import Pipe
+from tests.models.architecture import numbers
+from tests.models.models_habits import Noisy
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("runtime", ["inline", "threads"])
+def test_noise_is_the_same_on_all_stages(stages: int, runtime: str) -> None:
+    """The model gives back the noise that it drew: with that, unsplit, it computes the same."""
+    torch.manual_seed(1)
+    model, unsplit = Noisy().double(), Noisy().double()
+    unsplit.load_state_dict(model.state_dict())
+    x = numbers(8, 5, 4)
+    pipe = Pipe(
+        model,
+        chunks=2,
+        stages=stages,
+        devices=["cpu"] * stages,
+        example=x,
+        schedule="zb-h1",
+        runtime=runtime,
+        balance="parameters",
+    )
+    result = pipe.step(x, outputs=True)
+    expected = unsplit(x, result.outputs["noise"])
+    expected["loss"].backward()
+    assert not torch.equal(*result.outputs["noise"].chunk(2))
+    torch.testing.assert_close(result.loss, expected["loss"].detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.outputs["found"], expected["found"].detach())
+    for mine, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)

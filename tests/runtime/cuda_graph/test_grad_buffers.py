@@ -1,0 +1,265 @@
+"""Where captured steps leave gradients, and what the caller may do with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.runtime.cuda_graph.support import (
+    Twins,
+    batch,
+    captures_of,
+    emulate,
+    recordings,
+    same_state,
+    stack,
+    twins,
+)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+
+def some_steps(pair: Twins, first: int, count: int = 1, **named: Any) -> None:
+    for number in range(first, first + count):
+        x, y = batch(number)
+        pair.step(x, target=y, seed=number, **named)
+
+
+@pytest.mark.parametrize("zero", ["none", "to_none", "to_zero"])
+def test_zeroed_or_added_up(zero: str) -> None:
+    pair = twins(stack())
+    for number in range(5):
+        if zero != "none":
+            pair.each(lambda pipe: pipe.zero_grad(set_to_none=zero == "to_none"))
+        some_steps(pair, number)
+    assert recordings(pair.graph) == [4]
+
+
+def test_a_gradient_that_nobody_else_knows_is_at_home_where_it_is() -> None:
+    """It was copied before each replay, and back, where PyTorch counts holders in another way."""
+    pair = twins(stack())
+    some_steps(pair, 0)
+    kept = pair.graph[0].weight.grad
+    places = [p.grad.data_ptr() for p in pair.graph.parameters() if p.grad is not None]
+    some_steps(pair, 1, 2)
+    (captured,) = captures_of(pair.graph)._history.graphs.values()
+    homes = [captured.grad_buffers[p].tensor for p in pair.graph.parameters()]
+    assert [home.data_ptr() == place for home, place in zip(homes, places, strict=True)] == [
+        p.grad is not kept for p in pair.graph.parameters()
+    ]
+    assert pair.graph[0].weight.grad is kept
+
+
+@pytest.mark.parametrize("since", [0, 1, 3])
+def test_the_callers_own_tensor_stays(since: int) -> None:
+    pair = twins(stack())
+    some_steps(pair, 0, since)
+    own = {}
+    for pipe in pair.both:
+        for p in pipe.parameters():
+            p.grad = own[p] = torch.ones_like(p)
+    for number in range(since, since + 4):
+        some_steps(pair, number)
+        assert all(p.grad is own[p] for pipe in pair.both for p in pipe.parameters())
+    views = {}
+    flat = torch.zeros(sum(p.numel() for p in pair.graph.parameters()), dtype=torch.float64)
+    for p, part in zip(
+        pair.graph.parameters(),
+        flat.split([p.numel() for p in pair.graph.parameters()]),
+        strict=True,
+    ):
+        p.grad = views[p] = part.view_as(p)
+    pair.inline.zero_grad()
+    some_steps(pair, 10, 2)
+    assert all(p.grad is views[p] for p in pair.graph.parameters())
+
+
+def test_gradients_that_were_kept_do_not_change() -> None:
+    pair = twins(stack())
+    kept: list[tuple[list[Tensor], list[Tensor]]] = []
+    for number in range(6):
+        pair.each(nn.Module.zero_grad)
+        some_steps(pair, number)
+        found = [p.grad for p in pair.graph.parameters() if p.grad is not None]
+        kept.append((found, [g.clone() for g in found]))
+    for found, copies in kept:
+        assert all(map(torch.equal, found, copies))
+    assert recordings(pair.graph) == [5]
+
+
+def test_gradients_of_the_first_step_kept_and_then_let_go() -> None:
+    pair = twins(stack())
+    for number in range(5):
+        some_steps(pair, number)
+        if number == 1:
+            kept = [p.grad for p in pair.graph.parameters() if p.grad is not None]
+            copies = [g.clone() for g in kept]
+            pair.each(nn.Module.zero_grad)
+    assert all(map(torch.equal, kept, copies))
+
+
+@pytest.mark.parametrize("view", [Tensor.detach, lambda g: g[:1], lambda g: g.numpy()])
+@pytest.mark.parametrize("since", [0, 2])
+def test_views_of_gradients_that_were_kept_do_not_change(view: Any, since: int) -> None:
+    """Their memory is theirs from then on; what is taken without them is replayed again."""
+    pair = twins(stack())
+    kept: list[Any] = []
+    for number in range(8):
+        pair.each(nn.Module.zero_grad)
+        some_steps(pair, number)
+        if since <= number < since + 2:
+            found = [view(p.grad) for p in pair.graph.parameters()]
+            kept += [(one, one.clone() if isinstance(one, Tensor) else one.copy()) for one in found]
+    assert all((one == copied).all() for one, copied in kept)
+    assert recordings(pair.graph) == [{0: 6, 2: 4}[since]]
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x)
+
+
+def test_parameters_that_learn_nothing_have_no_gradient() -> None:
+    pair = twins(stack(Unused().double()))
+    some_steps(pair, 0, 4)
+    names = [name for name, p in pair.graph.named_parameters() if p.grad is None]
+    assert names == ["1.unused.weight", "1.unused.bias"]
+
+
+def test_frozen_and_thawed() -> None:
+    pair = twins(stack())
+    for number, frozen in enumerate([False, False, True, True, True, False, True, False]):
+        for pipe in pair.both:
+            pipe[1].weight.requires_grad_(not frozen)
+        if number % 2:
+            pair.each(nn.Module.zero_grad)
+        some_steps(pair, number)
+    assert len(recordings(pair.graph)) == 2
+
+
+def test_parameters_that_move() -> None:
+    pair = twins(stack())
+    for number in range(8):
+        if number == 3:
+            for pipe in pair.both:
+                pipe[1].weight.data = pipe[1].weight.data * 2
+        if number == 6:
+            for pipe in pair.both:
+                pipe[2].weight = nn.Parameter(pipe[2].weight.detach() * 2)
+        some_steps(pair, number)
+    assert len(recordings(pair.graph)) == 3
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict(assign: bool) -> None:
+    pair = twins(stack(nn.BatchNorm1d(8)))
+    some_steps(pair, 0, 3)
+    torch.manual_seed(5)
+    other = {
+        name: torch.rand_like(v) if v.is_floating_point() else v.clone()
+        for name, v in pair.graph.state_dict().items()
+    }
+    for pipe in pair.both:
+        copied = {name: value.clone() for name, value in other.items()}
+        pipe.load_state_dict(copied, assign=assign)
+    some_steps(pair, 3, 3)
+    assert len(recordings(pair.graph)) == 1 + assign
+
+
+def test_cast_and_back() -> None:
+    pair = twins(stack())
+    some_steps(pair, 0, 2)
+    pair.each(lambda pipe: pipe.float())
+    pair.each(nn.Module.zero_grad)
+    for number in range(3):
+        x, y = batch(number)
+        pair.step(x.float(), target=y.float())
+    pair.each(lambda pipe: pipe.double())
+    pair.each(nn.Module.zero_grad)
+    some_steps(pair, 2, 3)
+
+
+def test_a_layer_inside_that_is_replaced_or_comes_later() -> None:
+    pair = twins(stack(Unused().double()))
+    some_steps(pair, 0, 3)
+    for pipe in pair.both:
+        torch.manual_seed(3)
+        pipe[1].used = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()
+    some_steps(pair, 3, 4)
+    assert sum(recordings(pair.graph)) == 5
+
+
+def test_hooks_on_parameters_see_what_they_see_step_by_step() -> None:
+    """Once for each micro-batch: the sum of what is cut off is not what is cut off of the sum."""
+    pair = twins(stack())
+    some_steps(pair, 0, 2)
+    for pipe in pair.both:
+        pipe[1].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    some_steps(pair, 2, 3)
+    for pipe in pair.both:
+        pipe[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
+    some_steps(pair, 5, 3)
+    assert len(recordings(pair.graph)) == 3
+
+
+def test_after_the_step_the_optimizer_goes_on() -> None:
+    pair = twins(stack())
+    optimizers = [torch.optim.Adam(pipe.parameters(), 0.01) for pipe in pair.both]
+    for number in range(5):
+        some_steps(pair, number)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_state(*pair.both)
+
+
+def test_pipes_that_share_a_model() -> None:
+    model = stack()
+    one, two = twins(model), twins(model, chunks=2)
+    shared = type(one)(one.graph, one.inline)
+    again = two.graph
+    for name in "0123":
+        again[int(name)].weight = one.graph[int(name)].weight
+        again[int(name)].bias = one.graph[int(name)].bias
+        two.inline[int(name)].weight = one.inline[int(name)].weight
+        two.inline[int(name)].bias = one.inline[int(name)].bias
+    for number in range(6):
+        some_steps(shared, number)
+        some_steps(two, number)
+        if number == 3:
+            one.each(nn.Module.zero_grad)
+    assert recordings(one.graph) == recordings(two.graph) == [5]
+
+
+def test_tied_over_ranks() -> None:
+    model = stack()
+    model[2].weight = model[1].weight
+    pair = twins(model)
+    some_steps(pair, 0, 3)
+    pair.each(nn.Module.zero_grad)
+    some_steps(pair, 3, 2)
+    assert recordings(pair.graph) == [4]
+
+
+def test_other_runtimes_and_the_other_door_in_between() -> None:
+    pair = twins(stack(nn.BatchNorm1d(8)))
+    for number, runtime in enumerate(["graph", "graph", "threads", "graph", "inline", "graph"]):
+        pair.graph.runtime = runtime
+        x, y = batch(number)
+        pair.step(x, target=y, ran=runtime)
+        for pipe in pair.both:
+            (pipe(x) - y).square().mean().backward()
+        same_state(*pair.both)
+        if number == 3:
+            pair.each(nn.Module.zero_grad)
+    assert recordings(pair.graph) == [3]

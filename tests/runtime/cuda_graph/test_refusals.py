@@ -1,0 +1,246 @@
+"""What cannot be captured: found, named, warned of once; and the pipe goes on."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from penstock import PenstockError
+from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
+from tests.runtime.cuda_graph.support import (
+    batch,
+    emulate,
+    recordings,
+    same_state,
+    same_value,
+    stack,
+    steps,
+    twins,
+)
+
+FILE = "test_refusals.py"
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+
+class Asks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.detach().abs().max().item()
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Picks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(x[x[:, 0] > 0])
+
+
+class Finds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + len((x > 0).nonzero())
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(8, generator=self.generator, dtype=x.dtype)
+
+    def __deepcopy__(self, memo: Any) -> OwnGenerator:
+        return OwnGenerator()
+
+
+class OnlyCaptured(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if is_capturing():
+            raise ValueError("not while it is captured")
+        return x
+
+
+class Overwhelmed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if is_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x
+
+
+FOUND_AT_CAPTURE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "item": (Asks, r"layer 1 \(Asks\), .*test_refusals.py:\d+: it waits for what the device"),
+    "branch": (Branches, r"layer 1 \(Branches\), .*test_refusals.py:\d+: it waits"),
+    "mask": (Picks, r"layer 1 \(Picks\), .*test_refusals.py:\d+: it waits .*aten.index.Tensor"),
+    "nonzero": (Finds, r"layer 1 \(Finds\), .*test_refusals.py:\d+: it waits .*nonzero"),
+    "generator": (OwnGenerator, r"layer 1 \(OwnGenerator\), .*: it draws .* generator of its own"),
+    "raises": (OnlyCaptured, r"layer 1 \(OnlyCaptured\), .*ValueError: not while it is captured"),
+    "memory": (Overwhelmed, r"layer 1 \(Overwhelmed\), .*OutOfMemoryError: CUDA out of memory"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_AT_CAPTURE)
+def test_found_at_capture_one_warning_and_the_pipe_goes_on(name: str) -> None:
+    make, text = FOUND_AT_CAPTURE[name]
+    pair = twins(stack(make(), nn.BatchNorm1d(8)), "auto", checkpoint="never")
+    own = torch.ones_like(pair.graph[0].weight)
+    pair.graph[0].weight.grad, pair.inline[0].weight.grad = own, own.clone()
+    steps(pair, "gttt", text)
+    assert pair.graph[0].weight.grad is own
+    assert recordings(pair.graph) == []
+    for pipe in pair.both:
+        pipe[1].forward = lambda x: x
+    for number in range(3):
+        x, y = batch(number)
+        pair.step(x, target=y, seed=number)
+    assert recordings(pair.graph) == [2]
+
+
+@pytest.mark.parametrize("name", ["item", "branch", "mask", "nonzero", "generator"])
+def test_an_error_if_it_is_insisted_on(name: str) -> None:
+    make, text = FOUND_AT_CAPTURE[name]
+    pair = twins(stack(make(), nn.BatchNorm1d(8), nn.Dropout(0.1)), checkpoint="never")
+    x, y = batch(0)
+    pair.step(x, target=y)
+    gradients = [p.grad for p in pair.graph.parameters()]
+    before, state = copy.deepcopy(gradients), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=f"{text}.*runtime='auto' takes threads"):
+            pair.graph.step(x, target=y)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is g for p, g in zip(pair.graph.parameters(), gradients, strict=True))
+    same_value(before, gradients)
+    same_state(*pair.both)
+    pair.graph.runtime = "threads"
+    pair.step(x, target=y, ran="threads")
+
+
+def test_what_a_layer_raises_by_itself_is_raised_as_it_is() -> None:
+    """A batch that it refuses is no reason not to capture the next one."""
+
+    class Refuses(nn.Module):
+        bad = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(self).bad:
+                raise KeyError("a bad batch")
+            return x
+
+    for runtime in ("graph", "auto"):
+        pair = twins(stack(Refuses()), runtime)
+        x, y = batch(0)
+        pair.step(x, target=y)
+        Refuses.bad = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(KeyError, match="a bad batch") as found:
+                pair.graph.step(x, target=y)
+        assert any("stage 0" in note for note in found.value.__notes__)
+        Refuses.bad = False
+        for number in range(2):
+            x, y = batch(number)
+            pair.step(x, target=y)
+        assert recordings(pair.graph) == [2]
+
+
+def test_it_is_not_tried_for_ever() -> None:
+    tried = 0
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal tried
+            if is_capturing():
+                tried += 1
+                raise KeyError("never works")
+            return x
+
+    pair = twins(stack(Fails()), "auto")
+    steps(pair, "gtttt", "KeyError: 'never works'")
+    assert tried == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupted(error: type[BaseException]) -> None:
+    class Interrupted(nn.Module):
+        seen: Tensor
+        times = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            if is_capturing() and type(self).times == 0:
+                type(self).times = 1
+                raise error
+            return x
+
+    pair = twins(stack(Interrupted()))
+    x, y = batch(0)
+    pair.step(x, target=y)
+    with pytest.raises(error):
+        pair.graph.step(x, target=y)
+    assert not _get_current_dispatch_mode_stack()
+    same_state(*pair.both)
+    for number in range(3):
+        x, y = batch(number)
+        pair.step(x, target=y)
+    assert recordings(pair.graph) == [3]
+
+
+class Script(nn.Module):
+    """Scripted, its attributes are torch's, and the table of its buffers is no dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.seen.add_(x.detach().sum(0))  # type: ignore[operator]
+        return x * float(self.count)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_script_counts_unseen() -> None:
+    pair = twins(stack(torch.jit.script(Script())), "auto")
+    steps(pair, "tttt", r"layer 1 \(RecursiveScriptModule\) is a ScriptModule, and what")
+
+
+def test_modes_that_no_replay_knows() -> None:
+    pair = twins(stack(), "auto")
+    x, y = batch(0)
+    with torch.inference_mode(), pytest.warns(match="inference_mode: take torch.no_grad"):
+        pair.graph.step(x, target=y)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, pytest.warns(match="hooks on saved tensors"):
+        pair.step(x, target=y, ran="threads")
+    pair.graph.runtime = "graph"
+    with torch.inference_mode(), pytest.raises(PenstockError, match="inference_mode"):
+        pair.graph.step(x, target=y)
+
+
+def test_steps_that_are_all_of_another_kind() -> None:
+    pair = twins(stack())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for rows in range(4, 24):
+            x, y = batch(rows, rows)
+            pair.step(x, target=y)
+    (one,) = found
+    assert re.search("16 steps in a row .* the last two differ in the inputs", str(one.message))
+    assert one.filename == __file__.replace(FILE, "support.py")

@@ -1,0 +1,193 @@
+"""What a layer does beside computing: numbers in Python, tensors that come and go, hooks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_pre_hook
+
+from penstock.runtime.cuda_graph.capture_guard import is_capturing
+from tests.runtime.cuda_graph.support import batch, emulate, recordings, stack, steps, twins
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+
+class Counts(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.calls = where, 0
+        self.table, self.log = {"calls": 0}, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "attribute":
+            self.calls += 1
+        elif self.where == "dict":
+            self.table["calls"] += 1
+        elif self.where == "list":
+            self.log.append(self.log[-1] + 1)
+        elif self.where == "random":
+            x = x * random.random()
+        return x * (self.calls + self.table["calls"] + self.log[-1] + 1)
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict", "list", "random"])
+def test_numbers_in_python(where: str) -> None:
+    pair = twins(stack(Counts(where)), "auto", chunks=1)
+    names = {"attribute": "'calls'", "dict": "'table'", "list": "'log'"}
+    what = f"layer 1 .Counts.: it changes its attribute {names.get(where)}"
+    steps(pair, "ggtt", "draws from random" if where == "random" else what)
+
+
+def test_a_number_that_a_layer_counts_only_at_times_is_counted_once() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.on, self.calls = False, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_capturing():
+                self.calls += 1
+            return x
+
+    pair = twins(stack(Sometimes()), "auto", chunks=1)
+    x, y = batch(0)
+    pair.step(x, target=y)
+    with pytest.warns(match=r"layer 1 \(Sometimes\): it changes its attribute 'calls'"):
+        pair.step(x, target=y, ran="threads")
+    assert pair.graph[1].calls == 0
+
+
+class Grows(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.detach().mean()[None]])
+        return x
+
+
+class KeepsGraph(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.last
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [torch.ones(8, dtype=torch.float64, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.hidden[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Grows, r"layer 1 \(Grows\): its 'seen' is another tensor .*keep its shape"),
+        (KeepsGraph, r"layer 1 \(KeepsGraph\): it keeps a tensor with its history as its 'last'"),
+        (Unregistered, "a layer learns by a tensor of shape .8,. that is no parameter"),
+    ],
+)
+def test_tensors_that_no_replay_would_make(make: Callable[[], nn.Module], text: str) -> None:
+    pair = twins(stack(make()), "auto")
+    steps(pair, "gttt" if make is Unregistered else "ggtt", text)
+    if make is Unregistered:
+        assert torch.equal(pair.graph[1].hidden[0].grad, pair.inline[1].hidden[0].grad)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_sparse_gradients(zero: bool) -> None:
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), *stack()).double()
+    pair = twins(model, "auto")
+    text = "the gradient of 0.weight is a Tensor with layout torch.sparse"
+    for number in range(4):
+        if zero:
+            pair.each(nn.Module.zero_grad)
+        ids = torch.randint(10, (11,), generator=torch.Generator().manual_seed(number))
+        known = number != (2 if zero else 1)
+        with nullcontext() if known else pytest.warns(match=text):
+            pair.graph.step(ids, target=batch(number)[1])
+        pair.inline.step(ids, target=batch(number)[1])
+        mine, other = (pipe[0].weight.grad for pipe in pair.both)
+        assert mine.is_sparse
+        assert torch.equal(mine.to_dense(), other.to_dense())
+
+
+def test_a_hook_that_takes_the_gradient_away() -> None:
+    """As one does that lets an optimizer step while the backward goes on."""
+    pair = twins(stack(), "auto")
+
+    def take(p: Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+        p.grad = None
+
+    for pipe in pair.both:
+        pipe[3].weight.register_post_accumulate_grad_hook(take)
+    for number in range(4):
+        x, y = batch(number)
+        pair.step(x, target=y)
+
+
+def test_a_hook_that_takes_it_away_only_at_times() -> None:
+    pair = twins(stack(), "auto")
+
+    def take(p: Tensor) -> None:
+        if is_capturing():
+            p.grad = None
+
+    for pipe in pair.both:
+        pipe[3].weight.register_post_accumulate_grad_hook(take)
+    steps(pair, "gttt", "the gradient of 3.weight is not added to the one before: a hook takes")
+
+
+def doubled(_: nn.Module, gradients: Any) -> Any:
+    return tuple(2 * gradient for gradient in gradients)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for the first layer
+def test_a_hook_on_all_modules_makes_another_kind() -> None:
+    """One that is called before a backward was not looked for, and replays did without it."""
+    pair = twins(stack())
+    for number in range(7):
+        x, y = batch(number)
+        if number == 3:
+            handle = register_module_full_backward_pre_hook(doubled)
+        if number == 6:
+            handle.remove()
+        pair.step(x, target=y)
+    assert sorted(recordings(pair.graph)) == [2, 3]
+
+
+def test_what_layers_make_in_their_first_step() -> None:
+    """A table for the longest input so far, say: later steps are captured."""
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.longest, self.table = 0, torch.ones(1, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > self.longest:
+                self.longest = len(x)
+                self.table = torch.arange(len(x), dtype=x.dtype)
+            return x + self.table[: len(x), None]
+
+    pair = twins(stack(Lazy()))
+    for number in range(5):
+        x, y = batch(number)
+        pair.step(x, target=y)
+    assert recordings(pair.graph) == [3]

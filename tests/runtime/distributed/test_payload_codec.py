@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import PenstockTypeError
+from penstock.model.sequential_stage import SideInputs
+from penstock.runtime.distributed.payload_codec import (
+    PayloadSpec,
+    WireTensorSpec,
+    decode_spec,
+    encode_spec,
+    flatten_dense,
+)
+from penstock.stage.payload import Payload, flatten_values, unflatten_values
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+VALUES: list[tuple[Any, ...]] = [
+    (torch.zeros(2, 3),),
+    (torch.zeros(2), torch.zeros(2)),
+    ([torch.zeros(1), {"a": 1, "b": None, 3: (2.5, True)}], "text"),
+    (Pair(torch.zeros(2), Pair(1, "x")), OrderedDict(z=torch.ones(1), a=2)),
+    (SideInputs({"mask": torch.ones(3, dtype=torch.bool)}),),
+    ((), [], {}, None, 1j, torch.float16, torch.device("cpu")),
+    (float("inf"), -0.0, 10**30, '\n"é'),
+]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=str)
+def test_what_is_around_tensors_comes_back(values: tuple[Any, ...]) -> None:
+    tensors, layout = flatten_values(values)
+    parcel = Payload(tuple(tensors), layout, tuple(bool(i % 2) for i in range(len(tensors))))
+    meta = decode_spec(encode_spec(PayloadSpec.from_payload(parcel)))
+    assert meta == PayloadSpec.from_payload(parcel)
+    back = unflatten_values(tensors, meta.layout)
+    assert str(back) == str(values)
+    assert [type(value) for value in back] == [type(value) for value in values]
+
+
+def test_gradients_that_are_not_there() -> None:
+    parcel = Payload((None, torch.zeros(2), None))
+    meta = decode_spec(encode_spec(PayloadSpec.from_payload(parcel)))
+    assert [shape is None for shape in meta.tensor_specs] == [True, False, True]
+    assert str(meta) == "none, float32[2], none"
+
+
+TENSORS: list[Tensor] = [
+    torch.randn(3, 4),
+    torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    torch.randn(4, 6).t(),
+    torch.randn(4, 6)[:, ::2],
+    torch.randn(4, 1).expand(4, 6),
+    torch.randn(()),
+    torch.randn(0, 3),
+    torch.randn(3, 1, 2).transpose(0, 2),
+    torch.randint(9, (3,)).bool(),
+    torch.randn(2, 2).to(torch.bfloat16),
+    torch.randn(2, 2, dtype=torch.complex64),
+    torch.randn(2, 3, dtype=torch.complex64).conj(),
+]
+
+
+@pytest.mark.parametrize(
+    "tensor", TENSORS, ids=lambda t: f"{t.dtype} {tuple(t.shape)} {t.stride()}"
+)
+def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
+    """The numbers go as they stand in memory; the order of dims stays, holes do not."""
+    there = WireTensorSpec.from_tensor(tensor).allocate("cpu")
+    flatten_dense(there).copy_(flatten_dense(tensor).reshape(flatten_dense(there).shape))
+    assert torch.equal(there, tensor)
+    if tensor.is_contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else False:
+        assert there.stride() == tensor.stride()
+
+
+class Odd:
+    pass
+
+
+def test_what_cannot_go_is_named() -> None:
+    tensors, layout = flatten_values((torch.zeros(1), Odd()))
+    with pytest.raises(PenstockTypeError, match="a Odd goes from one process to another"):
+        encode_spec(PayloadSpec.from_payload(Payload(tuple(tensors), layout, (False,))))

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Compute, Pipe
+from penstock.schedules.ir import Op
+from penstock.schedules.timeline import Timeline
+from tests.support import SCHEDULES, Traced, Watch, each_schedule, numbered
+
+
+@each_schedule
+def test_everything_runs_in_the_callers_thread_in_the_order_of_play(schedule: str) -> None:
+    told: list[str] = []
+    stages = 2 * SCHEDULES[schedule]
+    layers = [Traced(told.append, stage) for stage in range(stages)]
+    pipe = Pipe(
+        nn.Sequential(*layers), 4, "always", stages=stages, schedule=schedule, runtime="inline",
+        loss_fn=torch.sum,
+    )  # fmt: skip
+    forecast = pipe.forecast()
+    result = pipe.step(numbered(4))
+    assert told == as_layers_see(result.timeline)
+    assert sorted(told) == sorted(as_layers_see(forecast))
+
+
+def as_layers_see(timeline: Timeline) -> list[str]:
+    """To a layer an I is a backward; a W does not reach it."""
+    actions = [s.action for s in timeline.spans if isinstance(s.action, Compute)]
+    return [str(a).replace("I", "B") for a in actions if a.op is not Op.W]
+
+
+def test_no_other_thread_is_used() -> None:
+    seen = set()
+    look = Watch(lambda x: seen.add(threading.current_thread()))
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), look), 2, stages=2, runtime="inline")
+    pipe[0].weight.register_hook(lambda gradient: seen.add(threading.current_thread()))
+    pipe(torch.randn(4, 3)).sum().backward()
+    assert seen == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autograds_threads_are_as_they_were(enabled: bool) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3)), 2, runtime="inline")
+    with torch.autograd.set_multithreading_enabled(enabled):
+        pipe(torch.randn(4, 3)).sum().backward()
+        assert torch._C._is_multithreading_enabled() == enabled
+
+
+def test_a_pipe_may_run_inline_in_a_layer_of_another() -> None:
+    inner = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), 2, runtime="inline")
+    outer = Pipe(nn.Sequential(inner, nn.Linear(3, 1)), 2, runtime="inline")
+    x = torch.randn(4, 3)
+    outer(x).sum().backward()
+    found = [p.grad for p in outer.parameters()]
+    model = nn.Sequential(nn.Sequential(*inner), outer[1])
+    model.zero_grad()
+    model(x).sum().backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)

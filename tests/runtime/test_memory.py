@@ -1,0 +1,309 @@
+"""What is alive on each rank over the actions of a step, measured and on paper."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from penstock import Action, Compute, Message, Op, Pipe, Recv, Send, lower, schedules
+from penstock.device.device import Gpu
+from penstock.errors import RunError
+from penstock.runtime.distributed.session import DistributedEngine
+from penstock.runtime.memory import CudaAllocatorProbe, Memory, MemoryReading
+from tests.support import each_runtime
+
+ROWS, SIZE = 16, 8  # of a micro-batch
+CELL = 2 * ROWS * SIZE * 4  # bytes that tanh keeps, and the output
+
+
+class Block(nn.Module):
+    """Keeps two tensors: that of tanh, and its output, which the next stage reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * 2
+
+
+def made(chunks: int = 4, stages: int = 3, **options: Any) -> Pipe:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(stages)))
+    return Pipe(
+        model, chunks, options.pop("checkpoint", "never"), stages=stages,
+        devices=["cpu"] * options.pop("ranks", stages), loss_fn=mse_loss, **options,
+    )  # fmt: skip
+
+
+def weighed(pipe: Pipe) -> Memory:
+    x = torch.randn(pipe.chunks * ROWS, SIZE)
+    return pipe.memory(x, target=-x)
+
+
+# ---- measured against the forecast --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "alive"), [("gpipe", [4, 4, 4]), ("1f1b", [3, 2, 1]), ("naive", [1, 1, 1])]
+)
+def test_the_peak_is_what_the_schedule_keeps(schedule: str, alive: list[int]) -> None:
+    memory = weighed(made(schedule=schedule))
+    assert memory.activation[:2] == (CELL, CELL)
+    assert memory.forecast.peak[:2] == (alive[0] * CELL, alive[1] * CELL)
+    for peak, cells in zip(memory.peak, alive, strict=True):
+        assert cells * CELL <= peak <= (cells + 1) * CELL  # what is on its way comes on top
+    assert memory.forecast.program == memory.program
+
+
+def test_a_curve_names_each_action_and_ends_where_it_began() -> None:
+    memory = weighed(made(chunks=2, stages=2, schedule="gpipe"))
+    curve = memory.curve(0)
+    assert [str(action) for action, _ in curve] == ["0F0", "0F1", "0B1", "0B0"]
+    sizes = [size for _, size in curve]
+    assert sizes[:2] == [CELL, 2 * CELL]
+    assert sizes[-1] < CELL / 8  # the loss, at most
+    assert max(sizes) == memory.peak[0]
+    ends = [memory.forecast.memory(0)[at] for at in (1, 2)]
+    assert [size for _, size in ends] == [CELL, 2 * CELL]
+
+
+def test_recomputed_cells_count_from_their_recomputation() -> None:
+    memory = weighed(made(checkpoint="always", schedule="gpipe"))
+    half = CELL / 2
+    assert memory.forecast.peak[:2] == (half, half)  # nobody reads the output again
+    # the inputs are kept, on the first rank for the second, and do not count on paper
+    assert 4 * half <= memory.peak[0] <= 4 * half + CELL
+
+
+def test_stages_that_are_larger_keep_more() -> None:
+    torch.manual_seed(0)
+    wide = nn.Sequential(Block(), Block(), Block())
+    pipe = Pipe(
+        nn.Sequential(wide, Block()), 2, "never", stages=2, devices=["cpu"] * 2, loss_fn=mse_loss
+    )
+    memory = weighed(pipe)
+    assert memory.activation[0] == 3 * CELL
+
+
+def test_several_stages_a_rank() -> None:
+    memory = weighed(made(stages=4, ranks=2, schedule="interleaved"))
+    assert len(memory.peak) == 2
+    assert memory.activation[:3] == (CELL,) * 3
+    assert all(peak >= CELL for peak in memory.peak)
+
+
+def test_what_is_held_before_is_parameters_gradients_and_buffers() -> None:
+    pipe = made(stages=2)
+    numbers = SIZE * SIZE + SIZE
+    assert weighed(pipe).held == (2 * 4 * numbers,) * 2
+    for parameter in pipe[1].parameters():
+        parameter.requires_grad_(False)
+    assert weighed(pipe).held == (2 * 4 * numbers, 4 * numbers)
+
+
+def test_micro_batches_of_unequal_size() -> None:
+    pipe = made(chunks=3, stages=2)
+    x = torch.randn(3 * ROWS - 2, SIZE)
+    assert pipe.memory(x, target=-x).activation[0] == CELL
+
+
+# ---- where messages are moved -------------------------------------------------------------
+
+
+def test_what_arrives_counts_with_the_stage_that_keeps_it() -> None:
+    """On devices of their own, a message is the receiver's memory from when it is sent."""
+    program = lower(schedules.gpipe(ranks=2, chunks=1))
+    message = Message(0, 1, 0)
+    rows: list[tuple[int, Action, tuple[int, int]]] = [
+        (0, Compute(Op.F, 0, 0), (100, 0)),  # 30 of it are the output
+        (0, Send(message), (70, 30)),
+        (1, Recv(message), (70, 30)),
+        (1, Compute(Op.F, 1, 0), (70, 80)),
+    ]
+    readings = tuple(MemoryReading(rank, 0, action, alive) for rank, action, alive in rows)
+    assert Memory(program, readings, (0, 0)).activation == (70, 80)
+
+
+# ---- no trace -----------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """Counts, tracks and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.norm = nn.BatchNorm1d(SIZE)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = nn.functional.dropout(self.norm(self.linear(x)), 0.5)
+        return y
+
+
+@each_runtime
+@pytest.mark.parametrize("deferred", [False, True])
+def test_it_leaves_no_trace(runtime: str, deferred: bool) -> None:
+    """The steps after it give what they give without it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Restless(), Restless())
+    x = torch.randn(32, SIZE)
+    found = []
+    for looks in (False, True):
+        pipe = Pipe(
+            copy.deepcopy(model), 2, "always", deferred, stages=2, devices=["cpu"] * 2,
+            schedule="1f1b", loss_fn=mse_loss, runtime=runtime,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.step(x, target=-x).loss)
+            if looks:
+                timeline = pipe.forecast()
+                assert max(pipe.memory(x, target=-x).peak) > 0
+                assert pipe.forecast() == timeline
+        gradients = [p.grad for p in pipe.parameters()]
+        calls = [layer.calls for layer in pipe]
+        found.append([*losses, *gradients, *pipe.buffers(), torch.tensor(calls)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_it_leaves_no_trace_in_a_whole_forward(in_place: bool) -> None:
+    class Counted(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if in_place:
+                self.seen += 1
+            else:
+                self.seen = self.seen + 1
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    x = torch.randn(8, SIZE)
+    pipe = Pipe(Counted(), 2, stages=2, devices=["cpu"] * 2, example=x, loss_fn=mse_loss)
+    pipe.step(x, target=x)
+
+    def held() -> list[Tensor]:
+        gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+        return [tensor.clone() for tensor in (*pipe.buffers(), *gradients)]
+
+    before = held()
+    assert min(pipe.memory(x, target=x).peak) > 0
+    assert all(map(torch.equal, before, held()))
+    pipe.step(x, target=x)
+    assert held()[0] == 2 * before[0]
+
+
+def test_without_gradients_it_weighs_a_training_step_all_the_same() -> None:
+    pipe = made()
+    with torch.no_grad():
+        memory = weighed(pipe)
+    assert {a.op for a, _ in memory.curve(0)} == {Op.F, Op.B}
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_compiled_layers_are_weighed_as_they_were_written_and_stay_compiled() -> None:
+    runs: list[int] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        def run(*values: Any) -> Any:
+            runs.append(1)
+            return graph(*values)
+
+        return run
+
+    torch._dynamo.reset()
+    plain, pipe = weighed(made(schedule="1f1b")), made(schedule="1f1b")
+    for layer in pipe:
+        layer.compile(backend=backend)
+    assert weighed(pipe).peak == plain.peak
+    assert runs == []
+    x = torch.randn(4 * ROWS, SIZE)
+    pipe.step(x, target=x)
+    assert len(runs) == 3 * 4
+    assert weighed(pipe).peak == plain.peak
+    pipe.step(x, target=x)
+    assert len(runs) == 2 * 3 * 4
+    torch._dynamo.reset()
+
+
+# ---- what people see ----------------------------------------------------------------------
+
+
+def test_it_prints_a_table_and_draws(tmp_path: Path) -> None:
+    memory = weighed(made(schedule="1f1b"))
+    head, *rows = str(memory).splitlines()
+    assert head.split() == ["rank", "held", "peak", "of", "a", "step", "forecast"]
+    assert rows[0].split() == ["0", "576", "B", "3.07", "KB", "3.07", "KB"]
+    assert repr(memory).startswith("Memory(peak=(3072,")
+    memory.draw(tmp_path / "memory.svg", title="Mine")
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert all(word in drawn for word in ("Mine", "measured", "forecast", "3.07 KB"))
+
+
+def test_replicas_are_refused() -> None:
+    pipe = made()
+    pipe._replicas._ddp_modules._wrappers.append(object())  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"pipe.memory leaves no trace, and stages in"):
+        weighed(pipe)
+
+
+def test_ranks_that_are_processes_are_refused() -> None:
+    nobody: Any = None
+    with pytest.raises(RunError, match=r"and this pipe's ranks are processes: make the same pipe"):
+        DistributedEngine.measure_memory(nobody, nobody, nobody, nobody)
+
+
+# ---- the allocator of a GPU, as it would answer -------------------------------------------
+
+
+class _Stream:
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+
+
+def gpu(index: int, streams: tuple[int, int]) -> Gpu:
+    place = object.__new__(Gpu)
+    place.device = torch.device("cuda", index)
+    place.compute_stream, place.copy_stream = map(_Stream, streams)  # type: ignore[assignment]
+    return place
+
+
+def test_ranks_that_share_a_gpu_are_told_apart_by_their_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def segment(stream: int, size: int) -> dict[str, int]:
+        return {"stream": stream, "allocated_size": size}
+
+    segments = [segment(0, 1000), segment(11, 10), segment(11, 20), segment(12, 3), segment(21, 5)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    gauge = CudaAllocatorProbe({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
+    assert gauge.read_live_bytes() == {0: 33, 1: 5}
+
+
+def test_a_rank_that_has_a_gpu_to_itself_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stats(device: torch.device) -> Any:
+        return {"allocated_bytes": {"all": {"current": 100 + device.index}}}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    gauge = CudaAllocatorProbe({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
+    assert gauge.read_live_bytes() == {0: 100, 1: 101}

@@ -1,0 +1,399 @@
+"""The other door: `pipe.step`, its loss, its outputs, its timeline."""
+
+from __future__ import annotations
+
+import copy
+from itertools import count, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock import Compute, Cost, NoChunk, Op, Pipe, Recv, StepResult, Timeline, draw
+from penstock.schedules.ir import consumes, produces
+from tests.pairs import each_pair
+from tests.support import (
+    CHECKPOINTS,
+    RUNTIMES,
+    SCHEDULES,
+    Do,
+    Traced,
+    batch,
+    closely,
+    each_checkpoint,
+    each_runtime,
+    each_schedule,
+    numbered,
+    plain,
+)
+
+
+def both(**options: Any) -> tuple[nn.Sequential, Pipe]:
+    model = plain()
+    given = {"chunks": 3, "stages": 4, "loss_fn": functional.mse_loss, **options}
+    return model, Pipe(copy.deepcopy(model), **given)
+
+
+def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
+    found, wanted = ([p.grad for p in module.parameters()] for module in (pipe, model))
+    assert None not in wanted
+    return all(f is not None and closely(f, w) for f, w in zip(found, wanted, strict=True))  # type: ignore[arg-type]
+
+
+# ---- the loss -----------------------------------------------------------------------------
+
+
+@each_runtime
+@pytest.mark.parametrize("rows", [1, 2, 7, 12])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_fn": functional.mse_loss},
+        {"loss_fn": nn.MSELoss()},
+        {"loss_fn": nn.MSELoss(reduction="sum")},
+        {"loss_fn": lambda y, t: functional.mse_loss(y, t, reduction="sum"), "reduction": "sum"},
+        {"loss_fn": nn.MSELoss(), "reduction": "mean"},
+    ],
+    ids=["function", "module", "sum", "sum by option", "mean by option"],
+)
+def test_the_loss_is_that_of_the_batch(options: dict[str, Any], rows: int, runtime: str) -> None:
+    """Whatever micro-batches it was cut into: their mean by rows, or their sum."""
+    model, pipe = both(**options, runtime=runtime)
+    x, target = batch(rows)
+    result = pipe.step(x, target=target)
+    loss = options["loss_fn"](model(x), target)
+    loss.backward()
+    assert closely(result.loss, loss.detach())
+    assert same_gradients(pipe, model)
+    assert not result.loss.requires_grad
+    assert result.loss.shape == ()
+
+
+def test_the_option_is_stronger_than_the_loss_says() -> None:
+    _, pipe = both(loss_fn=nn.MSELoss(reduction="sum"), reduction="mean", chunks=2)
+    x, target = batch(4)
+    losses = [
+        functional.mse_loss(plain()(a), b, reduction="sum")
+        for a, b in zip(x.chunk(2), target.chunk(2), strict=True)
+    ]
+    assert closely(pipe.step(x, target=target).loss, (losses[0] + losses[1]).detach() / 2)
+
+
+def test_a_loss_for_one_step() -> None:
+    model, pipe = both(loss_fn=None)
+    x, target = batch(7)
+    result = pipe.step(x, target=target, loss_fn=functional.l1_loss)
+    assert closely(result.loss, functional.l1_loss(model(x), target).detach())
+
+
+@pytest.mark.parametrize("stages", [1, 5])
+def test_the_model_may_end_in_its_loss(stages: int) -> None:
+    model = nn.Sequential(*plain(), Do(lambda y: y.square().mean()))
+    pipe = Pipe(copy.deepcopy(model), 3, stages=stages)
+    x, _ = batch(7)
+    result = pipe.step(x)
+    loss = model(x)
+    loss.backward()
+    assert closely(result.loss, loss.detach())
+    assert same_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_loss_without_a_target(stages: int) -> None:
+    model, pipe = both(loss_fn=torch.mean, stages=stages)
+    x, _ = batch(7)
+    assert closely(pipe.step(x).loss, model(x).mean().detach())
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_targets_of_any_shape(stages: int) -> None:
+    """Cut like the inputs; what is in NoChunk, and what is no tensor, is for all."""
+
+    def loss_fn(y: Tensor, target: dict[str, Any]) -> Tensor:
+        gap: Tensor = y * target["scale"] - target["value"][0]
+        return gap.abs().mean() * float(target["factor"])
+
+    model, pipe = both(loss_fn=loss_fn, stages=stages)
+    x, value = batch(7)
+    scale = torch.tensor(3.0, dtype=torch.float64)
+    target = {"value": [value], "scale": NoChunk(scale), "factor": 2}
+    result = pipe.step(x, target=target)
+    loss = loss_fn(model(x), {**target, "scale": scale})
+    loss.backward()
+    assert closely(result.loss, loss.detach())
+    assert same_gradients(pipe, model)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda y, t: y - t, r"a loss is one number, but loss_fn gave shape \(3, 3\): reduce it"),
+        (lambda y, t: 1.0, "a loss is one number, but loss_fn gave <class 'float'>"),
+        (nn.MSELoss(reduction="none"), r"loss_fn gave shape \(3, 3\)"),
+        (None, r"the model, without a loss_fn, gave shape \(3, 3\)"),
+    ],
+)
+def test_a_loss_is_one_number(loss_fn: Any, message: str) -> None:
+    _, pipe = both(loss_fn=loss_fn)
+    x, target = batch(7)
+    with pytest.raises(RuntimeError, match=message):
+        pipe.step(x, target=None if loss_fn is None else target)
+
+
+def test_one_number_in_any_shape() -> None:
+    _, pipe = both(loss_fn=lambda y, t: (y - t).mean().reshape(1, 1))
+    x, target = batch(7)
+    assert pipe.step(x, target=target).loss.shape == ()
+
+
+def test_a_target_that_does_not_fit() -> None:
+    _, pipe = both()
+    with pytest.raises(RuntimeError, match="micro-batches"):
+        pipe.step(batch(7)[0], target=batch(2)[1])
+
+
+# ---- outputs ------------------------------------------------------------------------------
+
+
+@each_checkpoint
+@pytest.mark.parametrize("stages", [1, 4])
+def test_outputs_on_request(stages: int, checkpoint: str) -> None:
+    model, pipe = both(stages=stages, checkpoint=checkpoint)
+    x, target = batch(7)
+    assert pipe.step(x, target=target).outputs is None
+    result = pipe.step(x, target=target, outputs=True)
+    assert closely(result.outputs, model(x).detach())
+    assert not result.outputs.requires_grad
+
+
+def test_outputs_of_any_shape() -> None:
+    model = nn.Sequential(*plain(), Do(lambda y: {"y": y, "rows": len(y)}))
+    pipe = Pipe(model, 3, stages=5, loss_fn=lambda out: out["y"].sum())
+    x, _ = batch(7)
+    outputs = pipe.step(x, outputs=True).outputs
+    assert outputs["rows"] == [3, 3, 1]
+    assert closely(outputs["y"], plain()(x).detach())
+
+
+# ---- modes --------------------------------------------------------------------------------
+
+
+@each_runtime
+@each_schedule
+def test_without_gradients_there_is_no_backward(schedule: str, runtime: str) -> None:
+    per_rank = SCHEDULES[schedule]
+    model, pipe = both(schedule=schedule, runtime=runtime, devices=["cpu"] * (4 // per_rank))
+    x, target = batch(7)
+    with torch.no_grad():
+        result = pipe.step(x, target=target, outputs=True)
+    assert all(p.grad is None for p in pipe.parameters())
+    assert closely(result.loss, functional.mse_loss(model(x), target).detach())
+    assert closely(result.outputs, model(x).detach())
+    ops = {span.action.op for lane in result.timeline.computes for span in lane}  # type: ignore[union-attr]
+    assert ops == {Op.F}
+
+
+def test_frozen_layers_and_inputs_that_learn() -> None:
+    model, pipe = both()
+    x, target = batch(7)
+    grads = []
+    for module in (model, pipe):
+        module[0].requires_grad_(False)
+        module[2].requires_grad_(False)
+        mine = x.clone().requires_grad_()
+        if module is pipe:
+            pipe.step(mine, target=target)
+        else:
+            functional.mse_loss(model(mine), target).backward()
+        assert mine.grad is not None
+        grads.append(mine.grad)
+    assert closely(*grads)
+    assert pipe[0].weight.grad is None
+    found, wanted = pipe[3].weight.grad, model[3].weight.grad
+    assert isinstance(wanted, Tensor)
+    assert closely(found, wanted)
+
+
+def test_all_frozen() -> None:
+    model, pipe = both()
+    pipe.requires_grad_(False)
+    x, target = batch(7)
+    result = pipe.step(x, target=target)
+    assert closely(result.loss, functional.mse_loss(model(x), target).detach())
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+@each_checkpoint
+def test_an_input_that_was_computed_learns_once(checkpoint: str) -> None:
+    model, pipe = both(checkpoint=checkpoint)
+    x, target = batch(7)
+    mine, theirs = (nn.Linear(6, 6).double() for _ in range(2))
+    theirs.load_state_dict(mine.state_dict())
+    calls = []
+    theirs.weight.register_hook(lambda gradient: calls.append(1))
+    functional.mse_loss(model(mine(x)), target).backward()
+    pipe.step(theirs(x), target=target)
+    assert same_gradients(theirs, mine)
+    assert calls == [1]
+
+
+def test_a_whole_input_that_learns() -> None:
+    model = nn.Sequential(Do(lambda x, w: x * w), *plain())
+    pipe = Pipe(copy.deepcopy(model), 3, stages=5, loss_fn=torch.mean)
+    x, _ = batch(7)
+    w = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad(model[1:](x * w).mean(), w)[0]
+    pipe.step(x, NoChunk(w))
+    assert w.grad is not None
+    assert closely(w.grad, wanted)
+
+
+@each_runtime
+def test_parameters_accumulate_a_micro_batch_at_a_time(runtime: str) -> None:
+    """Their hooks run in the step, once for each."""
+    model, pipe = both(runtime=runtime, schedule="1f1b")
+    seen: list[Tensor] = []
+    pipe[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    x, target = batch(7)
+    pipe.step(x, target=target)
+    functional.mse_loss(model(x), target).backward()
+    assert len(seen) == 3
+    assert same_gradients(pipe, model)
+    assert torch.equal(seen[-1], pipe[2].weight.grad)
+
+
+@each_schedule
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+    ],
+    ids=["sgd", "adam"],
+)
+def test_training_goes_the_same_way(schedule: str, make: Any) -> None:
+    model, pipe = both(schedule=schedule, devices=["cpu"] * (4 // SCHEDULES[schedule]))
+    x, target = batch(7)
+    optimizers = [make(module.parameters()) for module in (model, pipe)]
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        functional.mse_loss(model(x), target).backward()
+        pipe.step(x, target=target)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-8, atol=1e-8)
+
+
+# ---- the timeline -------------------------------------------------------------------------
+
+
+def check_sound(timeline: Timeline) -> None:
+    """Every action once, a rank's one after the other, and nothing before what it needs."""
+    program = timeline.program
+    found = [(span.rank, span.action) for span in timeline.spans]
+    lanes = [(rank, action) for rank, lane in enumerate(program.lanes) for action in lane]
+    waits = [pair for pair in lanes if isinstance(pair[1], Recv)]  # take no time of their own
+    assert sorted(map(str, {*found, *waits})) == sorted(map(str, lanes))
+    assert len(set(found)) == len(found)
+    for rank, spans in enumerate(timeline.computes):
+        assert tuple(span.action for span in spans) == program.schedule.lanes[rank]
+        for before, after in pairwise(spans):
+            assert before.start <= before.end <= after.start
+    computes = [span for lane in timeline.computes for span in lane]
+    made = {
+        message: span.end
+        for span in computes
+        if isinstance(span.action, Compute)
+        for message in produces(span.action, program.graph)
+    }
+    for span in computes:
+        assert isinstance(span.action, Compute)
+        for message in consumes(span.action, program.graph):
+            assert made[message] <= span.start
+
+
+@each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
+def test_the_timeline_is_that_of_the_program(schedule: str, checkpoint: str, runtime: str) -> None:
+    per_rank = SCHEDULES[schedule]
+    _, pipe = both(
+        schedule=schedule, checkpoint=checkpoint, runtime=runtime, chunks=4,
+        devices=["cpu"] * (4 // per_rank),
+    )  # fmt: skip
+    forecast = pipe.forecast()
+    assert forecast.cost == Cost.even(forecast.program.schedule.placement)
+    x, target = batch(8)
+    timeline = pipe.step(x, target=target).timeline
+    check_sound(timeline)
+    assert timeline.program == forecast.program
+    assert timeline.makespan > 0
+    assert timeline.peak == forecast.peak
+    after = pipe.forecast()
+    check_sound(after)
+    assert after.cost == timeline.cost != forecast.cost
+    assert min(after.cost.F) > 0
+    for drawn in (timeline, after, forecast):
+        assert len(draw.text(drawn).splitlines()) >= 4 // per_rank
+
+
+def test_spans_are_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by one whenever it is looked at."""
+    clock = count()
+    monkeypatch.setattr("penstock.device.device.time.perf_counter", lambda: float(next(clock)))
+    seen: dict[str, float] = {}
+
+    def look(action: str) -> None:
+        seen[action] = next(clock)
+
+    layers = [Traced(look, stage) for stage in range(3)]
+    pipe = Pipe(nn.Sequential(*layers), 2, "always", stages=3, runtime="inline", loss_fn=torch.sum)
+    spans = pipe.step(numbered(2)).timeline.computes
+    found = {str(span.action): span for lane in spans for span in lane}
+    assert found.keys() == seen.keys()
+    origin = {seen[name] - span.start for name, span in found.items()}
+    assert all(span.end - span.start == 2 for span in found.values())
+    assert len(origin) == 1
+
+
+def test_costs_are_means_of_what_was_measured() -> None:
+    _, pipe = both()
+    x, target = batch(7)
+    timeline = pipe.step(x, target=target).timeline
+    for stage in range(4):
+        times: dict[Op, list[float]] = {Op.F: [], Op.B: []}
+        for span in timeline.computes[stage]:
+            if isinstance(span.action, Compute) and span.action.op in times:
+                times[span.action.op].append(span.end - span.start)
+        cost = timeline.cost
+        assert cost.F[stage] == pytest.approx(sum(times[Op.F]) / 3)
+        assert cost.I[stage] + cost.W[stage] == pytest.approx(sum(times[Op.B]) / 3)
+
+
+def test_the_forecast_may_be_asked_for_other_costs() -> None:
+    _, pipe = both(schedule="1f1b")
+    x, target = batch(7)
+    pipe.step(x, target=target)
+    even = Cost.even((0, 1, 2, 3))
+    assert pipe.forecast(even).cost == even
+    assert pipe.forecast(even).makespan == pytest.approx((3 + 3) * 3 + 2, abs=3)
+
+
+def test_a_smaller_batch_has_its_own_program() -> None:
+    _, pipe = both(chunks=4, schedule="1f1b")
+    x, target = batch(2)
+    timeline = pipe.step(x, target=target).timeline
+    check_sound(timeline)
+    assert timeline.program.schedule.chunks == 2
+    assert pipe.forecast().program.schedule.chunks == 4
+
+
+def test_a_result_says_its_loss() -> None:
+    _, pipe = both(loss_fn=lambda y, t: (y * 0).sum() + 2.5)
+    x, target = batch(3)
+    result = pipe.step(x, target=target)
+    assert isinstance(result, StepResult)
+    assert repr(result) == "StepResult(loss=2.5)"
+    assert result.timeline is result.timeline

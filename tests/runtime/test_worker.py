@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.device.device import Cpu
+from penstock.runtime.program_cache import bind_program, is_backward, is_forward
+from penstock.runtime.worker import CellIO, Worker, bind_lane
+from penstock.schedules import one_f_one_b
+from penstock.schedules.ir import Message, Op, StageGraph
+from penstock.schedules.lowering import lower
+from penstock.schedules.notation import loads
+from penstock.stage.caller_context import CallerContext
+from penstock.stage.payload import Payload
+from penstock.stage.stage import OUTSIDE, Stage
+from penstock.stage.stage_runner import SavedForBackward, StageRunner
+
+
+class Recorded:
+    """A transport that notes what is sent, and gives what it was given."""
+
+    def __init__(self, *arriving: tuple[Message, Tensor]) -> None:
+        self.sent: list[tuple[Message, Tensor]] = []
+        self._arriving = dict(arriving)
+
+    def send(self, message: Message, payload: Payload) -> None:
+        (tensor,) = payload.tensors
+        assert tensor is not None
+        self.sent.append((message, tensor))
+
+    def recv(self, message: Message) -> Callable[[], Payload]:
+        return lambda: Payload((self._arriving[message],), None, (True,))
+
+
+def tripled(index: int, before: int, after: int) -> Stage:
+    """A stage that multiplies by three."""
+
+    def compute(arrived: Any) -> dict[int, tuple[Any, ...]]:
+        return {after: (arrived[before][0] * 3,)}
+
+    return Stage(index, ("0",), (nn.Identity(),), compute)
+
+
+def worker(transport: Recorded, stage: Stage, rank: int, desk: CellIO) -> Worker:
+    context = CallerContext.current(frozenset({"cpu"}))
+    tape = StageRunner(stage, context, lambda microbatch: SavedForBackward.GRAPH)
+    return Worker(rank, Cpu(), {stage.index: tape}, transport, desk)
+
+
+def test_a_worker_carries_out_its_lane() -> None:
+    """The second of three ranks: what it receives it computes, and what it computes it sends."""
+    schedule = loads("0F0 0B0 \n 1F0 1B0 \n 2F0 2B0")
+    program = lower(schedule, StageGraph.chain(3))  # type: ignore[arg-type]
+    transport = Recorded(
+        (Message(0, 1, 0), torch.tensor([2.0])), (Message(2, 1, 0), torch.tensor([10.0]))
+    )
+    middle = worker(transport, tripled(1, before=0, after=2), 1, CellIO())
+    steps = bind_lane(program, 1)
+    for step in steps:
+        middle.execute(step)
+    assert [(str(message), tensor.item()) for message, tensor in transport.sent] == [
+        ("1>2:0", 6.0),
+        ("1>0:0", 30.0),
+    ]
+    assert [str(mark.bound_action.action) for mark in middle.timed_actions] == [
+        "1F0",
+        "!1>2:0",
+        "1B0",
+        "!1>0:0",
+    ]
+    assert all(isinstance(m.start, float) and m.start <= m.end for m in middle.timed_actions)  # type: ignore[operator]
+
+
+def test_the_desk_feeds_the_ends() -> None:
+    """One stage alone takes from outside and gives to outside, both ways."""
+    program = lower(loads("0F0 0F1 0B1 0B0"))  # type: ignore[arg-type]
+    desk = CellIO()
+    only = worker(Recorded(), tripled(0, before=OUTSIDE, after=OUTSIDE), 0, desk)
+    for microbatch in range(2):
+        desk.inputs[0, microbatch] = Payload((torch.tensor([1.0 + microbatch]),), None, (True,))
+    desk.compute_output_gradients = lambda microbatch, made: Payload(
+        (torch.tensor([100.0 * (microbatch + 1)]),)
+    )
+    for step in bind_lane(program, 0):
+        only.execute(step)
+    assert [desk.outputs[0, i].tensors[0].item() for i in range(2)] == [3.0, 6.0]  # type: ignore[union-attr]
+    assert [desk.input_gradients[0, i].tensors[0].item() for i in range(2)] == [300.0, 600.0]  # type: ignore[union-attr]
+
+
+def test_steps_know_their_messages() -> None:
+    program = lower(one_f_one_b(2, 1), StageGraph.chain(2))
+    steps = {str(step.action): step for rank in range(2) for step in bind_lane(program, rank)}
+    assert list(map(str, steps["1F0"].consumed_messages)) == ["0>1:0"]
+    assert list(map(str, steps["1B0"].produced_messages)) == ["1>0:0"]
+    assert steps["!0>1:0"].consumed_messages == steps["!0>1:0"].produced_messages == ()
+    assert [step.lane_index for step in bind_lane(program, 0)] == list(range(len(program.lanes[0])))
+
+
+def test_a_phase_is_played_in_one_order_and_can_be_halved() -> None:
+    program = lower(one_f_one_b(2, 2))
+    phase = bind_program(program)
+    assert len(phase.execution_order) == sum(map(len, program.lanes))
+    forward, backward = phase.filter_actions(is_forward), phase.filter_actions(is_backward)
+    for half, op in ((forward, Op.F), (backward, Op.B)):
+        computes = [step.action for _, step in half.execution_order if hasattr(step.action, "op")]
+        assert {action.op for action in computes} == {op}
+        assert sum(map(len, half.lanes)) == len(half.execution_order)
+    assert len(forward.execution_order) + len(backward.execution_order) == len(
+        phase.execution_order
+    )

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.schedules.ir import (
+    Action,
+    Compute,
+    Message,
+    Op,
+    Program,
+    Recv,
+    Schedule,
+    Send,
+    StageGraph,
+)
+from penstock.schedules.notation import dumps, loads
+
+
+def action(word: str) -> Compute:
+    """`2F0` as a value."""
+    return Compute(Op(word[1]), int(word[0]), int(word[2]))
+
+
+def schedule(text: str) -> Schedule:
+    found = loads(text)
+    assert isinstance(found, Schedule)
+    return found
+
+
+SCHEDULE = """\
+placement: 0 1
+chunks: 2
+0F0 0F1 0B0 0B1
+1F0 1B0 1F1 1B1
+"""
+
+OVERLAPS = """\
+placement: 0
+chunks: 3
+overlaps: 0F1+0B0 0F2+0B1
+0F0 0F1 0B0 0F2 0B1 0B2
+"""
+
+PROGRAM = """\
+placement: 0 1
+chunks: 1
+edges: 0>1
+0F0 !0>1:0 ?1>0:0 0I0 0W0
+?0>1:0 1F0 1R0 1B0 !1>0:0
+"""
+
+IDLE_RANKS = """\
+placement: 1
+chunks: 1
+-
+0F0
+-
+"""
+
+NOTHING = """\
+placement:\x20
+chunks: 4
+edges:\x20
+-
+"""
+
+
+@pytest.mark.parametrize("text", [SCHEDULE, OVERLAPS, PROGRAM, IDLE_RANKS, NOTHING])
+def test_the_text_form_comes_back_to_the_character(text: str) -> None:
+    assert dumps(loads(text)) == text
+
+
+def test_overlaps_are_written_in_order() -> None:
+    pairs = [(Compute(Op.F, 0, i + 1), Compute(Op.B, 0, i)) for i in range(8)]
+    made = Schedule((0,), 1, ((),), frozenset(pairs))
+    line = "overlaps: " + " ".join(f"0F{i + 1}+0B{i}" for i in range(8))
+    assert dumps(made).splitlines()[2] == line
+
+
+def test_a_schedule_reads_as_a_value() -> None:
+    assert loads("placement: 0 \n chunks: 2 \n overlaps: 0F1+0B0 \n 0F0 0F1 0B0") == Schedule(
+        placement=(0,),
+        chunks=2,
+        lanes=((action("0F0"), action("0F1"), action("0B0")),),
+        overlaps=frozenset({(action("0F1"), action("0B0"))}),
+    )
+
+
+def test_edges_make_it_a_program() -> None:
+    there = Message(0, 1, 0)
+    assert loads("edges: 0>1 \n 0F0 !0>1:0 \n ?0>1:0 1F0") == Program(
+        schedule("0F0 \n 1F0"),
+        StageGraph(((0, 1),)),
+        ((action("0F0"), Send(there)), (Recv(there), action("1F0"))),
+    )
+
+
+def test_a_file_written_by_hand() -> None:
+    text = """
+        # 1F1B on two ranks
+
+        0F0 0F1  0B0 0B1   # the first rank
+        \t1F0 1B0 1F1 1B1
+    """
+    assert dumps(loads(text)) == SCHEDULE
+
+
+def test_the_header_may_stand_anywhere() -> None:
+    assert schedule("0F0 0B0 \n chunks: 7").chunks == 7
+
+
+def test_a_missing_placement_is_where_the_actions_stand() -> None:
+    assert schedule("1F0 2F0 \n - \n 3F0 0F0").placement == (2, 0, 0, 2)
+
+
+def test_a_stage_without_a_placement_that_stands_on_two_ranks_is_on_the_first() -> None:
+    assert schedule("0F0 \n 1F0 1B0 0B0").placement == (0, 1)
+
+
+def test_missing_chunks_are_as_many_as_are_in_use() -> None:
+    assert schedule("0F0 0F4").chunks == 5
+    assert schedule("-").chunks == 1
+
+
+computes = st.builds(Compute, st.sampled_from(Op), st.integers(0, 12), st.integers(0, 120))
+messages = st.builds(Message, st.integers(0, 12), st.integers(0, 12), st.integers(0, 120))
+actions = computes | st.builds(Send, messages) | st.builds(Recv, messages)
+edges = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda e: (e[0], e[0] + e[1]))
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Schedule | Program:
+    """Any schedule or program, sound or not."""
+    ranks = draw(st.integers(1, 4))
+    lowered = draw(st.booleans())
+    words: st.SearchStrategy[Action] = actions if lowered else computes
+    lanes = [tuple(draw(st.lists(words, max_size=6))) for _ in range(ranks)]
+    made = Schedule(
+        placement=tuple(draw(st.lists(st.integers(0, ranks - 1), max_size=6))),
+        chunks=draw(st.integers(1, 200)),
+        lanes=tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes),
+        overlaps=draw(st.frozensets(st.tuples(computes, computes), max_size=3)),
+    )
+    if not lowered:
+        return made
+    return Program(made, StageGraph(tuple(draw(st.lists(edges, max_size=5)))), tuple(lanes))
+
+
+@given(works())
+def test_loads_gives_back_whatever_was_dumped(work: Schedule | Program) -> None:
+    assert loads(dumps(work)) == work
+    assert hash(loads(dumps(work))) == hash(work)
+
+
+# ---- text that is no schedule -------------------------------------------------------------
+
+LOOKS = (
+    "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), !0>1:3 (send from "
+    "stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
+)
+
+
+def complaint(text: str) -> str:
+    with pytest.raises(FormatError) as error:
+        loads(text)
+    return str(error.value)
+
+
+def test_every_bad_word_is_reported_with_its_line() -> None:
+    text = """\
+        0F0 0X1 0B0
+        # a comment
+        0F
+
+        -1F0 0F0 fine"""
+    assert complaint(dedent(text)) == "\n".join(
+        [
+            "this is not a schedule:",
+            "  line 1: '0X1' is no action",
+            "  line 3: '0F' is no action",
+            "  line 5: '-1F0' is no action",
+            "  line 5: 'fine' is no action",
+            f"  {LOOKS}",
+        ]
+    )
+
+
+def test_problems_are_also_a_list() -> None:
+    with pytest.raises(FormatError) as error:
+        loads("one \n two")
+    assert error.value.problems == (
+        "line 1: 'one' is no action",
+        "line 2: 'two' is no action",
+        LOOKS,
+    )
+
+
+@pytest.mark.parametrize(
+    "word", ["0>1:0", "!0>1", "!0<1:0", "0f0", "0F0,", "0F0F0", "F0", "--", "chunks"]
+)
+def test_what_only_looks_like_an_action_is_none(word: str) -> None:
+    assert f"line 2: '{word}' is no action" in complaint(f"0F0 \n {word}")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "placement: 0 \n chunks: 1"])
+def test_no_lanes(text: str) -> None:
+    assert complaint(text) == (
+        "this is not a schedule:\n"
+        "  it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'"
+    )
+
+
+def test_no_lanes_comes_with_the_other_problems() -> None:
+    assert len(complaint("chunks: many").splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "example"),
+    [
+        ("placement: one", "placement: 0 1 1 0"),
+        ("placement: 0 -1", "placement: 0 1 1 0"),
+        ("placement: 0,1", "placement: 0 1 1 0"),
+        ("chunks: many", "chunks: 8"),
+        ("chunks: -3", "chunks: 8"),
+        ("overlaps: 0F0", "overlaps: 0F1+3B0"),
+        ("overlaps: 0F0+x", "overlaps: 0F1+3B0"),
+        ("overlaps: 0F0+!0>1:0", "overlaps: 0F1+3B0"),
+        ("overlaps: 0F0+0B0+0F1", "overlaps: 0F1+3B0"),
+        ("overlaps: 0F1+0B00F2+0B1", "overlaps: 0F1+3B0"),
+        ("edges: 0>1 1-2", "edges: 0>1 1>2"),
+        ("edges: 0>", "edges: 0>1 1>2"),
+        ("edges: 0>1:0", "edges: 0>1 1>2"),
+        ("edges: 0>12>3", "edges: 0>1 1>2"),
+    ],
+)
+def test_a_header_that_does_not_read(line: str, example: str) -> None:
+    assert complaint(f"{line} \n 0F0") == (
+        f"this is not a schedule:\n  line 1: '{line}' does not read; write '{example}'"
+    )
+
+
+def test_headers_and_actions_are_reported_together() -> None:
+    assert complaint("chunks: x \n 0F0 y \n edges: z") == "\n".join(
+        [
+            "this is not a schedule:",
+            "  line 1: 'chunks: x' does not read; write 'chunks: 8'",
+            "  line 2: 'y' is no action",
+            "  line 3: 'edges: z' does not read; write 'edges: 0>1 1>2'",
+            f"  {LOOKS}",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("line", "count"), [("chunks:", 0), ("chunks: 1 2", 2)])
+def test_chunks_that_are_not_one_number(line: str, count: int) -> None:
+    assert complaint(f"{line} \n 0F0 0F3") == (
+        f"this is not a schedule:\n  chunks is one number, not {count}: write 'chunks: 4'"
+    )
+
+
+def test_messages_without_edges() -> None:
+    assert complaint("0F0 !0>1:0 \n ?0>1:0 1F0") == (
+        "this is not a schedule:\n"
+        "  it sends or receives: a program needs a line such as 'edges: 0>1 1>2'"
+    )
+
+
+def test_a_stage_that_no_rank_runs() -> None:
+    assert complaint("0F0 4F0 \n 2F0") == (
+        "this is not a schedule:\n"
+        "  no rank runs stage 1, 3, so its rank is unknown: add its actions, or a line "
+        "'placement: ...'"
+    )
+
+
+def test_a_placement_on_ranks_without_lanes() -> None:
+    assert complaint("placement: 0 5 \n 0F0") == (
+        "this is not a schedule:\n"
+        "  the placement names rank 5, but there are 1 lanes, for ranks 0 to 0"
+    )
+
+
+def test_an_edge_that_goes_back() -> None:
+    assert complaint("edges: 1>0 \n 0F0") == (
+        "this is not a schedule:\n"
+        "  edge 1>0: an edge goes from a stage to a later one; number the stages in the order in "
+        "which data passes through them"
+    )

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock import schedules
+from penstock.schedules.cost import Cost
+from penstock.schedules.ir import Compute, Op, StageGraph
+from penstock.schedules.lowering import lower
+from penstock.schedules.notation import loads
+from penstock.schedules.simulator import Deadlock, Sends, Span, Wait, play
+from tests.properties.random_schedules import obvious
+
+
+def times(spans: Iterator[Span]) -> dict[str, tuple[float, float]]:
+    return {str(span.action): (span.start, span.end) for span in spans}
+
+
+def stuck(spans: Iterator[Span]) -> str:
+    with pytest.raises(Deadlock) as error:
+        list(spans)
+    return str(error.value)
+
+
+# ---- when things run ----------------------------------------------------------------------
+
+
+def test_times_of_one_micro_batch_on_two_ranks() -> None:
+    assert times(play(loads("0F0 0B0 \n 1F0 1B0"))) == {
+        "0F0": (0.0, 1.0),
+        "1F0": (1.0, 2.0),
+        "1B0": (2.0, 4.0),
+        "0B0": (4.0, 6.0),
+    }
+
+
+def test_a_message_arrives_later_and_occupies_nobody() -> None:
+    cost = Cost.even((0, 1), send=0.5)
+    assert times(play(loads("0F0 0F1 0B0 0B1 \n 1F0 1F1 1B0 1B1"), cost=cost)) == {
+        "0F0": (0.0, 1.0),
+        "0F1": (1.0, 2.0),
+        "1F0": (1.5, 2.5),
+        "1F1": (2.5, 3.5),
+        "1B0": (3.5, 5.5),
+        "0B0": (6.0, 8.0),
+        "1B1": (5.5, 7.5),
+        "0B1": (8.0, 10.0),
+    }
+
+
+def test_between_stages_of_one_rank_nothing_travels() -> None:
+    cost = Cost.even((0, 0), send=9.0)
+    assert times(play(loads("0F0 1F0"), cost=cost)) == {"0F0": (0.0, 0.5), "1F0": (0.5, 1.0)}
+
+
+def test_each_stage_has_its_own_cost() -> None:
+    cost = Cost(F=(1.0, 2.0), I=(3.0, 4.0), W=(5.0, 6.0), activation=(1.0, 1.0))
+    assert times(play(loads("0F0 0I0 0W0 \n 1F0 1I0 1W0"), cost=cost)) == {
+        "0F0": (0.0, 1.0),
+        "1F0": (1.0, 3.0),
+        "1I0": (3.0, 7.0),
+        "0I0": (7.0, 10.0),
+        "1W0": (7.0, 13.0),
+        "0W0": (10.0, 15.0),
+    }
+
+
+def test_a_skip_is_waited_for() -> None:
+    skip = StageGraph.chain(3, skips=[(0, 2)])
+    cost = Cost.even((0, 1, 0), F=2.0, send=1.0)
+    lanes = loads("placement: 0 1 0 \n 0F0 2F0 \n 1F0")
+    assert times(play(lanes, skip, cost))["2F0"] == (5.0, 6.0)
+    only_skip = StageGraph(((0, 2),))
+    assert times(play(lanes, only_skip, cost))["2F0"] == (1.0, 2.0)
+
+
+def test_a_recompute_waits_for_no_gradient() -> None:
+    assert times(play(loads("0F0 0R0 0B0 \n 1F0 1B0"))) == {
+        "0F0": (0.0, 1.0),
+        "1F0": (1.0, 2.0),
+        "0R0": (1.0, 2.0),
+        "1B0": (2.0, 4.0),
+        "0B0": (4.0, 6.0),
+    }
+
+
+def test_a_backward_waits_for_its_recompute_and_other_micro_batches_do_not() -> None:
+    assert stuck(play(loads("0F0 0F1 0B1 0B0 0R0"))) == (
+        "deadlock:\n  rank 0, step 3: 0B0 waits for 0R0 (rank 0, step 4)"
+    )
+
+
+def test_a_recompute_waits_for_its_forward() -> None:
+    assert stuck(play(loads("0R0 0F0 0B0"))) == (
+        "deadlock:\n  rank 0, step 0: 0R0 waits for 0F0 (rank 0, step 1)"
+    )
+
+
+def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
+    assert stuck(play(loads("0F0 0W0 0I0"))) == (
+        "deadlock:\n  rank 0, step 1: 0W0 waits for 0I0 (rank 0, step 2)"
+    )
+
+
+def test_a_program_takes_as_long_as_its_schedule_if_sends_are_buffered() -> None:
+    schedule = schedules.zb_v(ranks=3, chunks=5)
+    cost = Cost.even(schedule.placement, F=1.0, I=1.3, W=0.7, send=0.25)
+    plain = times(play(schedule, cost=cost))
+    lowered = times(play(lower(schedule), cost=cost))
+    assert {word: lowered[word] for word in plain} == plain
+
+
+# ---- spans --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sends", Sends)
+def test_spans_come_by_start_time(sends: Sends) -> None:
+    program = lower(schedules.zb_v(ranks=4, chunks=6))
+    cost = Cost.even(program.schedule.placement, F=1.0, I=1.7, W=0.4, send=0.3)
+    starts = [span.start for span in play(program, cost=cost, sends=sends)]
+    assert starts == sorted(starts)
+
+
+def test_every_action_has_one_span_at_its_place() -> None:
+    program = lower(schedules.one_f_one_b(ranks=3, chunks=4))
+    found = {(span.rank, span.step): span.action for span in play(program)}
+    assert found == {
+        (rank, step): action
+        for rank, lane in enumerate(program.lanes)
+        for step, action in enumerate(lane)
+    }
+
+
+def test_play_is_lazy() -> None:
+    spans = play(loads("0F0 0B0 \n 1F0"))  # ends in a deadlock, but not yet
+    assert next(spans) == Span(0, 0, Compute(Op.F, 0, 0), 0.0, 1.0)
+    assert next(spans).start == 1.0
+    with pytest.raises(Deadlock):
+        next(spans)
+
+
+def test_empty_lanes_are_no_trouble() -> None:
+    assert list(play(loads("- \n -"))) == []
+    assert [span.rank for span in play(loads("placement: 1 \n - \n 0F0 0B0"))] == [1, 1]
+
+
+def test_a_thousand_ranks() -> None:
+    spans = list(play(schedules.one_f_one_b(ranks=1000, chunks=4)))
+    assert len(spans) == 1000 * 4 * 2
+    assert max(span.end for span in spans) == (1000 + 4 - 1) * 3
+
+
+# ---- deadlocks ----------------------------------------------------------------------------
+
+
+def test_a_deadlock_says_who_waits_for_whom() -> None:
+    assert stuck(play(loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0"))) == (
+        "deadlock:\n"
+        "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)\n"
+        "  rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)"
+    )
+
+
+def test_the_waits_of_a_deadlock_are_values() -> None:
+    with pytest.raises(Deadlock) as error:
+        list(play(loads("0F0 0B0 \n 1F0 1F1 1B0")))
+    assert error.value.waits == (
+        Wait(0, 1, Compute(Op.B, 0, 0), Compute(Op.B, 1, 0), ((1, 2),)),
+        Wait(1, 1, Compute(Op.F, 1, 1), Compute(Op.F, 0, 1), ()),
+    )
+
+
+def test_ranks_that_ended_do_not_wait() -> None:
+    assert stuck(play(loads("0F0 \n 1F0 1F1"))) == (
+        "deadlock:\n  rank 1, step 1: 1F1 waits for 0F1, which no rank does"
+    )
+
+
+def test_a_gradient_may_come_from_a_split_backward() -> None:
+    assert stuck(play(loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1I1 1I0"))).splitlines()[1] == (
+        "  rank 0, step 1: 0B0 waits for 1I0 (rank 1, step 3)"
+    )
+
+
+def test_what_stands_in_two_places_is_named_with_both() -> None:
+    wait = Wait(0, 1, Compute(Op.B, 0, 0), Compute(Op.B, 1, 0), ((1, 3), (2, 0)))
+    assert str(wait) == ("rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3 and rank 2, step 0)")
+
+
+# ---- messages -----------------------------------------------------------------------------
+
+OBVIOUS = obvious(schedules.one_f_one_b(ranks=2, chunks=2))
+
+
+def test_the_obvious_lowering_ends_when_sends_are_buffered() -> None:
+    assert len(list(play(OBVIOUS, sends=Sends.BUFFERED))) == 16
+
+
+def test_the_obvious_lowering_deadlocks_when_sends_block() -> None:
+    assert [" ".join(map(str, lane)) for lane in OBVIOUS.lanes] == [
+        "0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 ?1>0:1 0B1",
+        "?0>1:0 1F0 1B0 !1>0:0 ?0>1:1 1F1 1B1 !1>0:1",
+    ]
+    assert stuck(play(OBVIOUS, sends=Sends.RENDEZVOUS)) == (
+        "deadlock:\n"
+        "  rank 0, step 3: !0>1:1 waits for ?0>1:1 (rank 1, step 4)\n"
+        "  rank 1, step 3: !1>0:0 waits for ?1>0:0 (rank 0, step 4)"
+    )
+
+
+def test_the_lowering_that_deadlocks_is_lowered_by_us_so_that_it_ends() -> None:
+    program = lower(OBVIOUS.schedule)
+    assert len(list(play(program, sends=Sends.RENDEZVOUS))) == 16
+
+
+BLOCKING = """
+    edges: 0>1
+    0F0 0F1 !0>1:0 !0>1:1
+    ?0>1:0 1F0 ?0>1:1 1F1
+"""
+
+
+def test_a_blocking_send_lasts_until_its_receive() -> None:
+    # Micro-batch 1 is received only after 1F0, so its send waits until then.
+    assert times(play(loads(BLOCKING), sends=Sends.BUFFERED))["!0>1:1"] == (2.0, 2.0)
+    assert times(play(loads(BLOCKING), sends=Sends.RENDEZVOUS))["!0>1:1"] == (3.0, 3.0)
+
+
+def test_a_blocking_receive_lasts_until_the_message_is_there() -> None:
+    cost = Cost.even((0, 1), send=0.5)
+    assert times(play(loads(BLOCKING), cost=cost, sends=Sends.BUFFERED))["?0>1:0"] == (0.0, 0.0)
+    rendezvous = times(play(loads(BLOCKING), cost=cost, sends=Sends.RENDEZVOUS))
+    assert rendezvous["?0>1:0"] == (2.5, 2.5)
+    assert rendezvous["1F0"] == (2.5, 3.5)
+
+
+def test_a_send_waits_for_what_it_sends() -> None:
+    assert stuck(play(loads("edges: 0>1 \n !0>1:0 0F0 \n ?0>1:0 1F0"))) == (
+        "deadlock:\n"
+        "  rank 0, step 0: !0>1:0 waits for 0F0 (rank 0, step 1)\n"
+        "  rank 1, step 1: 1F0 waits for !0>1:0 (rank 0, step 0)"
+    )
+
+
+def test_a_compute_waits_for_its_receive() -> None:
+    assert stuck(play(loads("edges: 0>1 \n 0F0 !0>1:0 \n 1F0 ?0>1:0"))) == (
+        "deadlock:\n  rank 1, step 0: 1F0 waits for ?0>1:0 (rank 1, step 1)"
+    )
+
+
+def test_a_receive_that_is_missing() -> None:
+    assert stuck(play(loads("edges: 0>1 \n 0F0 !0>1:0 \n 1F0"))) == (
+        "deadlock:\n  rank 1, step 0: 1F0 waits for ?0>1:0, which no rank does"
+    )
+
+
+def test_a_send_that_is_missing() -> None:
+    program = loads("edges: 0>1 \n 0F0 0F1 !0>1:1 \n ?0>1:0 1F0 ?0>1:1 1F1")
+    assert stuck(play(program, sends=Sends.RENDEZVOUS)) == (
+        "deadlock:\n"
+        "  rank 0, step 2: !0>1:1 waits for ?0>1:1 (rank 1, step 2)\n"
+        "  rank 1, step 0: ?0>1:0 waits for !0>1:0, which no rank does"
+    )
+
+
+def test_a_program_is_played_over_its_own_graph() -> None:
+    program = loads("edges: \n 1F0 \n 0F0 \n placement: 1 0")
+    assert times(play(program, graph=StageGraph.chain(2)))["1F0"] == (0.0, 1.0)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipe
+from penstock.stage.caller_context import CallerContext
+from tests.support import Watch, each_runtime
+
+CPU = frozenset({"cpu"})
+
+
+def state() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.get_default_dtype(),
+    )
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "plain": torch.enable_grad,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "switched off": lambda: torch.autocast("cpu", enabled=False),
+}
+
+
+@each_runtime
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_compute_under_the_callers_modes(mode: str, runtime: str) -> None:
+    seen = []
+    layers = [Watch(lambda x: seen.append(state())) for _ in range(2)]
+    pipe = Pipe(nn.Sequential(*layers), 2, "never", stages=2, runtime=runtime)
+    x = torch.zeros(4, 1)
+    with MODES[mode]():
+        here = state()
+        pipe(x)
+    assert seen == [here] * 4
+    pipe(x)
+    assert seen[4:] == [state()] * 4
+
+
+@each_runtime
+def test_recomputations_are_under_the_modes_of_their_forward(runtime: str) -> None:
+    seen = []
+    linear = nn.Linear(2, 2)
+    layers = nn.Sequential(linear, Watch(lambda x: seen.append((x.dtype, *state()[2:]))))
+    pipe = Pipe(layers, 2, "always", stages=2, runtime=runtime)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = pipe(torch.zeros(4, 2))
+    y.float().sum().backward()
+    assert seen == [(torch.bfloat16, True, torch.bfloat16, torch.float32)] * 4
+
+
+@each_runtime
+def test_a_layer_may_set_modes_of_its_own(runtime: str) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y: Tensor = x + self.linear(x)
+            return y
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Frozen(), nn.Linear(2, 2)), 2, stages=3)
+    y = pipe(torch.ones(4, 2))
+    y.sum().backward()
+    grads = [p.grad for p in pipe.parameters()]
+    assert [g is None or not g.any() for g in grads] == [True, True, True, True, False, False]
+
+
+def test_the_default_dtype_is_everybodys() -> None:
+    seen = []
+    pipe = Pipe(nn.Sequential(Watch(lambda x: seen.append(torch.zeros(1).dtype))), 2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        pipe(torch.zeros(2, 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [torch.float64, torch.float64]
+
+
+# ---- the value ----------------------------------------------------------------------------
+
+
+def test_here_is_the_state_of_this_thread() -> None:
+    here = CallerContext.current(CPU)
+    assert (
+        here.grad_enabled,
+        here.inference_mode,
+        here.autocast_dtypes,
+        here.is_grad_mode_only,
+    ) == (True, False, (), True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        here = CallerContext.current(CPU)
+    assert (here.grad_enabled, here.autocast_dtypes, here.is_grad_mode_only) == (
+        False,
+        (("cpu", torch.bfloat16),),
+        False,
+    )
+    assert not here.autocast_cache_enabled
+
+
+def test_forwards_brings_it_back() -> None:
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), hooks:
+        context = CallerContext.current(CPU)
+    assert not torch.is_autocast_enabled("cpu")
+    with context.apply_for_forward():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.zeros(1).device == torch.device("meta")
+        torch.ones(1, requires_grad=True, device="cpu").exp()
+    assert len(packed) == 1
+    assert torch.zeros(1).device == torch.device("cpu")

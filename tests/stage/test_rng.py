@@ -1,0 +1,275 @@
+"""Random numbers: the same whoever computes what when, the same again in a recomputation."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from penstock import Pipe
+from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from tests.support import (
+    CHECKPOINTS,
+    RUNTIMES,
+    Do,
+    Watch,
+    bitwise,
+    each_checkpoint,
+    each_door,
+    each_runtime,
+)
+
+WIDTH = 6
+
+
+def attended(x: Tensor) -> Tensor:
+    heads = x.view(-1, 2, 3)
+    found = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3)
+    return found.reshape(-1, WIDTH)
+
+
+DRAWS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.4),
+    "alpha": lambda: nn.AlphaDropout(0.4),
+    "dropout1d": lambda: nn.Dropout1d(0.4),
+    "in place": lambda: nn.Dropout(0.4, inplace=True),
+    "rrelu": nn.RReLU,
+    "rand_like": lambda: Do(lambda x: x * torch.rand_like(x)),
+    "rand": lambda: Do(lambda x: x * torch.rand(WIDTH, dtype=x.dtype)),
+    "normal_": lambda: Do(lambda x: x + torch.empty_like(x).normal_()),
+    "bernoulli": lambda: Do(lambda x: x * torch.full_like(x, 0.5).bernoulli()),
+    "randperm": lambda: Do(lambda x: x[:, torch.randperm(WIDTH)]),
+    "randint": lambda: Do(lambda x: x * torch.randint(3, (WIDTH,))),
+    "multinomial": lambda: Do(lambda x: x[:, torch.multinomial(torch.ones(WIDTH), 3)].repeat(1, 2)),
+    "gumbel": lambda: Do(lambda x: x * functional.gumbel_softmax(x, hard=False)),
+    "attention": lambda: Do(attended),
+}
+
+
+def model(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    layers = [linears[0], DRAWS[kind](), linears[1], DRAWS[kind](), linears[2]]
+    return nn.Sequential(*layers).double()
+
+
+def learned(pipe: Pipe, door: str = "call") -> list[Tensor]:
+    """Two steps with a seed: output or loss, and gradients."""
+    torch.manual_seed(7)
+    found = []
+    for _ in range(2):
+        x = torch.randn(7, WIDTH, dtype=torch.float64)
+        pipe.zero_grad()
+        if door == "step":
+            found.append(pipe.step(x, loss_fn=lambda y: y.square().mean()).loss)
+        else:
+            output = pipe(x)
+            output.square().mean().backward()
+            found.append(output.detach())
+        found += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    return [*found, torch.rand(3)]
+
+
+@each_door
+@pytest.mark.parametrize("kind", DRAWS)
+def test_recomputations_and_threads_draw_the_same(kind: str, door: str) -> None:
+    given = model(kind)
+    runs = [
+        learned(Pipe(copy.deepcopy(given), 3, checkpoint, stages=[2, 1, 2], runtime=runtime), door)
+        for checkpoint, runtime in product(CHECKPOINTS, RUNTIMES)
+    ]
+    assert len(runs[0]) > 10
+    for run in runs[1:]:
+        assert all(map(bitwise, run, runs[0]))
+
+
+@each_runtime
+@each_checkpoint
+def test_another_seed_gives_other_numbers_and_the_same_the_same(
+    checkpoint: str, runtime: str
+) -> None:
+    pipe = Pipe(nn.Sequential(nn.Dropout(), nn.Dropout()), 2, checkpoint, stages=2, runtime=runtime)
+    x = torch.ones(4, 50)
+
+    def seeded(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        output: Tensor = pipe(x)
+        return output
+
+    assert torch.equal(seeded(1), seeded(1))
+    assert not torch.equal(seeded(1), seeded(2))
+    assert not torch.equal(pipe(x), pipe(x))
+
+
+def test_every_cell_draws_its_own_numbers() -> None:
+    pipe = Pipe(nn.Sequential(Do(torch.rand_like), Do(torch.rand_like)), 3, stages=2)
+    rows = pipe(torch.ones(3, 50))
+    assert len({tuple(row.tolist()) for row in rows}) == 3
+    cells = {derive_cell_seed(seed, stage, i) for seed, stage, i in product(range(4), repeat=3)}
+    assert len(cells) == 64
+    assert all(0 <= cell < 2**63 for cell in cells)
+
+
+@each_runtime
+def test_a_model_that_draws_nothing_leaves_the_generator_alone(runtime: str) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5).eval()), 2, runtime=runtime)
+    pipe.eval()
+    before = torch.get_rng_state()
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@each_runtime
+def test_other_generators_are_their_owners_affair(runtime: str) -> None:
+    mine = torch.Generator()
+    pipe = Pipe(
+        nn.Sequential(Do(lambda x: x + torch.rand(x.shape, generator=mine)), nn.Identity()),
+        2, "never", stages=2, runtime=runtime,
+    )  # fmt: skip
+    mine.manual_seed(3)
+    found = pipe(torch.zeros(4, 2))
+    mine.manual_seed(3)
+    assert torch.equal(found, torch.cat([torch.rand(2, 2, generator=mine) for _ in range(2)]))
+
+
+@each_runtime
+def test_a_layer_that_begins_to_draw_is_noticed(runtime: str) -> None:
+    """The stage was seen to draw nothing, so nobody watched; from the next call on it is right."""
+
+    class Moody(nn.Module):
+        rate = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(x, self.rate) if self.rate else x * 1
+
+    moody = Moody()
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), moody), 2, "always", stages=2, runtime=runtime)
+    x = torch.randn(4, 4)
+    pipe(x).sum().backward()
+    moody.rate = 0.5
+    with pytest.warns(UserWarning, match="somebody drew random numbers while the pipe ran"):
+        pipe(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.manual_seed(0)
+        pipe.zero_grad()
+        output = pipe(x)
+        output.sum().backward()
+    kept = (output != 0).double()
+    assert pipe[0].bias.grad is not None
+    assert torch.equal(pipe[0].bias.grad.double(), 2 * kept.sum(0))
+
+
+@each_runtime
+def test_dropout_may_be_switched_and_set(runtime: str) -> None:
+    dropout = nn.Dropout(0.0)
+    pipe = Pipe(nn.Sequential(dropout, nn.Identity()), 2, "always", stages=2, runtime=runtime)
+    x = torch.ones(4, 100, requires_grad=True)
+    for p, training in ((0.0, True), (0.9, True), (0.9, False), (0.5, True), (0.0, True)):
+        dropout.p = p
+        pipe.train(training)
+        y = pipe(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(y, gradient)  # each number is the factor that it was multiplied by
+        assert bool((y == 0).any()) == (training and p > 0)
+
+
+def test_pytorchs_own_checkpoint_around_a_draw_is_refused() -> None:
+    def block(x: Tensor) -> Tensor:
+        found = checkpointed(functional.dropout, x, 0.5, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return found
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Do(block)), 2, "never", stages=2)
+    with pytest.raises(RuntimeError, match=r"draws random numbers inside torch.utils.checkpoint"):
+        pipe(torch.randn(4, 4))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpointed(self.linear, x, use_reentrant=False)
+        return found
+
+
+@each_runtime
+@each_checkpoint
+def test_pytorchs_own_checkpoint_around_anything_else_works(checkpoint: str, runtime: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(), nn.Tanh())
+    pipe = Pipe(copy.deepcopy(model), 2, checkpoint, stages=3, runtime=runtime)
+    x = torch.randn(4, 4)
+    for module in (model, pipe):
+        module(x).sum().backward()
+    for p, q in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("inside", RUNTIMES)
+@each_runtime
+def test_a_pipe_that_draws_inside_a_pipe_that_recomputes(runtime: str, inside: str) -> None:
+    """Its seed is drawn like any other number of the stage that it is in."""
+
+    def found(checkpoint: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+        inner = Pipe(layers, 2, "never", stages=3, runtime=inside)
+        outer = nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)).double()
+        return learned(Pipe(outer, 3, checkpoint, stages=2, runtime=runtime))
+
+    assert all(map(bitwise, found("always"), found("never")))
+
+
+# ---- the mode itself ----------------------------------------------------------------------
+
+
+def test_own_random_repeats_itself_and_leaves_the_shared_generator_alone() -> None:
+    before = torch.get_rng_state()
+
+    def draw(seed: int) -> list[float]:
+        with CellRngMode(seed) as own:
+            assert not own.has_drawn
+            drawn = [*torch.rand(2).tolist(), *torch.randperm(5).tolist(), torch.randn(1).item()]
+            assert own.has_drawn
+        return drawn
+
+    assert draw(1) == draw(1) != draw(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_own_random_hears_no_draw_where_there_is_none() -> None:
+    with CellRngMode(1) as own:
+        functional.dropout(torch.ones(3), 0.5, training=False)
+        torch.rand(3, generator=torch.Generator())
+        (torch.ones(3) * 2).sum()
+    assert not own.has_drawn
+
+
+def test_the_seed_of_a_call_is_the_callers() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    seed = peek_seed()
+    assert peek_seed() == seed
+    assert torch.equal(torch.get_rng_state(), before)
+    advance_caller_rng()
+    assert peek_seed() != seed
+    torch.manual_seed(5)
+    assert peek_seed() == seed
+
+
+def test_pythons_own_numbers_are_left_alone() -> None:
+    random.seed(1)
+    state = random.getstate()
+    Pipe(nn.Sequential(nn.Dropout(), Watch(lambda x: None)), 2, stages=2)(torch.ones(4, 4))
+    assert random.getstate() == state
