@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ArgumentError, BatchShapeError, PenstockTypeError, RunError
+from penstock.torch_compat import pytree
 
 
 class NoChunk:

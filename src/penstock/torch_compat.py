@@ -13,7 +13,6 @@ used where they are needed.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,7 +89,8 @@ def force_eager() -> AbstractContextManager[object]:
     """Run compiled modules as they were written, for the duration of the context."""
     if not is_dynamo_loaded():
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def is_compiled_by_dynamo(module: nn.Module) -> bool:
@@ -142,8 +142,8 @@ def mark_as_not_compilable(function: Any) -> None:
 
 # ---- autograd ------------------------------------------------------------------------------------
 
-# The engine itself. `torch.autograd.backward` checks and converts its arguments again for each cell,
-# which costs more than a small stage's backward.
+# The engine itself. `torch.autograd.backward` checks and converts its arguments again for each
+# cell, which costs more than the backward of a small stage.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -199,7 +199,7 @@ def is_any_autocast_enabled() -> bool:
 
 
 def is_functorch_active() -> bool:
-    """Return whether a transform of `torch.func` (`vmap`, `grad`, ...) is running in this thread."""
+    """Return whether this thread runs a transform of `torch.func`, such as `vmap` or `grad`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -282,12 +282,12 @@ def without_torch_function() -> AbstractContextManager[object]:
 
 def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any:
     """Return a tensor of a subclass that has this metadata and no memory."""
-    return Tensor._make_wrapper_subclass(cls, size, **options)  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(cls, size, **options)
 
 
 def mark_as_parameter(tensor: Tensor, is_parameter: bool = True) -> None:
     """Let `isinstance(tensor, nn.Parameter)` say so for a tensor of another class."""
-    tensor._is_param = is_parameter  # type: ignore[attr-defined]
+    tensor._is_param = is_parameter
 
 
 # ---- modes ---------------------------------------------------------------------------------------
@@ -347,8 +347,8 @@ def get_innermost_dispatch_mode() -> TorchDispatchMode | None:
 def push_dispatch_mode(mode: TorchDispatchMode) -> None:
     """Enter a dispatch mode in this thread alone.
 
-    `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share, so that two
-    stages that enter and leave at once leave them wrong.
+    `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share. Two stages
+    that enter and leave at once would leave them wrong.
     """
     _push_mode(mode)
 
@@ -393,168 +393,144 @@ class CompileFriendlyDispatchMode(EagerDispatchMode):
 
 # ---- calls that a function mode does not see -----------------------------------------------------
 #
-# A TorchFunctionMode is not told of `torch.autograd.Function.apply`, of scripted functions, of `vmap`
-# and of `torch.utils.checkpoint`. While at least one thread is in `intercepted_calls`, PyTorch's own
-# four objects are replaced by functions that ask the handler of their thread. When the last thread
-# leaves, the originals are put back: nothing is patched between calls of the library.
-
-_patch_lock = threading.Lock()
-_patch_depth = 0
-_patches: list[
-    tuple[Any, str, Any, bool]
-] = []  # owner, name, original, whether it was the owner's own
+# A TorchFunctionMode is not told of `torch.autograd.Function.apply`, of scripted functions, of
+# `vmap` and of `torch.utils.checkpoint`. While a thread traces a model or runs a stage of it, these
+# four are replaced by functions that ask for the handler of their thread. When the last thread
+# is done, PyTorch's own objects are put back, so nothing is patched between calls of the library.
+#
+# (The replacements cost nothing to speak of: a stage of a traced model installs and removes them
+# around every micro-batch.)
 
 
 class CallHandler:
-    """Told of the calls that a function mode does not see. `find` returns that of this thread."""
+    """Receives the calls that a function mode does not see."""
 
-    def on_autograd_function(
+    def handle_autograd_function(
         self,
         function: type,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: Callable[..., Any],
     ) -> Any:
-        """Handle `function.apply(*args, **kwargs)`; `call` is PyTorch's own."""
+        """Handle `function.apply(*args, **kwargs)`; `call` is PyTorch's own `apply`."""
         raise NotImplementedError
 
-    def on_script_function(
+    def handle_script_function(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Handle a call of a function that `torch.jit.script` compiled."""
         raise NotImplementedError
 
-    def on_vmap(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+    def handle_vmap(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], vmap: Callable[..., Any]
     ) -> Any:
-        """Handle the run of a function under `torch.vmap`; `call` takes the function first."""
+        """Handle a run of `function` under `torch.vmap`; `vmap(function, *args)` runs it."""
         raise NotImplementedError
 
-    def on_checkpoint(self, options: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Return the context in which a function of `torch.utils.checkpoint` runs, once."""
+    def handle_checkpoint(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return the context in which a function runs that was given to `torch.utils.checkpoint`."""
         raise NotImplementedError
 
 
-@contextmanager
-def intercepted_calls(find: Callable[[], CallHandler | None]) -> Iterator[None]:
+_FindHandler = Callable[[], CallHandler | None]
+_patch_lock = threading.Lock()
+_patch_depth = 0  # how many threads need the patches
+_find_handler: _FindHandler = lambda: None  # noqa: E731
+_originals: dict[str, Any] = {}  # PyTorch's own objects, by name
+
+
+def install_call_handlers(find: _FindHandler) -> None:
     """Report calls that a function mode does not see to `find()`, the handler of the thread.
 
-    Threads whose `find()` is None see PyTorch as it is. All threads pass the same `find`.
+    Threads for which `find()` is None see PyTorch as it is. Each call is followed by one of
+    `remove_call_handlers`, and all callers pass the same `find`.
     """
-    global _patch_depth
+    global _patch_depth, _find_handler
     with _patch_lock:
         _patch_depth += 1
         if _patch_depth == 1:
-            _install_patches(find)
-    try:
-        yield
-    finally:
-        with _patch_lock:
-            _patch_depth -= 1
-            if _patch_depth == 0:
-                _remove_patches()
+            _find_handler = find
+            for owner, name, replacement in _PATCHES:
+                _originals[name] = vars(owner)[name]
+                setattr(owner, name, replacement)
 
 
-def _install_patches(find: Callable[[], CallHandler | None]) -> None:
-    _patch_autograd_function(find)
-    _patch_script_function(find)
-    _patch_vmap(find)
-    _patch_checkpoint(find)
+def remove_call_handlers() -> None:
+    """Put PyTorch's own objects back when the last thread is done."""
+    global _patch_depth
+    with _patch_lock:
+        _patch_depth -= 1
+        if _patch_depth == 0:
+            for owner, name, _ in _PATCHES:
+                setattr(owner, name, _originals[name])
 
 
-def _remove_patches() -> None:
-    while _patches:
-        owner, name, original, own = _patches.pop()
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `torch.autograd.Function.apply`, as its handler wants it."""
+    # `apply` is a classmethod written in Python up to 2.14 and one of C's since: both have `__get__`.
+    original = _originals["apply"].__get__(None, cls)
+    handler = _find_handler()
+    if handler is None:
+        return original(*args, **kwargs)
+    if cls is _torch_checkpoint.CheckpointFunction:  # torch.utils.checkpoint, use_reentrant=True
+        function, preserve_rng_state, *inputs = args
+        with handler.handle_checkpoint({"preserve_rng_state": preserve_rng_state}):
+            return function(*inputs)
+    return handler.handle_autograd_function(cls, args, kwargs, original)
 
 
-def _patch(owner: Any, name: str, replacement: Any) -> None:
-    """Replace an attribute; `getattr_static` gives descriptors as they are, to be put back."""
-    _patches.append((owner, name, inspect.getattr_static(owner, name), name in vars(owner)))
-    setattr(owner, name, replacement)
+def _call_script_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    original = _originals["__call__"].__get__(self)
+    handler = _find_handler()
+    if handler is None:
+        return original(*args, **kwargs)
+    return handler.handle_script_function(self, args, kwargs, original)
 
 
-def _patch_autograd_function(find: Callable[[], CallHandler | None]) -> None:
-    # A classmethod in Python up to 2.14, one of C's since 2.15: both have `__get__`.
-    original = inspect.getattr_static(torch.autograd.Function, "apply")
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
-        handler = find()
-        if handler is None:
-            return bound(*args, **kwargs)
-        if (
-            cls is _torch_checkpoint.CheckpointFunction
-        ):  # torch.utils.checkpoint, use_reentrant=True
-            function, preserve_rng_state, *inputs = args
-            with handler.on_checkpoint({"preserve_rng_state": preserve_rng_state}):
-                return function(*inputs)
-        return handler.on_autograd_function(cls, args, kwargs, bound)
-
-    apply.__doc__ = original.__doc__
-    _patch(torch.autograd.Function, "apply", classmethod(apply))
+def _vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
+    original = _originals["vmap_impl"]
+    handler = _find_handler()
+    if handler is None:
+        return original(func, *args, **kwargs)
+    return handler.handle_vmap(func, args, kwargs, original)
 
 
-def _patch_script_function(find: Callable[[], CallHandler | None]) -> None:
-    original = torch.jit.ScriptFunction.__call__
+def _checkpoint_generator(
+    function: Any,
+    preserve_rng_state: bool,
+    context_fn: Any,
+    determinism_check: Any,
+    debug: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """Surround a function of `torch.utils.checkpoint` with use_reentrant=False.
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handler = find()
-        if handler is None:
-            return original(self, *args, **kwargs)
-        return handler.on_script_function(
-            self, args, kwargs, lambda *a, **k: original(self, *a, **k)
+    PyTorch runs the function between the two halves of this generator.
+    """
+    handler = _find_handler()
+    if handler is None:
+        original = _originals["_checkpoint_without_reentrant_generator"]
+        yield from original(
+            function, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs
         )
-
-    _patch(torch.jit.ScriptFunction, "__call__", call)
-
-
-def _patch_vmap(find: Callable[[], CallHandler | None]) -> None:
-    apis: Any = _functorch_apis
-    original = apis.vmap_impl
-
-    def vmap_impl(func: Any, *args: Any, **kwargs: Any) -> Any:
-        handler = find()
-        if handler is None:
-            return original(func, *args, **kwargs)
-        return handler.on_vmap(func, args, kwargs, original)
-
-    _patch(apis, "vmap_impl", vmap_impl)
+        return
+    options = {
+        "preserve_rng_state": preserve_rng_state,
+        "context_fn": context_fn,
+        "determinism_check": determinism_check,
+        "debug": debug,
+    }
+    with handler.handle_checkpoint(options):
+        yield
 
 
-def _patch_checkpoint(find: Callable[[], CallHandler | None]) -> None:
-    # torch.utils.checkpoint with use_reentrant=False runs the function between the two halves of
-    # this generator.
-    original = _torch_checkpoint._checkpoint_without_reentrant_generator
-
-    def generator(
-        function: Any,
-        preserve_rng_state: bool,
-        context_fn: Any,
-        determinism_check: Any,
-        debug: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Iterator[None]:
-        handler = find()
-        if handler is None:
-            yield from original(
-                function, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs
-            )
-            return
-        options = {
-            "preserve_rng_state": preserve_rng_state,
-            "context_fn": context_fn,
-            "determinism_check": determinism_check,
-            "debug": debug,
-        }
-        with handler.on_checkpoint(options):
-            yield
-
-    _patch(_torch_checkpoint, "_checkpoint_without_reentrant_generator", generator)
+_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (torch.autograd.Function, "apply", classmethod(_apply)),
+    (torch.jit.ScriptFunction, "__call__", _call_script_function),
+    (_functorch_apis, "vmap_impl", _vmap_impl),
+    (_torch_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_generator),
+)
 
 
 def call_without_dispatch(
@@ -562,8 +538,8 @@ def call_without_dispatch(
 ) -> Any:
     """Call a function of `torch.nn.functional` whose own check for tensor subclasses is off.
 
-    A composite such as `F.multi_head_attention_forward` dispatches to the subclass before it reaches
-    `F.linear`, which is the function that has to see the subclass. Its code runs here with a
+    A composite such as `F.multi_head_attention_forward` dispatches to the subclass before it
+    reaches `F.linear`, which is the function that has to see the subclass. Its code runs here with a
     `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
     before, and its weights get their gradients in I.
     """
@@ -630,7 +606,7 @@ def get_replicate_wrapper(module: nn.Module) -> DistributedDataParallel:
 
 # ---- fully_shard ---------------------------------------------------------------------------------
 #
-# A pipe reduces once a step, when all its backwards are done; `fully_shard` reduces in each backward.
+# A pipe reduces once a step, after all backwards; `fully_shard` reduces in each backward.
 # The public switches turn the reduction off, and these functions do the rest at the end of a step.
 
 
@@ -655,17 +631,6 @@ def get_fsdp_params(state: Any) -> Iterator[Any]:
     for group in [state._fsdp_param_group] if groups is None else groups:
         if group is not None:
             yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-
-
-def get_unsharded_accumulated_grad(fsdp_param: Any) -> Tensor | None:
-    """Return the gradient that backwards without reduction have accumulated."""
-    grad: Tensor | None = fsdp_param.unsharded_accumulated_grad
-    return grad
-
-
-def set_unsharded_accumulated_grad(fsdp_param: Any, grad: Tensor | None) -> None:
-    """Set the gradient that the next reduction will reduce."""
-    fsdp_param.unsharded_accumulated_grad = grad
 
 
 def clear_unsharded_grads(fsdp_param: Any) -> None:

@@ -56,7 +56,9 @@ def test_scripts_of_all_three_libraries_run_in_one_process() -> None:
         ("fairscale_train.py", "--chunks", "3"): "trained with 3 chunks, except_last",
     }
     lines = [f"run({str(SCRIPTS / script)!r}, {given})" for script, *given in runs]
-    output = python("-c", "\n".join(["from penstock.compat.script import run_script as run", *lines]))
+    output = python(
+        "-c", "\n".join(["from penstock.compat.script import run_script as run", *lines])
+    )
     assert all(
         line.startswith(said) for line, said in zip(output.splitlines(), runs.values(), strict=True)
     ), output

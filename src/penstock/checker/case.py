@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ArgumentError
 from penstock.microbatch import Chunk, MicrobatchRows, NoChunk, scatter
@@ -36,6 +35,7 @@ from penstock.stage.loss import (
     parse_loss,
     resolve_reduction,
 )
+from penstock.torch_compat import pytree
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.checker.case import CheckedModel, StepArguments
 from penstock.checker.reference import (
@@ -24,6 +23,7 @@ from penstock.checker.report import Compared, Failed, Report, Run
 from penstock.checker.trial import SEED
 from penstock.microbatch import NoChunk
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
+from penstock.torch_compat import pytree
 
 
 class _RecordedCall(NamedTuple):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments
 from penstock.checker.report import Difference
@@ -28,6 +27,7 @@ from penstock.model.traced.trace import NodeKind
 from penstock.model.traced.traced_partition import TracedPartition
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
+from penstock.torch_compat import pytree
 
 # -------------------------------------------------------------------------------------------------
 # Lets the unsplit model draw what the cells of a pipe would: each stage has its own generator.

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.compat.batchnorm import DeferredBatchNorm
 from penstock.microbatch import Chunk
 from penstock.pipe import Pipe
 from penstock.schedules.families.gpipe import clocked
+from penstock.torch_compat import pytree
 
 
 class LegacyPipe(nn.Module):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.data_parallel.all_reduce import average_gradients, broadcast_from_first
 from penstock.data_parallel.dtensor import AnyProcessGroup
 from penstock.errors import ArgumentError, RunError
+from penstock.torch_compat import (
+    get_active_ddp,
+    get_replicate_module,
+    get_replicate_wrapper,
+    has_comm_hooks,
+    has_delayed_all_reduce,
+    set_active_ddp,
+)
 
 _SYNC_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
 
@@ -29,7 +35,7 @@ class DDPModules:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._replicate_modules = [part for part in modules if _is_replicate_module(part)]
         found = [part for part in modules if isinstance(part, DistributedDataParallel)]
-        self._wrappers = [*found, *map(_get_inner_ddp, self._replicate_modules)]
+        self._wrappers = [*found, *map(get_replicate_wrapper, self._replicate_modules)]
         self._saved_flags: list[tuple[bool, ...]] = []
         self._active_ddp_module: DistributedDataParallel | None = None
         for wrapper in self._wrappers:
@@ -40,7 +46,7 @@ class DDPModules:
 
     def disable_sync(self, with_grad: bool) -> None:
         """No reduction from now on. Buffers are those of the first replica, as the wrapper says."""
-        self._active_ddp_module = DistributedDataParallel._get_active_ddp_module()
+        self._active_ddp_module = get_active_ddp()
         self._saved_flags = [
             tuple(getattr(w, flag) for flag in _SYNC_FLAGS) for w in self._wrappers
         ]
@@ -55,7 +61,7 @@ class DDPModules:
     def restore_sync(self) -> None:
         """As it was before."""
         # Threads that enter and leave wrappers at once may leave one of them as the active one.
-        DistributedDataParallel._active_ddp_module = self._active_ddp_module
+        set_active_ddp(self._active_ddp_module)
         for module in self._replicate_modules:
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
         for wrapper, flags in zip(self._wrappers, self._saved_flags, strict=True):
@@ -87,7 +93,7 @@ class EnclosingDDP:
 
     def check_step_allowed(self) -> None:
         """A step can learn there."""
-        active = DistributedDataParallel._get_active_ddp_module()  # that of a module around it
+        active = get_active_ddp()  # that of a module around it
         if torch.is_grad_enabled() and (self.is_wrapped or active is not None):
             raise RunError(
                 "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
@@ -99,23 +105,9 @@ class EnclosingDDP:
         return EnclosingDDP, ()
 
 
-def _get_replicate_api() -> Any:
-    """The module of `replicate`; None if nobody has loaded it, and so nobody uses it."""
-    return sys.modules.get("torch.distributed._composable.replicate")
-
-
 def _is_replicate_module(module: nn.Module) -> bool:
-    known = _get_replicate_api()
-    return known is not None and isinstance(module, known.DDP)
-
-
-def _get_inner_ddp(module: nn.Module) -> DistributedDataParallel:
-    """The one inside. It is made in the first forward, if not now: by whichever thread is there."""
-    state = _get_replicate_api().replicate.state(module)
-    if not state.has_initialized:
-        state.lazy_init()
-    wrapper: DistributedDataParallel = state._ddp
-    return wrapper
+    replicate = get_replicate_module()
+    return replicate is not None and isinstance(module, replicate.DDP)
 
 
 def _synced_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
@@ -132,8 +124,8 @@ def _check_supported(wrapper: DistributedDataParallel) -> None:
     """Whatever makes another reduction of it than a mean at the end, it cannot have here."""
     reasons = {
         "static_graph=True": wrapper.static_graph,
-        "a communication hook or mixed_precision": getattr(wrapper, "_comm_hooks", ()),
-        "delay_all_reduce_named_params": getattr(wrapper, "_delay_all_reduce_params", ()),
+        "a communication hook or mixed_precision": has_comm_hooks(wrapper),
+        "delay_all_reduce_named_params": has_delayed_all_reduce(wrapper),
         "a layer with sparse=True": any(getattr(m, "sparse", False) for m in wrapper.modules()),
     }
     found = [reason for reason, there in reasons.items() if there]

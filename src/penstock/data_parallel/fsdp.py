@@ -11,6 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.torch_compat import (
+    clear_unsharded_grads,
+    finish_fsdp_backward,
+    get_fsdp_params,
+    get_fsdp_states,
+    is_fsdp_root,
+)
+
 
 def is_fsdp_module(module: nn.Module) -> bool:
     """Has `fully_shard` been called on it?"""
@@ -53,7 +61,7 @@ class FSDPModules:
             inner.unsharded_accumulated_grad = before if kept is None else before.add_(kept)
         self._set_flags(reduce_gradients=reduce_gradients, is_last_backward=True)
         for state in self._find_root_states():
-            state._root_post_backward_final_callback()
+            finish_fsdp_backward(state)
         self._set_flags(reduce_gradients=True, is_last_backward=True)
 
     def reshard(self) -> None:
@@ -64,10 +72,10 @@ class FSDPModules:
     def discard_gradients(self) -> None:
         """The step has failed: nothing of it may be in the next."""
         for inner in self._iter_fsdp_params():
-            inner.unsharded_accumulated_grad = None
-            inner._unsharded_param.grad = None
+            clear_unsharded_grads(inner)
         for module in self._modules:
-            if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+            (state,) = get_fsdp_states([module])
+            if is_fsdp_root(state) and hasattr(module, "reset_iter_state"):
                 module.reset_iter_state()
         self._set_flags(reduce_gradients=True, is_last_backward=True)
         self.reshard()
@@ -80,13 +88,9 @@ class FSDPModules:
 
     def _find_root_states(self) -> list[Any]:
         """Those that a forward has found to be in no other; none before the first."""
-        states = dict.fromkeys(module._get_fsdp_state() for module in self._modules)
-        return [state for state in states if state._is_root]
+        return [state for state in get_fsdp_states(self._modules) if is_fsdp_root(state)]
 
     def _iter_fsdp_params(self) -> Iterator[Any]:
         """What it keeps of each parameter, after the first forward."""
-        for state in dict.fromkeys(module._get_fsdp_state() for module in self._modules):
-            groups = getattr(state, "_fsdp_param_groups", None)  # since 2.13
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+        for state in get_fsdp_states(self._modules):
+            yield from get_fsdp_params(state)

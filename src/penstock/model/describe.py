@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from penstock.microbatch import scatter
 from penstock.model.sequential_stage import SkipRoute
@@ -29,6 +28,7 @@ from penstock.model_summary import (
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.skip import popped_keys, stashed_keys
 from penstock.stage.stage import OUTSIDE, Stage
+from penstock.torch_compat import pytree
 
 ParameterStages = Iterable[
     tuple[str, nn.Parameter, Iterable[int]]

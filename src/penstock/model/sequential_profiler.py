@@ -19,7 +19,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ArgumentError
 from penstock.microbatch import scatter
@@ -32,6 +31,7 @@ from penstock.model.isolation import (
 from penstock.model.profiler import time_call
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.skip import SkipKey, Skips, use_skips
+from penstock.torch_compat import pytree
 
 
 def measure_layer_times(

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockTypeError, RunError
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, NO_EXTRAS, LossExtras, LossReduction
 from penstock.stage.payload import Payload, unflatten_values
 from penstock.stage.stage_runner import StageRunner
+from penstock.torch_compat import pytree
 
 
 def read_loss_scale(scaler: Any, device: torch.device) -> Tensor | None:

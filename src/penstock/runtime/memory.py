@@ -15,7 +15,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from penstock import draw
 from penstock.device.device import Device, Gpu
@@ -27,6 +26,7 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Action, Compute, Op, Program, Schedule, Send
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.stage import Stage
+from penstock.torch_compat import pytree
 
 
 class MemoryReading(NamedTuple):
@@ -208,7 +208,7 @@ class HostStorageProbe(TorchDispatchMode):
 
 
 def _host_tensors(values: Any) -> Iterator[Tensor]:
-    leaves = (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
+    leaves = (leaf for leaf in pytree.tree_iter(values) if isinstance(leaf, Tensor))
     return (t for t in leaves if t.device.type == "cpu" and t.layout is torch.strided)
 
 

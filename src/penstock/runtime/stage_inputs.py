@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.microbatch import (
     MicrobatchRows,
@@ -28,6 +27,7 @@ from penstock.model.sequential_stage import SideInputs, check_side_inputs
 from penstock.model.traced.traced_partition import TracedMicrobatch, TracedPartition
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import LossReduction, TargetCounter, extract_model_loss
+from penstock.torch_compat import pytree
 
 InputsByStage = Mapping[int, list[tuple[Any, ...]]]  # by stage, the values of each micro-batch
 DeviceOfStage = Callable[[int], torch.device | None]  # a stage's device; None: it is not fed here

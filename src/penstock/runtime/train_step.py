@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.data_parallel.sync import Replicas
 from penstock.microbatch import MicrobatchRows, gather
@@ -24,6 +23,7 @@ from penstock.runtime.program_cache import Phase
 from penstock.runtime.stage_inputs import StageInputs
 from penstock.schedules.ir import Program
 from penstock.schedules.timeline import Timeline
+from penstock.torch_compat import pytree
 
 
 class HasTimeline(Protocol):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import _reduction, functional
-from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import (
@@ -21,6 +20,7 @@ from penstock.stage.aux_loss import (
     sum_losses,
 )
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
+from penstock.torch_compat import pytree
 
 # -------------------------------------------------------------------------------------------------
 # How the losses of micro-batches make one: a sum, or a mean; and what counts in a mean.

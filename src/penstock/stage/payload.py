@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
 from penstock.stage.stage import OUTSIDE
+from penstock.torch_compat import pytree
 
 
 class PayloadLayout(NamedTuple):

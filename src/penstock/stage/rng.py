@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
     _push_mode,
 )
-from torch.utils._pytree import tree_iter
 
 from penstock.errors import RunError
 from penstock.stage.compile_support import skip_dynamo_tracing
 from penstock.stage.recompute import is_checkpointing
+from penstock.torch_compat import pytree
 
 _shared_generator_lock = threading.Lock()
 
@@ -181,7 +181,7 @@ class CellRngMode(TorchDispatchMode):
 
 
 def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    for leaf in tree_iter((args, kwargs)):
+    for leaf in pytree.tree_iter((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
     device = torch.device(kwargs.get("device") or "cpu")

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.utils import _pytree as pytree
 
 from penstock.compat.partitions import LegacyPipe
 from penstock.microbatch import NoChunk
 from penstock.model.sequential import PipeSequential, WithDevice, check_children, find_layer_device
 from penstock.stage.skip import verify_skippables
+from penstock.torch_compat import pytree
 
 __all__ = ["Pipe", "PipeSequential", "WithDevice"]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from penstock.torch_compat import pytree
 
 
 def _flatten_user_dict(value: Any) -> tuple[list[Any], list[Any]]:

@@ -8,10 +8,10 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.torch_functions import get_function_name
+from penstock.torch_compat import pytree
 
 
 class NodeKind(Enum):

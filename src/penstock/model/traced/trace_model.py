@@ -24,7 +24,6 @@ from penstock.model.traced.interception import (
     HookSkipped,
     NullHookHandle,
     OpInterceptor,
-    install_interception_patches,
 )
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
 from penstock.model.traced.proxies import ProxyModel, build_unit_proxy
@@ -189,7 +188,6 @@ def trace_model(
 
     It is followed as if all were on one device. A value that leaves a unit sideways is a Leak.
     """
-    install_interception_patches()
     given, spec = flatten((args, kwargs))
     for _ in range(2):  # what functions remember of the first time is not made again
         leaves = [_copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in given]

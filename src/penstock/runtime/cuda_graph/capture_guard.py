@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import RunError
 from penstock.stage.compile_support import has_compiled_module, skip_dynamo_tracing
 from penstock.stage.rng import is_deterministic_call
+from penstock.torch_compat import pytree
 
 _HOST_SYNC_TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _MAX_CONSTANT_ELEMENTS = (
@@ -94,7 +94,7 @@ class CaptureGuard(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in pytree.tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         there = [tensor for tensor in given if tensor.device.type in self._device_types]
         if there and _needs_host_sync(func, args, kwargs):
             raise CaptureError(f"it waits for what the device has computed ({_get_op_name(func)})")
@@ -110,7 +110,7 @@ class CaptureGuard(TorchDispatchMode):
         ):
             return fill_constant_on_device(args[0], **kwargs)
         out = func(*args, **kwargs)
-        for made in tree_iter(out):
+        for made in pytree.tree_iter(out):
             if isinstance(made, Tensor) and made.device.type not in self._device_types:
                 self._host_constants[made] = True
         return out

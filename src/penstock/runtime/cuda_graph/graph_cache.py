@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.device.device import Device, GraphTimestamp, Timestamp
 from penstock.device.gpu_timestamps import GraphTimestamps, ReplayTimestamps
@@ -65,6 +64,7 @@ from penstock.runtime.train_step import StepResult
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import TimedAction
 from penstock.schedules.timeline import Timeline
+from penstock.torch_compat import pytree
 
 # -------------------------------------------------------------------------------------------------
 # One captured step: the recording, where its inputs and gradients are, and what it gives.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.stage_inputs import InputsByStage, StageInputs
+from penstock.torch_compat import pytree
 
 InputSpec = tuple[
     torch.Size, tuple[int, ...], torch.dtype, torch.device, bool

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.microbatch import Chunk, MicrobatchRows, NoChunk
@@ -31,6 +30,7 @@ from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from penstock.stage.rng import peek_seed
 from penstock.stage.stage import OUTSIDE
+from penstock.torch_compat import pytree
 
 # -------------------------------------------------------------------------------------------------
 # What the processes of a pipe give each other, as the user wishes it.

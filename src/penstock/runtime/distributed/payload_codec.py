@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockTypeError
 from penstock.stage.payload import Payload, PayloadLayout
+from penstock.torch_compat import pytree
 
 
 class WireTensorSpec(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.microbatch import MicrobatchRows, gather
@@ -29,6 +28,7 @@ from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
 from penstock.stage.payload import Payload
 from penstock.stage.stage_runner import StageRunner
+from penstock.torch_compat import pytree
 
 _LOSS_DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
