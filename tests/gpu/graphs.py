@@ -97,7 +97,7 @@ def replays_of(pipe: Pipe) -> int:
     """How often the recordings that it has were replayed."""
     runs: Any = pipe._engine
     kept = runs._lazy_state.graph_cache
-    return 0 if kept is None else sum(one.replays for one in kept._history.graphs.values())
+    return 0 if kept is None else sum(one.replay_count for one in kept._history.graphs.values())
 
 
 def follow(

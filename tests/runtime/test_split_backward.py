@@ -155,7 +155,7 @@ def test_between_i_and_w_a_linear_keeps_its_input_alone(checkpoint: str) -> None
         nn.Sequential(first, second), 3, checkpoint, stages=2, devices=["cpu"] * 2,
         schedule=schedule_of(LATE), runtime="inline", loss_fn=lambda y: y.square().mean(),
     )  # fmt: skip
-    tape = penstock.stage.stage_runner.Tape
+    tape = penstock.stage.stage_runner.StageRunner
     weights = tape.backward_weights
 
     def watched(self: Any, microbatch: int) -> None:
