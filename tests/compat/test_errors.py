@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat import fairscale, torch_sync, torchgpipe
-from penstock.compat.partitions import LegacyPipe
+from penstock.compat.legacy_pipe import LegacyPipe
 
 pytestmark = pytest.mark.usefixtures("rpc_worker")
 

@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from pkgutil import walk_packages
 
 import pytest
 
-from penstock.compat import fairscale, torch_sync, torchgpipe
+from penstock.compat import fairscale, submodules_of, torch_sync, torchgpipe
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIRRORS = {
@@ -56,9 +55,7 @@ def test_scripts_of_all_three_libraries_run_in_one_process() -> None:
         ("fairscale_train.py", "--chunks", "3"): "trained with 3 chunks, except_last",
     }
     lines = [f"run({str(SCRIPTS / script)!r}, {given})" for script, *given in runs]
-    output = python(
-        "-c", "\n".join(["from penstock.compat.script import run_script as run", *lines])
-    )
+    output = python("-c", "\n".join(["from penstock.compat import run_script as run", *lines]))
     assert all(
         line.startswith(said) for line, said in zip(output.splitlines(), runs.values(), strict=True)
     ), output
@@ -67,9 +64,9 @@ def test_scripts_of_all_three_libraries_run_in_one_process() -> None:
 def test_every_module_of_a_mirror_has_its_old_name() -> None:
     """Else the import system would load a second copy of it, under the old name."""
     names = [
-        (old + found.name.removeprefix(mirror.__name__), found.name)
+        (old + module.__name__.removeprefix(mirror.__name__), module.__name__)
         for old, mirror in MIRRORS.items()
-        for found in walk_packages(mirror.__path__, f"{mirror.__name__}.")
+        for module in submodules_of(mirror)
     ]
     assert ("torch.distributed.pipeline.sync.pipe", "penstock.compat.torch_sync.pipe") in names
     assert ("fairscale.nn.pipe.balance", "penstock.compat.fairscale.nn.pipe.balance") in names

@@ -123,7 +123,7 @@ def test_inputs_are_tensors(value: object) -> None:
 
 def test_balances_that_cannot_be() -> None:
     layers = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())
-    with pytest.raises(ValueError, match="balance says how many layers"):
+    with pytest.raises(ValueError, match="It says how many layers"):
         GPipe(layers)
     with pytest.raises(ValueError, match="they take 2 together"):
         GPipe(layers, [1, 1], devices=cpus(2))
@@ -135,7 +135,7 @@ def test_balances_that_cannot_be() -> None:
 
 def test_without_devices_the_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(IndexError, match="there are 1 GPUs, which are taken without devices="):
+    with pytest.raises(IndexError, match="there are 1 GPUs, the default for devices"):
         GPipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])
 
 

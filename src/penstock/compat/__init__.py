@@ -1,16 +1,24 @@
 """Old imports kept alive: `torch.distributed.pipeline.sync`, `torchgpipe` and `fairscale.nn.Pipe`.
 
-Each has a mirror here, a package of the same shape. `install` puts the mirrors where old code
-looks for them, and `python -m penstock.compat script.py` does that for a whole script.
+Each library has a mirror here, a module of the same shape. `install` registers the mirrors under
+the old names, and `python -m penstock.compat script.py` does that for a whole script.
+
+    torch_sync.py, torchgpipe.py, fairscale.py   the mirrors
+    mirrors.py                                   how a mirror makes its submodules
+    legacy_pipe.py                               the pipes, over `penstock.Pipe`
+    balance.py, skip.py                          what else the old libraries export
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import walk_packages
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 __all__ = ["install"]
 
@@ -24,7 +32,10 @@ _OLD_NAMES = {
 def install(*, force: bool = False) -> None:
     """Register the mirrors under the old names, for this process.
 
-    A library that is really there is left alone, unless you `force` its mirror into its place.
+    Args:
+        force: Also replace a library that is installed. By default it is left alone.
+
+    Example:
 
     >>> import penstock.compat
     >>> penstock.compat.install()
@@ -38,7 +49,7 @@ def install(*, force: bool = False) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Can it be imported, and is not ours?"""
+    """Return whether a module of this name can be imported that is not a mirror."""
     if name in sys.modules:
         return not getattr(sys.modules[name], "__name__", "").startswith(f"{__name__}.")
     try:
@@ -51,16 +62,22 @@ def _register_mirror(mirror: ModuleType, old: str) -> None:
     for stale in [name for name in sys.modules if name == old or name.startswith(f"{old}.")]:
         del sys.modules[stale]
     _add_to_sys_modules(old, mirror)
-    for found in walk_packages(mirror.__path__, f"{mirror.__name__}."):
-        name = old + found.name.removeprefix(mirror.__name__)
-        _add_to_sys_modules(name, import_module(found.name))
-        if name.endswith(".skip"):  # a package in the old days
+    for submodule in submodules_of(mirror):
+        name = old + submodule.__name__.removeprefix(mirror.__name__)
+        _add_to_sys_modules(name, submodule)
+        if name.endswith(".skip"):  # a package with two modules in the old libraries
             skip = import_module(f"{__name__}.skip")
             sys.modules.update({f"{name}.skippable": skip, f"{name}.namespace": skip})
 
 
+def submodules_of(mirror: ModuleType) -> list[ModuleType]:
+    """Return the modules below a mirror, parents first."""
+    names = sorted(name for name in sys.modules if name.startswith(f"{mirror.__name__}."))
+    return [sys.modules[name] for name in names]
+
+
 def _add_to_sys_modules(name: str, module: ModuleType) -> None:
-    """Make it importable under a name, with a parent made up where there is none."""
+    """Make a module importable under a name; parents that do not exist are made empty."""
     sys.modules[name] = module
     parent, _, leaf = name.rpartition(".")
     if parent:
@@ -68,6 +85,35 @@ def _add_to_sys_modules(name: str, module: ModuleType) -> None:
             import_module(parent)
         except ModuleNotFoundError:
             _add_to_sys_modules(
-                parent, ModuleType(parent, "Made up by Penstock, for what is below it.")
+                parent,
+                ModuleType(parent, "An empty package, made by Penstock for the modules below it."),
             )
         setattr(sys.modules[parent], leaf, module)
+
+
+class ScriptPath(str):
+    """The path of a script that needs the old names.
+
+    A spawned process imports the script again, but first it unpickles the `sys.argv` of its parent.
+    This string installs the old names when it is unpickled, which is in time.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_script_path, (str(self),)
+
+
+def _unpickle_script_path(path: str) -> ScriptPath:
+    install()
+    return ScriptPath(path)
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a script as `python path arguments...` would, with the old names installed."""
+    install()
+    script = ScriptPath(path)
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(path).resolve().parent)
+    runpy.run_path(script, run_name="__main__")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.compat.script import run_script
+from penstock.compat import run_script
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m penstock.compat",
         description="Run a script that imports torch.distributed.pipeline.sync, torchgpipe or "
-        "fairscale.nn.Pipe, as it is.",
+        "fairscale.nn.Pipe, unchanged.",
     )
     parser.add_argument("script", help="the script's file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed on to it")
-    given = parser.parse_args()
-    run_script(given.script, given.arguments)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script")
+    arguments = parser.parse_args()
+    run_script(arguments.script, arguments.arguments)

@@ -1,4 +1,4 @@
-"""A balance for `GPipe`, found by measuring the layers one by one."""
+"""`balance_by_time` and `balance_by_size`: layer counts for `GPipe`, by measuring each layer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.partitions import chunk_on_dim_zero
+from penstock.compat.legacy_pipe import DeviceLike, chunk_on_dim_zero
 from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
 from penstock.schedules.balance import balance_costs
 
 __all__ = ["balance_by_size", "balance_by_time"]
-
-DeviceLike = torch.device | int | str
 
 
 def balance_by_time(
@@ -24,9 +22,10 @@ def balance_by_time(
     timeout: float = 1.0,
     device: DeviceLike | None = None,
 ) -> list[int]:
-    """How many layers each partition takes, so that the slowest is quick.
+    """Return the layer counts that make the slowest partition fastest.
 
-    The layers are timed for `timeout` seconds, on a GPU if there is one and none is given.
+    Each layer is timed; the whole takes about `timeout` seconds. Without `device`, a GPU is used if
+    there is one.
 
     >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     >>> sum(balance_by_time(2, layers, torch.ones(4, 8), timeout=0.0))
@@ -47,10 +46,10 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: DeviceLike | None = None,
 ) -> list[int]:
-    """How many layers each partition takes, so that the largest is small.
+    """Return the layer counts that make the largest partition smallest.
 
-    A layer's size is what a micro-batch keeps for its backward, and its parameters `param_scale`
-    times.
+    The size of a layer is the bytes that one micro-batch keeps for its backward, plus `param_scale`
+    times the bytes of its parameters.
 
     >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     >>> balance_by_size(2, layers, torch.ones(4, 8))

@@ -1,7 +1,7 @@
-"""Skip connections as they were: a skippable layer wraps the decorated one, as `.module`.
+"""Skip connections of the old libraries: a skippable layer wraps the decorated one, as `.module`.
 
-So the keys of a state dict are the old ones, `partitions.0.0.module.weight`. All else is
-Penstock's: a name is stashed for one layer that pops it, through whatever skips are in use.
+So the keys of a state dict are the old ones, such as `partitions.0.0.module.weight`. Everything
+else is done by Penstock's own skip connections.
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ from penstock.stage.skip import (
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
 
-class stash(skip.stash):  # noqa: N801 (yielded like a statement)
-    """`yield stash("name", tensor)` keeps a tensor, or None, for the layer that pops it."""
+class TensorStash(skip.stash):
+    """A request to keep a tensor, or None, for the layer that pops it.
+
+    A layer yields it: `yield stash("name", tensor)`.
+    """
+
+    __qualname__ = "stash"
 
     def __init__(self, name: str, tensor: Tensor | None) -> None:
         super().__init__(name, tensor)
 
     @property
     def tensor(self) -> Tensor | None:
-        """What is kept."""
+        """The tensor that is kept."""
         value: Tensor | None = self.value
         return value
 
 
+TensorStash.__name__ = "stash"
+stash = TensorStash
+
+
 class Skippable(nn.Module):
-    """The base of all classes that `skippable` makes."""
+    """The base class of all layers that `skippable` makes."""
 
     module_cls: ClassVar[type[nn.Module]]
     _skips: ClassVar[SkipDeclaration]
@@ -47,18 +56,19 @@ class Skippable(nn.Module):
         self.module = self.module_cls(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The decorated layer's, with its requests carried out."""
+        """Run the decorated layer and carry out its requests to stash and pop."""
         return run_skippable_forward(self, self.module(*args, **kwargs))
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Self:
-        """Put its names, or `only` some of them, into a namespace; gives itself."""
+        """Put its names, or `only` some of them, into a namespace, and return the layer."""
         names = self._skips.stash | self._skips.pop
         return skip.isolate(self, ns, only=names if only is None else names & set(only))
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
-    # A pickle cannot name the decorated class: its name is that of the class made of it.
+    # The decorated class cannot be pickled by name: its name is that of the class made from it. So
+    # the state of the decorated layer is pickled, and the layer is made again from `module_cls`.
 
     def __getstate__(self) -> dict[str, Any]:
         others = {name: m for name, m in self._modules.items() if name != "module"}
@@ -66,8 +76,8 @@ class Skippable(nn.Module):
         return {**self.__dict__, "_modules": others, "_decorated": decorated}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = {name: value for name, value in state.items() if name != "_decorated"}
-        nn.Module.__setstate__(self, own)
+        own_state = {name: value for name, value in state.items() if name != "_decorated"}
+        nn.Module.__setstate__(self, own_state)
         self.module = self.module_cls.__new__(self.module_cls)
         self.module.__setstate__(state["_decorated"])
 
@@ -75,11 +85,11 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """Make a class of layers whose `forward`, a generator, stashes and pops these names."""
+    """Return a decorator for layers whose `forward`, a generator, stashes and pops these names."""
     names = SkipDeclaration(frozenset(stash), frozenset(pop), frozenset())
 
     def decorate(cls: type[nn.Module]) -> type[Skippable]:
-        told = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
-        return type(cls.__name__, (Skippable,), {**told, "module_cls": cls, "_skips": names})
+        metadata = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+        return type(cls.__name__, (Skippable,), {**metadata, "module_cls": cls, "_skips": names})
 
     return decorate

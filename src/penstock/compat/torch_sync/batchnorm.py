@@ -1,5 +1,0 @@
-"""BatchNorm that counts mini-batches."""
-
-from penstock.compat.batchnorm import DeferredBatchNorm
-
-__all__ = ["DeferredBatchNorm"]

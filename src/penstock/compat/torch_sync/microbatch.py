@@ -1,5 +1,0 @@
-"""What is not to be cut."""
-
-from penstock.microbatch import NoChunk
-
-__all__ = ["NoChunk"]

@@ -1,5 +1,0 @@
-"""For layers that ask."""
-
-from penstock.stage.recompute import is_checkpointing, is_recomputing
-
-__all__ = ["is_checkpointing", "is_recomputing"]
