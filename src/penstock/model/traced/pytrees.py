@@ -1,10 +1,12 @@
 """Nested arguments and outputs, flattened into leaves and put together again.
 
-There are two kinds of tree walks here. `flatten` and `unflatten` use PyTorch's pytrees and handle
-everything that a user may pass to a unit: registered classes, dataclasses, `UserDict`. They are used
-for units and for the model's inputs and output. `iter_tensors` and `map_tensors` are much cheaper
-and handle what PyTorch functions take: tuples, lists, dicts and slices. They run for every
-operation between units.
+There are two kinds of tree walks:
+
+- `flatten` and `unflatten` use PyTorch's pytrees. They handle everything that may be passed to a
+  unit: registered classes, dataclasses, `UserDict`. They serve units and the model's own inputs and
+  output.
+- `iter_tensors` and `map_tensors` are cheaper and handle what PyTorch functions take: tuples,
+  lists, dicts and slices. They run for every operation between units.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def _unflatten_user_dict(values: Any, keys: list[Any]) -> Any:
     return UserDict(zip(keys, values, strict=True))
 
 
-# The `BatchEncoding` of transformers is a UserDict, which is not a pytree node by default. Another
-# library may have registered the class already.
+# PyTorch does not register `UserDict`, although it is a dict to most code. Another library may have
+# registered it already, and registering a class twice raises.
 if UserDict not in pytree.SUPPORTED_NODES:
     pytree.register_pytree_node(
         UserDict,
@@ -80,11 +82,7 @@ def _get_field_values(record: Any) -> list[Any]:
 
 
 def _flatten_dataclass(record: Any) -> tuple[list[Any], list[str]]:
-    """Return the values and names of all attributes, also of those that are not fields.
-
-    A model output of transformers, for example, may carry attributes that its class does not
-    declare.
-    """
+    """Return the values and names of all attributes, also of those that are not fields."""
     names = list(vars(record)) if hasattr(record, "__dict__") else []
     names += [f.name for f in dataclasses.fields(record) if f.name not in names]
     return [getattr(record, name, None) for name in names], names
@@ -113,8 +111,8 @@ def map_call_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], transform: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a unit with each tensor transformed."""
-    # Most units take plain tensors and numbers. Flattening these is the larger part of the cost of
-    # calling a unit on a stage, so they are handled first.
+    # Most units take plain tensors and numbers, which need no flattening. This runs for every call
+    # of a unit on a stage.
     if all(isinstance(v, _LEAF_TYPES) for v in (*args, *kwargs.values())):
         return (
             tuple([transform(v) if isinstance(v, Tensor) else v for v in args]),
@@ -188,8 +186,9 @@ def iter_hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 class IdentityKey:
-    """A dict key that stands for one object, for objects that are not hashable.
+    """A dict key that is equal only to a key of the same object.
 
+    It serves for functions, and for objects that are not hashable or whose own `==` is not known.
     The key holds a reference to the object, so that its id is not reused.
     """
 
