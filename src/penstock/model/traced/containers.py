@@ -267,6 +267,7 @@ def iter_captured_values(function: FunctionType) -> Iterator[Any]:
 
 
 def _rebind_cell(cell: CellType, replacements: Replacements, depth: int) -> CellType:
+    """Return a closure cell with rebound contents, or the cell itself if nothing changes."""
     try:
         contents = cell.cell_contents
     except ValueError:  # an empty cell: the variable has no value yet
@@ -276,6 +277,7 @@ def _rebind_cell(cell: CellType, replacements: Replacements, depth: int) -> Cell
 
 
 def _rebind_value(value: Any, replacements: Replacements, depth: int) -> Any:
+    """Return the replacement of an object, or rebind the functions inside a list or tuple."""
     if id(value) in replacements:
         return replacements[id(value)]
     if type(value) in (list, tuple):

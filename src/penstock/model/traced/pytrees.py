@@ -70,6 +70,7 @@ def unflatten(leaves: list[Any], tree_spec: pytree.TreeSpec) -> Any:
 
 
 def _is_tensor_dataclass(leaf: Any) -> bool:
+    """Return whether a leaf is an instance of a dataclass with a tensor in one of its fields."""
     return (
         dataclasses.is_dataclass(leaf)
         and not isinstance(leaf, type)
@@ -96,6 +97,8 @@ def _flatten_dataclass_with_keys(
 
 
 def _make_dataclass_unflatten(dataclass_type: type) -> Callable[[Any, Any], Any]:
+    """Return the function that rebuilds an instance of a dataclass from its attributes."""
+
     def unflatten_dataclass(values: Any, names: list[str]) -> Any:
         # Neither `__init__` nor `__post_init__` runs: they may check or change the values. The
         # `__setattr__` of a frozen dataclass would raise.

@@ -103,8 +103,8 @@ def build_host_read_error(
     node: TraceNode, nodes: Sequence[TraceNode], values: Sequence[TracedValue]
 ) -> CutError:
     """Return the error for a read of tensor contents that only one stage has."""
-    producers = (s for v in node.inputs for s in _iter_ancestor_nodes(v, nodes, values))
-    unit = next((str(s.func) for s in producers if s.kind is NodeKind.UNIT), "")
+    ancestors = (s for v in node.inputs for s in _iter_ancestor_nodes(v, nodes, values))
+    unit = next((str(s.func) for s in ancestors if s.kind is NodeKind.UNIT), "")
     origin = f"unit '{unit}'" if unit else "a parameter"
     return CutError(
         f"at {node.location}, {get_function_name(node.func)} reads a value that was computed from "
@@ -163,7 +163,8 @@ def _iter_ancestor_nodes(
 def check_no_hidden_fakes(leaf: Any, description: str, location: str) -> None:
     """Raise if an object that is not a pytree node contains a tensor of a unit.
 
-    The tensors in such an object cannot be replaced by those of another stage.
+    The tensors in such an object cannot be replaced by those of another stage. `description` begins
+    the message, for example "the model returns".
     """
     if isinstance(leaf, Tensor | nn.Module):
         return
@@ -512,6 +513,7 @@ class Tracer(OpInterceptor):
         return output
 
     def _trace_unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a unit on fake tensors, check its arguments and its output, and append the node."""
         location = get_source_location()
         self.value_table.check_own_parameters(name, target)
         leaves, spec = flatten((args, kwargs))
