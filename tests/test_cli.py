@@ -657,7 +657,7 @@ def test_check_says_at_which_line_a_model_cannot_be_cut(run: Run, given: str) ->
     answer = run(f"check {given}:deciding --schedules 1f1b --stages 2")
     assert answer.code == 2
     assert f"{given}.py:" in answer.err.replace("\n", "")
-    assert "looks at the numbers of a value that follows from unit" in " ".join(answer.err.split())
+    assert "reads a value that was computed from unit" in " ".join(answer.err.split())
 
 
 def test_check_ends_with_1_if_anything_differs(run: Run, given: str) -> None:

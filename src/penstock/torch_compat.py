@@ -219,6 +219,7 @@ def get_schema_arguments(operator: Any) -> Sequence[Any]:
 
 PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
 PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
+IS_ALL_TRUE: Any = getattr(torch, "_is_all_true", None)  # used by torch.distributions
 TO_COPY_OPERATOR: Any = torch.ops.aten._to_copy.default
 
 

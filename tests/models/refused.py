@@ -93,14 +93,14 @@ REFUSED = [
         "here",
         models.Peeking,
         (_rows(),),
-        "looks at the numbers of a value that follows from unit 'blocks.0'",
+        "reads a value that was computed from unit 'blocks.0'",
     ),
     Refused(
         "keeps the rows that a block likes",
         "here",
         models.Selecting,
         (_rows(),),
-        "looks at the numbers of a value that follows from unit 'inner'",
+        "reads a value that was computed from unit 'inner'",
     ),
     Refused(
         "a unit that the example did not call",
@@ -121,7 +121,7 @@ REFUSED = [
         "here",
         models.Doubling,
         (_rows(),),
-        "left unit 'blocks.0.0' sideways",
+        "a tensor that unit 'blocks.0.0' made but did not return",
     ),
     Refused(
         "ViLT",
@@ -135,7 +135,7 @@ REFUSED = [
         "here",
         models.Noting,
         (_rows(),),
-        "unit 'blocks.1' is given a Notes with a tensor of a unit inside",
+        "unit 'blocks.1' receives a Notes that contains a tensor of a unit",
     ),
     Refused(
         "a cache of keys and values",

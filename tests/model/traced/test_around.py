@@ -129,7 +129,7 @@ class Counting(Chain):
 
 def test_a_forward_that_counts_is_warned_of() -> None:
     x = torch.randn(8, WIDTH).double()
-    with pytest.warns(UserWarning, match="the forward changes calls, and every stage runs it"):
+    with pytest.warns(UserWarning, match="the forward changes calls on modules around the units"):
         piped(Counting(), x, balance="parameters")
 
 

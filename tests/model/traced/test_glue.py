@@ -124,7 +124,7 @@ class Replaced(Four):
         (Forces, "grad goes backward inside the forward, through what stages 0, 1 compute"),
         (Transformed, "the forward computes inside a transform of torch.func"),
         (Ragged, "the forward makes a nested tensor"),
-        (Replaced, "unit 'c' is called with other tensors in the place of its parameters"),
+        (Replaced, "unit 'c' is called with other tensors in place of its parameters"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -234,5 +234,5 @@ class SharedWhole(SharedList):
 
 def test_a_unit_without_parts_that_fills_what_others_have() -> None:
     (x,) = batches(5)
-    with pytest.raises(CutError, match=r"a tensor that left unit 'blocks\.0' sideways"):
+    with pytest.raises(CutError, match=r"a tensor that unit 'blocks\.0' made but did not return"):
         piped(made(SharedWhole), x, stages=2)

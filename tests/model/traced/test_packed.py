@@ -81,5 +81,5 @@ def test_packed_sequences_are_measured_with_their_lengths() -> None:
 
 
 def test_lengths_that_a_unit_computes() -> None:
-    with pytest.raises(CutError, match="_pack_padded_sequence looks at the numbers of a value"):
+    with pytest.raises(CutError, match="_pack_padded_sequence reads a value"):
         split(PackedByNumbers(), 2, example=_batch(0), balance="parameters")

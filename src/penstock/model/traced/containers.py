@@ -1,8 +1,18 @@
-"""What a forward fills by the way: lists and dicts of its parents, also through hooks.
+"""Lists, dicts and hooks through which a forward passes values besides its return values.
 
-Every stage runs the parents' forward by itself, so each has lists and dicts of its own, and hooks
-that fill these. After each run they are as they were before: a mask that was kept for the next time
-is made again, and no value of one micro-batch is found by another.
+A model may collect tensors on the side: `self.hidden_states.append(x)` in a parent, a forward hook
+that fills a list, a unit that writes into a dict it was called with. Every stage runs the parents'
+forward, so this code runs once per stage. Three mechanisms keep it correct:
+
+1. **Copies.** Each stage has its own copies of the parents' containers (`ContainerCopy`). They are
+   restored after each micro-batch, so no value of one micro-batch is seen by another.
+2. **Rebinding.** A hook or closure that refers to an original parent or container is replaced by a
+   copy of the function that refers to the stage's own (`rebind_function`, `ReboundHooks`).
+3. **Container updates.** If a unit changes a list or dict that it was called with, the change is
+   part of the unit's output (`OutputWithContainerUpdates`), and every stage applies it.
+
+A *container* here is a list, dict, set or deque, or a plain object that holds state for the model's
+author (`is_state_object`).
 """
 
 from __future__ import annotations
@@ -22,15 +32,18 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import Tensor, nn
 
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks and the like, which torch fills
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # attributes of PyTorch, such as `_buffers`
 _HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks")
 
-Replacements = Mapping[int, Any]  # by the identity of an original: what a stage has in its place
+Replacements = Mapping[int, Any]  # `id(original)` -> the object that a stage has in its place
+
+
+# ---- copies of the parents' containers ---------------------------------------------------------
 
 
 @dataclass
 class ContainerCopy:
-    """A list or a dict that a stage has of its own."""
+    """A stage's own copy of a container, and a snapshot of its contents to restore."""
 
     original: Any
     stage_copy: Any
@@ -38,21 +51,25 @@ class ContainerCopy:
 
     @staticmethod
     def from_original(original: Any, contents: Any) -> ContainerCopy:
-        """`inside` is what the stage finds in it."""
+        """Return a copy of `original` that holds `contents`.
+
+        The contents differ from those of the original if it holds modules: the stage's copy holds
+        the proxies of these.
+        """
         return ContainerCopy(original, _copy_container(contents), _copy_container(contents))
 
     def sync_with_original(self) -> None:
-        """The same in it as the original has now."""
+        """Take over the current contents of the original."""
         self.snapshot = _copy_container(self.original)
         self.restore()
 
     def restore(self) -> None:
-        """As it was."""
+        """Set the contents back to the snapshot."""
         set_contents(self.stage_copy, _copy_container(self.snapshot))
 
 
 def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's own lists, dicts and objects that hold its state, by their names."""
+    """Yield the attribute names and values of the containers that a module holds."""
     for key, value in module.__dict__.items():
         if key not in _MODULE_ATTRIBUTES and (
             type(value) in _CONTAINER_TYPES or is_state_object(value)
@@ -61,7 +78,11 @@ def iter_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_state_object(value: Any) -> bool:
-    """Is it an object of the author's, in which a forward may keep something, and nothing more?"""
+    """Return whether a value is a plain object in which a forward may keep state.
+
+    That is a `SimpleNamespace`, or an instance of a class of the model's author that has no base
+    class, no `__call__` and no special behaviour when it is copied or assigned to.
+    """
     kind = type(value)
     if kind is SimpleNamespace:
         return True
@@ -71,7 +92,7 @@ def is_state_object(value: Any) -> bool:
     return plain and kind.__module__.partition(".")[0] not in _LIBRARY_PACKAGES
 
 
-# What it does when it is copied, or set, is its own affair.
+# An object with one of these cannot be copied and restored attribute by attribute.
 _SPECIAL_METHODS = frozenset(
     ("__copy__", "__del__", "__enter__", "__getattr__", "__reduce__", "__setattr__", "__slots__")
 )
@@ -80,49 +101,66 @@ _LIBRARY_PACKAGES = frozenset((*sys.stdlib_module_names, "numpy", "peft", "torch
 
 @contextmanager
 def preserve_containers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, what is put into modules' own lists and dicts is taken out again."""
-    before = _snapshot_containers(box for module in modules for _, box in iter_containers(module))
+    """Restore the contents of the modules' containers at the end of the context."""
+    before = _snapshot_containers(
+        container for module in modules for _, container in iter_containers(module)
+    )
     try:
         yield
     finally:
-        for box, then in before:
-            if not has_same_contents(box, then):
-                set_contents(box, then)
+        for container, snapshot in before:
+            if not has_same_contents(container, snapshot):
+                set_contents(container, snapshot)
 
 
 def _snapshot_containers(containers: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Each with a copy; also those in objects."""
-    found = list(containers)
-    inner = [one for box in found if is_state_object(box) for one in vars(box).values()]
+    """Return each container with a shallow copy, also the containers inside state objects."""
+    outer = list(containers)
+    inner = [
+        value
+        for container in outer
+        if is_state_object(container)
+        for value in vars(container).values()
+    ]
     return [
-        (box, copy.copy(box))
-        for box in (*found, *(b for b in inner if type(b) in _CONTAINER_TYPES))
+        (container, copy.copy(container))
+        for container in (*outer, *(value for value in inner if type(value) in _CONTAINER_TYPES))
     ]
 
 
 def track_container_changes(containers: Iterable[Any]) -> Callable[[], bool]:
-    """Asked later: has something been put into one of them since?"""
+    """Return a function that tells whether any of the containers has changed since now."""
     before = _snapshot_containers(containers)
-    return lambda: not all(has_same_contents(box, then) for box, then in before)
+    return lambda: not all(has_same_contents(container, snapshot) for container, snapshot in before)
 
 
 def find_shared_containers(
     parents: Sequence[nn.Module], units: Mapping[str, nn.Module]
 ) -> dict[str, list[Any]]:
-    """By units: what they hold that others hold as well, and the attributes of the parents."""
+    """Return, by unit, the containers through which a tensor could leave the unit.
+
+    These are the containers that the unit shares with a parent or with another unit, and the
+    attributes of all parents. The parents themselves are listed under the empty name.
+    """
     held: dict[str, dict[int, Any]] = {name: {} for name in ("", *units)}
-    inside = [(name, module) for name, unit in units.items() for module in unit.modules()]
-    for name, module in [*(("", parent) for parent in parents), *inside]:
-        held[name].update((id(box), box) for _, box in iter_containers(module))
-    count = Counter(at for boxes in held.values() for at in boxes)
+    unit_modules = [(name, module) for name, unit in units.items() for module in unit.modules()]
+    for name, module in [*(("", parent) for parent in parents), *unit_modules]:
+        held[name].update((id(container), container) for _, container in iter_containers(module))
+    counts = Counter(key for containers in held.values() for key in containers)
     return {
-        name: [*(box for at, box in boxes.items() if count[at] > 1), *map(vars, parents)]
-        for name, boxes in held.items()
+        name: [
+            *(container for key, container in containers.items() if counts[key] > 1),
+            *map(vars, parents),
+        ]
+        for name, containers in held.items()
     }
 
 
 def has_same_contents(container: Any, snapshot: Any) -> bool:
-    """By identity: there may be tensors."""
+    """Return whether a container holds the same objects as a snapshot of it.
+
+    Items are compared by identity: `==` on tensors compares their contents and returns a tensor.
+    """
     if isinstance(container, set):
         return bool(container == snapshot)
     if is_state_object(container):
@@ -136,26 +174,31 @@ def has_same_contents(container: Any, snapshot: Any) -> bool:
 
 
 def _copy_container(value: Any, depth: int = 3) -> Any:
-    """What it holds is the same, but for lists and dicts."""
+    """Return a copy of a container and of the containers inside it, up to a nesting depth.
+
+    Everything else, tensors and modules above all, is not copied.
+    """
     if depth and is_state_object(value):
-        made = copy.copy(value)
-        vars(made).update(
-            (key, _copy_container(one, depth - 1)) for key, one in vars(value).items()
+        container_copy = copy.copy(value)
+        vars(container_copy).update(
+            (key, _copy_container(item, depth - 1)) for key, item in vars(value).items()
         )
-        return made
+        return container_copy
     if type(value) not in _CONTAINER_TYPES or not depth:
         return value
     if isinstance(value, set):
         return set(value)
     if isinstance(value, list | deque):
-        return type(value)(_copy_container(one, depth - 1) for one in value)
-    made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-    made.update((key, _copy_container(one, depth - 1)) for key, one in value.items())
-    return made
+        return type(value)(_copy_container(item, depth - 1) for item in value)
+    container_copy = (
+        defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+    )
+    container_copy.update((key, _copy_container(item, depth - 1)) for key, item in value.items())
+    return container_copy
 
 
 def set_contents(container: Any, contents: Any) -> None:
-    """Let it hold these, and nothing else."""
+    """Replace the contents of a container in place. Its identity stays."""
     if is_state_object(container):
         container, contents = vars(container), vars(contents)
     container.clear()
@@ -165,13 +208,19 @@ def set_contents(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
-# ---- functions that know an original ------------------------------------------------------
+# ---- rebinding functions -----------------------------------------------------------------------
+#
+# A hook such as `lambda module, args, output: model.hidden.append(output)` closes over the original
+# model. On a stage it must fill the list of the stage's copy. A function cannot be changed for one
+# thread only, so a new function is made from the same code with other closure cells and defaults.
 
 
 def rebind_function(function: Any, replacements: Replacements, depth: int = 6) -> Any:
-    """The same function for what stands in the originals' place; itself, if it knows none.
+    """Return a function that refers to the replacements where `function` refers to originals.
 
-    Functions that it knows are made anew with it; not without end, as one may know itself.
+    Returns `function` itself if it refers to none of them. Bound methods, `functools.partial`,
+    closures and default arguments are handled, also of the functions that `function` refers to. The
+    depth is limited because a function may refer to itself.
     """
     if not depth:
         return function
@@ -179,26 +228,28 @@ def rebind_function(function: Any, replacements: Replacements, depth: int = 6) -
         return MethodType(function.__func__, replacements[id(function.__self__)])
     if isinstance(function, partial):
         inner = rebind_function(function.func, replacements, depth - 1)
-        args = [_rebind_value(one, replacements, depth) for one in function.args]
-        named = {
-            key: _rebind_value(one, replacements, depth) for key, one in function.keywords.items()
+        args = [_rebind_value(arg, replacements, depth) for arg in function.args]
+        keywords = {
+            key: _rebind_value(arg, replacements, depth) for key, arg in function.keywords.items()
         }
-        now, before = (inner, *args, *named.values()), (function.func, *function.args)
-        same = _all_identical(now, (*before, *function.keywords.values()))
-        return function if same else partial(inner, *args, **named)
+        current, previous = (inner, *args, *keywords.values()), (function.func, *function.args)
+        is_same = _all_identical(current, (*previous, *function.keywords.values()))
+        return function if is_same else partial(inner, *args, **keywords)
     if not isinstance(function, FunctionType):
         return function
     cells = tuple(_rebind_cell(cell, replacements, depth) for cell in function.__closure__ or ())
-    defaults = tuple(_rebind_value(one, replacements, depth) for one in function.__defaults__ or ())
+    defaults = tuple(
+        _rebind_value(default, replacements, depth) for default in function.__defaults__ or ()
+    )
     if _all_identical(cells, function.__closure__) and _all_identical(
         defaults, function.__defaults__
     ):
         return function
-    new = FunctionType(
+    rebound = FunctionType(
         function.__code__, function.__globals__, function.__name__, defaults or None, cells or None
     )
-    new.__kwdefaults__ = function.__kwdefaults__
-    return new
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return rebound
 
 
 def _all_identical(current: tuple[Any, ...], previous: tuple[Any, ...] | None) -> bool:
@@ -206,115 +257,127 @@ def _all_identical(current: tuple[Any, ...], previous: tuple[Any, ...] | None) -
 
 
 def iter_captured_values(function: FunctionType) -> Iterator[Any]:
-    """What a function has from around it."""
+    """Yield the default arguments of a function and the variables that it closes over."""
     yield from function.__defaults__ or ()
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing yet
+        except ValueError:  # an empty cell: the variable has no value yet
             continue
 
 
 def _rebind_cell(cell: CellType, replacements: Replacements, depth: int) -> CellType:
+    """Return a closure cell with rebound contents, or the cell itself if nothing changes."""
     try:
-        inside = cell.cell_contents
-    except ValueError:  # nothing yet
+        contents = cell.cell_contents
+    except ValueError:  # an empty cell: the variable has no value yet
         return cell
-    new = _rebind_value(inside, replacements, depth)
-    return cell if new is inside else CellType(new)
+    rebound = _rebind_value(contents, replacements, depth)
+    return cell if rebound is contents else CellType(rebound)
 
 
 def _rebind_value(value: Any, replacements: Replacements, depth: int) -> Any:
+    """Return the replacement of an object, or rebind the functions inside a list or tuple."""
     if id(value) in replacements:
         return replacements[id(value)]
     if type(value) in (list, tuple):
-        new = (
-            [_rebind_value(one, replacements, depth - 1) for one in value]
+        items = (
+            [_rebind_value(item, replacements, depth - 1) for item in value]
             if depth > 1
             else list(value)
         )
-        return value if _all_identical(tuple(new), tuple(value)) else type(value)(new)
+        return value if _all_identical(tuple(items), tuple(value)) else type(value)(items)
     return rebind_function(value, replacements, depth - 1)
 
 
 def iter_lru_cached_methods(module_class: type) -> Iterator[tuple[str, Any, bool]]:
-    """Methods that remember what they gave, as they are without: they would remember for all.
+    """Yield the methods of a class that `functools.lru_cache` decorates, without the decorator.
 
-    With each: is it called with the module itself?
+    The copies of a parent on several stages would share the cache, and one stage would find tensors
+    of another in it. Yields the name, the undecorated function, and whether the function takes
+    `self`.
     """
     for name in {name for base in module_class.__mro__ for name in vars(base)}:
         method = getattr(module_class, name, None)
         if isinstance(method, _lru_cache_wrapper) or _wraps_lru_cache(method):
-            own = not isinstance(getattr_static(module_class, name), staticmethod | classmethod)
-            yield name, method.__wrapped__, own
+            takes_self = not isinstance(
+                getattr_static(module_class, name), staticmethod | classmethod
+            )
+            yield name, method.__wrapped__, takes_self
 
 
 def _wraps_lru_cache(method: Any) -> TypeGuard[Any]:
-    """A function around one that remembers, and which does so as well."""
+    """Return whether a function was made by a decorator that uses `lru_cache` internally."""
     if not isinstance(method, FunctionType) or not hasattr(method, "__wrapped__"):
         return False
-    cells = (cell.cell_contents for cell in method.__closure__ or ())
-    return any(isinstance(inside, _lru_cache_wrapper) for inside in cells)
+    contents = (cell.cell_contents for cell in method.__closure__ or ())
+    return any(isinstance(value, _lru_cache_wrapper) for value in contents)
 
 
-# ---- hooks of units -----------------------------------------------------------------------
+# ---- hooks of units ----------------------------------------------------------------------------
+#
+# Units are not copied, so their hooks still refer to the original parents. While a stage runs a
+# unit, the hooks that refer to a parent are exchanged for hooks that refer to the stage's copy.
 
 
 @dataclass(frozen=True)
 class ReboundHooks:
-    """Of a unit and what is inside: those that know a parent, made anew for a stage's own."""
+    """The hooks of a unit and its submodules, rebound to a stage's own parents."""
 
-    replacements: tuple[
-        tuple[str, str, Any], ...
-    ]  # where in the unit, which, and what is there instead
+    # The path of a module in the unit, the name of its hook dict, and the dict with the new hooks.
+    replacements: tuple[tuple[str, str, Any], ...]
 
     @staticmethod
     def for_unit(unit: nn.Module, replacements: Replacements) -> ReboundHooks | None:
-        """None, if no hook knows a parent."""
-        found = []
+        """Rebind the hooks of a unit. Return None if no hook refers to a parent."""
+        changed_hooks = []
         for path, module in unit.named_modules():
             for key in _HOOK_ATTRIBUTES:
                 hooks = module.__dict__.get(key)
                 if hooks:
-                    new = OrderedDict(
-                        (at, rebind_function(hook, replacements)) for at, hook in hooks.items()
+                    rebound = OrderedDict(
+                        (hook_id, rebind_function(hook, replacements))
+                        for hook_id, hook in hooks.items()
                     )
-                    if any(new[at] is not hook for at, hook in hooks.items()):
-                        found.append((path, key, new))
-        return ReboundHooks(tuple(found)) if found else None
+                    if any(rebound[hook_id] is not hook for hook_id, hook in hooks.items()):
+                        changed_hooks.append((path, key, rebound))
+        return ReboundHooks(tuple(changed_hooks)) if changed_hooks else None
 
     @contextmanager
     def install(self, unit: nn.Module) -> Iterator[None]:
-        """Within, they are the unit's."""
-        places = [
-            (unit.get_submodule(path).__dict__, key, new) for path, key, new in self.replacements
+        """Exchange the hooks of the unit for the duration of the context."""
+        targets = [
+            (unit.get_submodule(path).__dict__, key, hooks)
+            for path, key, hooks in self.replacements
         ]
-        before = [attributes[key] for attributes, key, _ in places]
-        for attributes, key, new in places:
-            attributes[key] = new
+        before = [attributes[key] for attributes, key, _ in targets]
+        for attributes, key, hooks in targets:
+            attributes[key] = hooks
         try:
             yield
         finally:
-            for (attributes, key, _), old in zip(places, before, strict=True):
-                attributes[key] = old
+            for (attributes, key, _), old_hooks in zip(targets, before, strict=True):
+                attributes[key] = old_hooks
 
 
 def get_forward_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Mapping[int, Any]:
-    """The forward hooks of a unit itself, for a stage."""
-    new = rebound_hooks.replacements if rebound_hooks is not None else ()
-    own = (hooks for path, key, hooks in new if not path and key == "_forward_hooks")
-    return next(own, unit._forward_hooks)
+    """Return the forward hooks of the unit itself, rebound where they refer to a parent."""
+    replacements = rebound_hooks.replacements if rebound_hooks is not None else ()
+    unit_hooks = (
+        hooks for path, key, hooks in replacements if not path and key == "_forward_hooks"
+    )
+    return next(unit_hooks, unit._forward_hooks)
 
 
 def install_hooks(
     unit: nn.Module, rebound_hooks: ReboundHooks | None
 ) -> AbstractContextManager[None]:
-    """Within, the unit computes with a stage's own hooks."""
+    """Exchange the hooks of a unit for the duration of the context, if any were rebound."""
     return nullcontext() if rebound_hooks is None else rebound_hooks.install(unit)
 
 
 def wrap_with_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Callable[..., Any]:
-    """The unit, with a stage's own hooks while it computes."""
+    """Return a function that runs a unit with its rebound hooks."""
     if rebound_hooks is None:
         return unit
 
@@ -325,26 +388,27 @@ def wrap_with_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Call
     return run
 
 
-# -------------------------------------------------------------------------------------------------
-# Lists and dicts that a unit is given, and fills: what it puts there is a part of what it gives.
+# ---- containers that a unit is called with -----------------------------------------------------
 #
-# A unit computes with copies of what it is given, in which the tensors are others. So its caller's
-# lists and dicts are filled afterwards, on every stage, also where the unit does not run.
-# -------------------------------------------------------------------------------------------------
+# A unit runs on copies of its arguments, in which remote tensors are replaced by received ones. If
+# it appends to a list among them, the caller's list stays as it was. So the new contents of changed
+# containers are a part of the unit's output, and every stage writes them into the caller's
+# containers, also where the unit does not run. Containers are identified by their position in a
+# walk through all arguments.
 
 _LIST_TYPES = (list, deque)
 _DICT_TYPES = (dict, OrderedDict, defaultdict, UserDict)
 
 
 class OutputWithContainerUpdates(NamedTuple):
-    """What a unit gives, and what is in the boxes that it was given, of those that it changed."""
+    """The output of a unit that changed containers among its arguments."""
 
     output: Any
-    container_updates: dict[int, Any]  # by their places among all that it was given
+    container_updates: dict[int, Any]  # position of a container -> its new contents
 
 
 class _ContainerRef(NamedTuple):
-    """In a box: another one of those that the unit was given."""
+    """An item of a container that is itself a container among the arguments."""
 
     position: int
 
@@ -352,57 +416,64 @@ class _ContainerRef(NamedTuple):
 def call_tracking_containers(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call it, with copies; a Filled, if it changed one of them."""
-    boxes = list(_iter_nested_containers((*args, *kwargs.values())))
-    if not boxes:
+    """Call a unit. If it changed containers among its arguments, return their contents as well.
+
+    The result is then an `OutputWithContainerUpdates`, else the output itself.
+    """
+    containers = list(_iter_nested_containers((*args, *kwargs.values())))
+    if not containers:
         return target(*args, **kwargs)
-    before = [_get_contents(box) for box in boxes]
-    found = target(*args, **kwargs)
-    places = {id(box): _ContainerRef(place) for place, box in enumerate(boxes)}
-    changed = {
-        place: _map_contents(now, lambda one: places.get(id(one), one))
-        for place, (box, then) in enumerate(zip(boxes, before, strict=True))
-        if not has_same_contents(now := _get_contents(box), then)
+    before = [_get_contents(container) for container in containers]
+    output = target(*args, **kwargs)
+    refs = {id(container): _ContainerRef(position) for position, container in enumerate(containers)}
+    updates = {
+        position: _map_contents(contents, lambda item: refs.get(id(item), item))
+        for position, (container, snapshot) in enumerate(zip(containers, before, strict=True))
+        if not has_same_contents(contents := _get_contents(container), snapshot)
     }
-    return OutputWithContainerUpdates(found, changed) if changed else found
+    return OutputWithContainerUpdates(output, updates) if updates else output
 
 
 def apply_container_updates(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the unit gives; the boxes of its caller's own have in them what the unit put there."""
+    """Write container updates into the caller's arguments, and return the plain output."""
     if not isinstance(output, OutputWithContainerUpdates):
         return output
-    boxes = list(_iter_nested_containers((*args, *kwargs.values())))
-    for place, now in output.container_updates.items():
-        box = (
-            boxes[place]
-            if type(boxes[place]) in (*_LIST_TYPES, *_DICT_TYPES)
-            else vars(boxes[place])
+    containers = list(_iter_nested_containers((*args, *kwargs.values())))
+    for position, contents in output.container_updates.items():
+        container = (
+            containers[position]
+            if type(containers[position]) in (*_LIST_TYPES, *_DICT_TYPES)
+            else vars(containers[position])
         )
         set_contents(
-            box,
-            _map_contents(now, lambda x: boxes[x.position] if isinstance(x, _ContainerRef) else x),
+            container,
+            _map_contents(
+                contents, lambda x: containers[x.position] if isinstance(x, _ContainerRef) else x
+            ),
         )
     return output.output
 
 
 def _iter_nested_containers(value: Any) -> Iterator[Any]:
+    """Yield the containers inside a value, dataclass instances included, in a fixed order."""
     if value is None or isinstance(value, Tensor | bool | int | float | str):
         return
     kind = type(value)
-    record = is_dataclass(value) and not isinstance(value, type | dict)
-    if kind in _LIST_TYPES or kind in _DICT_TYPES or record:
+    is_record = is_dataclass(value) and not isinstance(value, type | dict)
+    if kind in _LIST_TYPES or kind in _DICT_TYPES or is_record:
         yield value
     if isinstance(value, tuple | list | deque):
-        inner = list(value)
+        items = list(value)
     elif isinstance(value, dict | UserDict):
-        inner = list(value.values())
+        items = list(value.values())
     else:
-        inner = list(vars(value).values()) if record and hasattr(value, "__dict__") else []
-    for one in inner:
-        yield from _iter_nested_containers(one)
+        items = list(vars(value).values()) if is_record and hasattr(value, "__dict__") else []
+    for item in items:
+        yield from _iter_nested_containers(item)
 
 
 def _get_contents(container: Any) -> list[Any] | dict[Any, Any]:
+    """Return the items of a container as a new list or dict."""
     if type(container) in _LIST_TYPES:
         return list(container)
     if type(container) in _DICT_TYPES:
@@ -411,6 +482,7 @@ def _get_contents(container: Any) -> list[Any] | dict[Any, Any]:
 
 
 def _map_contents(contents: Any, transform: Callable[[Any], Any]) -> Any:
+    """Return the contents of a container with each item transformed."""
     if isinstance(contents, dict):
-        return {key: transform(one) for key, one in contents.items()}
-    return [transform(one) for one in contents]
+        return {key: transform(item) for key, item in contents.items()}
+    return [transform(item) for item in contents]

@@ -1,4 +1,16 @@
-"""How a dry run leaves everything as it was, and computes without numbers."""
+"""Run a model without computing it, and leave no trace of the run.
+
+A dry run executes units and operations on fake tensors, which have a shape and no contents. This
+module has the parts that the tracer needs for it:
+
+- `FakeTensorFactory` makes the fake tensors.
+- `preserve_model_state` undoes everything that a forward changes.
+- `run_on_fakes` executes a unit or a function, and falls back to `run_on_dummy_data` where PyTorch
+  has no fake implementation.
+- `find_mutated` and its helpers find in-place changes.
+- `replace_meta_tensors` lets a model that was built on the meta device run.
+- `PackedSequenceLengths` follows the lengths of packed sequences.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ArgumentError
 from penstock.model.meta_init import (
@@ -33,45 +37,57 @@ from penstock.model.traced.containers import call_tracking_containers, preserve_
 from penstock.model.traced.pytrees import FunctionCall, flatten, unflatten
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
+from penstock.torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    force_eager,
+)
 
-# -------------------------------------------------------------------------------------------------
-# Tensors without numbers, all on one device, wherever a model's own are.
-# -------------------------------------------------------------------------------------------------
+# ---- fake tensors ------------------------------------------------------------------------------
 
 
 class FakeTensorFactory:
-    """Makes them, one for each tensor."""
+    """Makes one fake tensor for each tensor, all of them on one device.
+
+    The stages of a model may be on several devices, and PyTorch refuses operations between devices
+    also for fake tensors.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._moved_fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with what they were made of
+        # Keys are `id(tensor)`. The tensor itself is kept as well, so that its id is not reused.
+        self._moved_fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def from_tensor(self, tensor: Tensor) -> Tensor:
-        """The same without numbers."""
+        """Return the fake tensor of a tensor: the same metadata, on the device of the factory."""
         if isinstance(tensor, FakeTensor) and tensor.device == self.device:
             return tensor
         if tensor.device == self.device:
             if tensor.is_leaf:
                 return self.mode.from_tensor(tensor)
-            return self.mode.from_tensor(tensor.detach()).requires_grad_()  # else it would warn
+            # Without `detach`, PyTorch may warn that the `.grad` of a non-leaf is read.
+            return self.mode.from_tensor(tensor.detach()).requires_grad_()
         if id(tensor) not in self._moved_fakes:
             with self.mode:
-                made = torch.empty_strided(
+                fake = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
-            self._moved_fakes[id(tensor)] = made.requires_grad_(tensor.requires_grad), tensor
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            self._moved_fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad), tensor
         return self._moved_fakes[id(tensor)][0]
 
 
-# -------------------------------------------------------------------------------------------------
-
-# What comes next, or its shape, depends on numbers.
+# The fake mode raises these where a result, or its shape, depends on tensor contents.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
-# A fake tensor cannot tell what an operation gives, or is refused for what a real one may be.
+# The fake mode raises these where it cannot execute an operation, or where the operation refuses a
+# fake tensor that would accept a real one.
 _FAKE_TENSOR_ERRORS = (
     *DATA_DEPENDENT_ERRORS,
     UnsupportedOperatorException,
@@ -80,32 +96,45 @@ _FAKE_TENSOR_ERRORS = (
 )
 
 
+# ---- leaving everything as it was --------------------------------------------------------------
+
+
 @contextmanager
 def preserve_model_state(model: nn.Module, parents: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, whatever is set on modules, drawn, or written to the parents' buffers is undone."""
+    """Undo everything that a dry run changes, at the end of the context.
+
+    Restored are the attributes, parameters, buffers and containers of all modules, `.grad`, and the
+    state of the random generators. `parents` are the modules around the units. Their forward runs
+    on real tensors and may write into buffers.
+    """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    parts = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
-    held_by = [*parents, *(m for m in modules if any(map(_is_scalar, m._buffers.values())))]
+    snapshots = [[dict(m.__dict__), dict(m._parameters), dict(m._buffers)] for m in modules]
+    # The contents of buffers are copied for two kinds of modules only. Parents run on real tensors.
+    # Units run on fake tensors, which leaves the contents alone, except for one-element buffers
+    # such as `num_batches_tracked`.
+    owners = [*parents, *(m for m in modules if any(map(_is_scalar, m._buffers.values())))]
     buffers = list(
         dict.fromkeys(
-            b for m in held_by for b in m._buffers.values() if b is not None and not b.is_meta
+            b for m in owners for b in m._buffers.values() if b is not None and not b.is_meta
         )
     )
     copies = [buffer.detach().clone() for buffer in buffers]
     with (
         _preserve_rng_state(),
         _preserve_grads(model),
-        _force_eager(),
+        force_eager(),  # otherwise the compiler gives up on compiled modules that run under a mode
         preserve_containers(modules),
     ):
         try:
             yield
         finally:
-            for module, (attributes, parameters, held) in zip(modules, parts, strict=True):
+            for module, (attributes, parameters, old_buffers) in zip(
+                modules, snapshots, strict=True
+            ):
                 attributes["_parameters"].clear()
                 attributes["_parameters"].update(parameters)
                 attributes["_buffers"].clear()
-                attributes["_buffers"].update(held)
+                attributes["_buffers"].update(old_buffers)
                 _restore_attributes(module, attributes)
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
@@ -114,20 +143,26 @@ def preserve_model_state(model: nn.Module, parents: Sequence[nn.Module]) -> Iter
 
 
 def _is_scalar(buffer: Tensor | None) -> bool:
-    """One number: that is changed also without numbers, as the count of a BatchNorm is."""
+    """Return whether a buffer has exactly one element."""
     return buffer is not None and buffer.numel() == 1
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """If anything was set; what may be tensors, alone or in lists, is not compared by value."""
-    now = module.__dict__
-    if now.keys() != attributes.keys() or any(now[key] is not attributes[key] for key in now):
-        now.clear()
-        now.update(attributes)
+    """Restore a module's attributes if any of them was set, added or removed.
+
+    Attributes are compared by identity: they may be tensors, or lists of tensors.
+    """
+    current = module.__dict__
+    if current.keys() != attributes.keys() or any(
+        current[key] is not attributes[key] for key in current
+    ):
+        current.clear()
+        current.update(attributes)
 
 
 @contextmanager
 def _preserve_grads(model: nn.Module) -> Iterator[None]:
+    """Restore the `.grad` of all parameters: a forward may run a backward."""
     before = [(p, p.grad) for p in model.parameters()]
     try:
         yield
@@ -139,30 +174,31 @@ def _preserve_grads(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _preserve_rng_state() -> Iterator[None]:
+    """Restore the random state of Python, NumPy and PyTorch.
+
+    NumPy is left alone if nothing has imported it, and CUDA if nothing has initialized it.
+    """
     numpy = sys.modules.get("numpy")
-    python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):
         try:
             yield
         finally:
-            random.setstate(python)
+            random.setstate(python_state)
             if numpy is not None:
-                numpy.random.set_state(of_numpy)
+                numpy.random.set_state(numpy_state)
 
 
-@contextmanager
-def _force_eager() -> Iterator[None]:
-    """Within, what is compiled runs as it was written: else the compiler would give it up."""
-    if "torch._dynamo" not in sys.modules:  # it takes seconds to load
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+# ---- executing on fake tensors -----------------------------------------------------------------
 
 
 class UnitOriginMode(TorchDispatchMode):
-    """Marks every tensor that is made while a unit computes, so that one that gets out is known."""
+    """A dispatch mode that marks each tensor with the unit in which it was made.
+
+    If the forward uses a marked tensor that the unit did not return, the mark tells which unit it
+    escaped from. The mode also notes whether an operation drew random numbers.
+    """
 
     def __init__(self, unit: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,13 +208,13 @@ class UnitOriginMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """As ever."""
+        """Execute an operation and mark the fake tensors that it returns."""
         self.used_rng |= torch.Tag.nondeterministic_seeded in func.tags
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, FakeTensor):
-                one.made_in = self._unit  # type: ignore[attr-defined]
-        return found
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, FakeTensor):
+                tensor.made_in = self._unit  # type: ignore[attr-defined]
+        return result
 
 
 def run_on_fakes(
@@ -189,30 +225,39 @@ def run_on_fakes(
     kwargs: Any,
     known_tensors: Mapping[int, Tensor],
 ) -> tuple[Any, bool]:
-    """What a unit or a function gives, of fake arguments, and whether it draws random numbers.
+    """Execute a unit or a function on fake arguments. Return its output, and whether it used RNG.
 
-    Where a unit needs numbers, it gets some: those that are `known`, by fake arguments, and any
-    others. A function between units does not, if what it gives depends on them.
+    `unit` is the name of the unit, or empty for a function between units. `known_tensors` are real
+    tensors, by the id of the fake arguments for which they stand.
+
+    Where the fake mode fails, `target` is executed on dummy data instead. There is one exception: a
+    function between units whose result depends on tensor contents raises one of
+    `DATA_DEPENDENT_ERRORS`, because all stages need to know that result.
     """
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     before = [dict(module.__dict__) for module in modules]
     try:
         with (
             fake_factory.mode,
-            UnitOriginMode(unit) as marking,
+            UnitOriginMode(unit) as origin_mode,
             _replace_module_tensors(modules, fake_factory.from_tensor),
         ):
-            return _call_target(target, args, kwargs), marking.used_rng
+            return _call_target(target, args, kwargs), origin_mode.used_rng
     except _FAKE_TENSOR_ERRORS as error:
         if not unit and isinstance(error, DATA_DEPENDENT_ERRORS):
             raise
+    # A unit may have cached a fake tensor in an attribute before it failed. The run on dummy data
+    # must not find it.
     for module, attributes in zip(modules, before, strict=True):
-        _restore_attributes(module, attributes)  # what it keeps for the next time has no numbers
+        _restore_attributes(module, attributes)
     return run_on_dummy_data(fake_factory, unit, target, args, kwargs, known_tensors), True
 
 
 def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives; of a unit, also what it puts into the lists and dicts it is given."""
+    """Call a unit or a function.
+
+    The output of a unit includes its changes to the lists and dicts that it was called with.
+    """
     if isinstance(target, nn.Module):
         return call_tracking_containers(target, args, kwargs)
     return target(*args, **kwargs)
@@ -222,30 +267,33 @@ def _call_target(target: Any, args: Any, kwargs: Any) -> Any:
 def _replace_module_tensors(
     modules: Sequence[nn.Module], transform: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Within, the modules' own parameters and buffers are what they are changed to."""
-    own = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]  # that has no dicts
-    homes: list[dict[str, Any]] = [h for m in own for h in (m._parameters, m._buffers) if h]
-    before = [dict(home) for home in homes]
-    for home in homes:
-        for name, tensor in home.items():
+    """Replace the parameters and buffers of modules for the duration of the context."""
+    # A ScriptModule keeps its tensors in C++ and has no such dicts.
+    python_modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    tensor_dicts: list[dict[str, Any]] = [
+        tensors for m in python_modules for tensors in (m._parameters, m._buffers) if tensors
+    ]
+    before = [dict(tensors) for tensors in tensor_dicts]
+    for tensors in tensor_dicts:
+        for name, tensor in tensors.items():
             if tensor is not None:
-                home[name] = transform(tensor)
+                tensors[name] = transform(tensor)
     try:
         yield
     finally:
-        for home, held in zip(homes, before, strict=True):
-            home.clear()
-            home.update(held)
+        for tensors, originals in zip(tensor_dicts, before, strict=True):
+            tensors.clear()
+            tensors.update(originals)
 
 
 def make_fake_output(fake_factory: FakeTensorFactory, leaf: Any, unit: str) -> Any:
-    """The same without numbers, if it is a tensor, made in the unit of that name."""
+    """Return a fake tensor for a real output of a unit. Leaves that are not tensors stay."""
     if not isinstance(leaf, Tensor):
         return leaf
-    made = fake_factory.from_tensor(leaf.detach())
-    made.requires_grad_(leaf.requires_grad)
-    made.made_in = unit  # type: ignore[attr-defined]
-    return made
+    fake = fake_factory.from_tensor(leaf.detach())
+    fake.requires_grad_(leaf.requires_grad)
+    fake.made_in = unit  # type: ignore[attr-defined]
+    return fake
 
 
 def run_on_dummy_data(
@@ -256,22 +304,34 @@ def run_on_dummy_data(
     kwargs: Any,
     known_tensors: Mapping[int, Tensor],
 ) -> Any:
-    """The same, on numbers that are there for their shapes alone, but for those that are known."""
+    """Execute a unit or a function on real tensors, and return its output as fake tensors.
+
+    Fake tensors lack some operations (`grouped_mm`, `ctc_loss`, `nonzero`). Only the shapes of the
+    output count, so arguments whose contents are not known are filled with dummy data.
+    """
     leaves, spec = flatten((args, kwargs))
-    some = [
+    real_leaves = [
         known_tensors[id(x)].clone() if id(x) in known_tensors else make_dummy_tensor(x)
         for x in leaves
     ]
-    same = {id(real): x for real, x in zip(some, leaves, strict=True) if isinstance(x, Tensor)}
-    leaves, spec = flatten(_run_on_real_tensors(target, *unflatten(some, spec)))
+    # An argument that comes back as an output must be the same fake tensor again.
+    fake_by_real = {
+        id(real): x for real, x in zip(real_leaves, leaves, strict=True) if isinstance(x, Tensor)
+    }
+    leaves, spec = flatten(_run_on_real_tensors(target, *unflatten(real_leaves, spec)))
     return unflatten(
-        [same[id(x)] if id(x) in same else make_fake_output(fake_factory, x, unit) for x in leaves],
+        [
+            fake_by_real[id(x)]
+            if id(x) in fake_by_real
+            else make_fake_output(fake_factory, x, unit)
+            for x in leaves
+        ],
         spec,
     )
 
 
 def _run_on_real_tensors(target: Any, real_args: Any, real_kwargs: Any) -> Any:
-    """The unit's own buffers are as before, after it."""
+    """Execute a unit or a function on real tensors and restore the buffers of the unit."""
     modules = list(target.modules()) if isinstance(target, nn.Module) else []
     with _replace_module_tensors(
         modules, lambda t: make_dummy_tensor(t) if isinstance(t, FakeTensor) else t
@@ -287,26 +347,37 @@ def _run_on_real_tensors(target: Any, real_args: Any, real_kwargs: Any) -> Any:
 
 
 def make_dummy_tensor(leaf: Any) -> Any:
-    """Of a tensor's shape and kind."""
+    """Return a real tensor with the shape and dtype of a tensor. Other leaves stay.
+
+    The contents are chosen so that most code accepts them: small random floats, True, and 0 for
+    integers, which is a valid index.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.is_floating_point() or leaf.is_complex():
-        made = torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device) * 0.1
-        return made.requires_grad_(leaf.requires_grad)
+        dummy = torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device) * 0.1
+        return dummy.requires_grad_(leaf.requires_grad)
     if leaf.dtype is torch.bool:
         return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def make_shape_placeholder(tensor: Tensor) -> Tensor:
-    """The same to look at, in next to no memory."""
+    """Return a tensor with the same shape and dtype that takes the memory of one element."""
     if tensor.layout is not torch.strided:
         return tensor
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
+# ---- in-place changes --------------------------------------------------------------------------
+#
+# PyTorch counts the in-place changes of each tensor in `_version`. Views of one storage share the
+# counter, so a change of a view is seen on its base. Inference tensors have no counter, and batch
+# norm does not increment it: there the function itself tells (`torch_functions`).
+
+
 def get_versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place; -1 where nobody counts."""
+    """Return the version counter of each tensor, or -1 for inference tensors."""
     return [-1 if t.is_inference() else t._version for t in tensors]
 
 
@@ -317,62 +388,70 @@ def find_mutated(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """Those that were changed in place since, by a function called with these arguments."""
-    now = get_versions(tensors)
-    found = [t for t, a, b in zip(tensors, now, versions_before, strict=True) if a != b]
-    found += find_unversioned_writes(func, args, kwargs)
-    if not found and -1 in versions_before and func is not None and is_in_place(func):
+    """Return the tensors that a call of `func` changed in place.
+
+    `versions_before` is the result of `get_versions` before the call. `func` is None for a unit.
+    """
+    versions = get_versions(tensors)
+    mutated = [t for t, a, b in zip(tensors, versions, versions_before, strict=True) if a != b]
+    mutated += find_unversioned_writes(func, args, kwargs)
+    if not mutated and -1 in versions_before and func is not None and is_in_place(func):
         return list(tensors[:1])  # in inference mode
-    return found
+    return mutated
 
 
 def select_originals(
     tensors: Sequence[Tensor], fake_tensors: Sequence[Tensor], mutated: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The arguments for which those stood that were changed."""
+    """Return the tensors whose fake tensors are in `mutated`."""
     ids = set(map(id, mutated))
-    return [t for t, one in zip(tensors, fake_tensors, strict=True) if id(one) in ids]
+    return [t for t, fake in zip(tensors, fake_tensors, strict=True) if id(fake) in ids]
 
 
 def get_rng_state(device: torch.device) -> Tensor:
-    """Of the generators that a forward there draws from."""
+    """Return the state of the generators that a forward on the device draws from."""
     if device.type != "cuda":
         return torch.get_rng_state()
     return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
 
 
-# -------------------------------------------------------------------------------------------------
-# A dry run of a model that was built on meta: what stands in for tensors that have no memory.
+# ---- models on the meta device -----------------------------------------------------------------
 #
-# For a parameter, and for what units have, a fake one on the device of the inputs. The buffers of the
-# parents are small, and the forward may decide by them: they are set as the model sets them.
-# -------------------------------------------------------------------------------------------------
+# A model that was built on the meta device has tensors without memory. For a dry run they are
+# replaced:
+#
+#     parameters, and all tensors of units     fake tensors on the device of the inputs
+#     buffers of parents                       real tensors, initialized by the model's own code
+#
+# The buffers of parents are small, and the forward may branch on their contents.
 
 
 @dataclass
 class UninitializedBuffers:
-    """The buffers of parents that nothing sets before a checkpoint is loaded."""
+    """Buffers of parents that have no contents until a checkpoint is loaded."""
 
     names: set[str] = field(default_factory=set)
 
     def check_not_read(self, trace: Trace) -> None:
-        """The forward must not decide by them."""
+        """Raise if the path of the traced forward depends on the contents of such a buffer."""
         if not self.names:
             return
-        without = {at for at, value in enumerate(trace.values) if value.buffer_name in self.names}
-        for step in trace.nodes:
-            if without.isdisjoint(step.inputs):
+        tainted = {
+            index for index, value in enumerate(trace.values) if value.buffer_name in self.names
+        }
+        for node in trace.nodes:
+            if tainted.isdisjoint(node.inputs):
                 continue
-            if step.is_guard:
+            if node.is_guard:
                 raise ArgumentError(
-                    f"at {step.location}, the forward looks at numbers that follow from a buffer, "
-                    f"{', '.join(sorted(self.names))}, and the model was built on meta, where it "
-                    "has none: build the buffer under torch.device('cpu'), or let its module's "
-                    "reset_parameters() set it"
+                    f"at {node.location}, the forward reads a value that depends on a buffer "
+                    f"without contents: {', '.join(sorted(self.names))}. The model was built on "
+                    "the meta device, and nothing initializes the buffer. Build it under "
+                    "torch.device('cpu'), or set it in the reset_parameters() of its module."
                 )
-            without |= {
-                *(step.output.value_indices if step.output else ()),
-                *step.mutations.values(),
+            tainted |= {
+                *(node.output.value_indices if node.output else ()),
+                *node.mutations.values(),
             }
 
 
@@ -380,35 +459,37 @@ class UninitializedBuffers:
 def replace_meta_tensors(
     model: nn.Module, units: Collection[nn.Module], fake_factory: FakeTensorFactory
 ) -> Iterator[UninitializedBuffers]:
-    """Within, nothing of the model is on meta."""
-    unset = UninitializedBuffers()
+    """Replace all meta tensors of a model for the duration of the context."""
+    uninitialized = UninitializedBuffers()
     if not has_meta_tensors(model):
-        yield unset
+        yield uninitialized
         return
     device = fake_factory.device
-    inside = {module for unit in units for module in unit.modules()}
+    unit_modules = {module for unit in units for module in unit.modules()}
     before = [(m, dict(m._parameters), dict(m._buffers), dict(m.__dict__)) for m in model.modules()]
-    made: dict[Tensor, Tensor] = {}
-    blank: list[MetaTensorSlot] = []
+    replacements: dict[Tensor, Tensor] = {}
+    slots: list[MetaTensorSlot] = []
     try:
         for path, module in model.named_modules():
-            for held in (module._parameters, module._buffers):
-                for key, old in held.items():
-                    if old is None or not old.is_meta:
+            for tensors in (module._parameters, module._buffers):
+                for key, meta_tensor in tensors.items():
+                    if meta_tensor is None or not meta_tensor.is_meta:
                         continue
-                    real = held is module._buffers and module not in inside
-                    if old not in made:
-                        made[old] = (
-                            allocate_like(old, device) if real else fake_factory.from_tensor(old)
+                    is_real = tensors is module._buffers and module not in unit_modules
+                    if meta_tensor not in replacements:
+                        replacements[meta_tensor] = (
+                            allocate_like(meta_tensor, device)
+                            if is_real
+                            else fake_factory.from_tensor(meta_tensor)
                         )
-                        if real:
-                            blank.append(
+                        if is_real:
+                            slots.append(
                                 MetaTensorSlot(f"{path}.{key}" if path else key, module, key)
                             )
-                    held[key] = made[old]
-            _replace_meta_attributes(module, made)
-        unset.names = set(_find_uninitialized(model, blank))
-        yield unset
+                    tensors[key] = replacements[meta_tensor]
+            _replace_meta_attributes(module, replacements)
+        uninitialized.names = set(_find_uninitialized(model, slots))
+        yield uninitialized
     finally:
         for module, parameters, buffers, attributes in before:
             module.__dict__.update(attributes)
@@ -417,41 +498,44 @@ def replace_meta_tensors(
 
 
 def _replace_meta_attributes(module: nn.Module, replacements: dict[Tensor, Tensor]) -> None:
+    """Replace meta tensors that a module also holds as plain attributes."""
     for key, value in module.__dict__.items():
         if isinstance(value, Tensor) and value in replacements:
             module.__dict__[key] = replacements[value]
 
 
 def _find_uninitialized(model: nn.Module, slots: Sequence[MetaTensorSlot]) -> Iterator[str]:
-    """The names of those that their modules do not set."""
-    was = [(slot, slot.tensor, slot.tensor._version) for slot in slots if slot.tensor is not None]
-    setters = find_initializers(model)
+    """Run the initializers of the modules, and return the names of the buffers that none set."""
+    before = [
+        (slot, slot.tensor, slot.tensor._version) for slot in slots if slot.tensor is not None
+    ]
+    initializers = find_initializers(model)
     with torch.random.fork_rng([]):
         for module in dict.fromkeys(slot.module for slot in slots):
-            initialize_module(module, setters, run_reset_parameters=True, run_init_weights=True)
-    return (slot.name for slot, tensor, version in was if slot.is_uninitialized(tensor, version))
+            initialize_module(
+                module, initializers, run_reset_parameters=True, run_init_weights=True
+            )
+    return (slot.name for slot, tensor, version in before if slot.is_uninitialized(tensor, version))
 
 
-# -------------------------------------------------------------------------------------------------
-# Packed sequences between units: how long each one is follows from the inputs.
+# ---- packed sequences --------------------------------------------------------------------------
 #
-# `pack_padded_sequence` gives the numbers of rows at each place, as a tensor, together with what is
-# packed, which follows from units. Recurrent layers and `pad_packed_sequence` need these numbers.
-# -------------------------------------------------------------------------------------------------
-
-PACK_PADDED: Any = torch._VF._pack_padded_sequence
-PAD_PACKED: Any = torch._VF._pad_packed_sequence
+# `pack_padded_sequence` returns the packed rows together with an integer tensor of batch sizes.
+# The rows follow from a unit and have no contents in a dry run. The batch sizes follow from the
+# lengths, which are an input, and recurrent layers and `pad_packed_sequence` need their contents:
+# the fake mode cannot run them without. So both functions are executed on dummy rows and real
+# lengths, and the integer outputs are remembered.
 
 
 class PackedSequenceLengths:
-    """Remembers the numbers of rows."""
+    """Remembers the contents of integer tensors that pack and pad functions return."""
 
     def __init__(self, fake_factory: FakeTensorFactory) -> None:
         self._fake_factory = fake_factory
-        self._known_integers: dict[int, Tensor] = {}  # by the identity of what has no numbers
+        self._known_integers: dict[int, Tensor] = {}  # keys are `id(fake)`
 
     def find_known_integers(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The numbers of those that have some, by identity."""
+        """Return the remembered contents of fake tensors, by their id."""
         return {
             id(t): self._known_integers[id(t)] for t in tensors if id(t) in self._known_integers
         }
@@ -459,16 +543,21 @@ class PackedSequenceLengths:
     def compute(
         self, function_call: FunctionCall, input_only_tensors: dict[int, Tensor]
     ) -> Any | None:
-        """What it gives, without the numbers of what is packed; None: not all lengths are known."""
-        known = {**input_only_tensors, **self.find_known_integers(function_call.tensors)}
-        if any(id(t) not in known for t in function_call.tensors if not t.is_floating_point()):
+        """Return the output of a pack or pad function as fake tensors.
+
+        Returns None if the contents of an integer argument are not known.
+        """
+        known_tensors = {**input_only_tensors, **self.find_known_integers(function_call.tensors)}
+        if any(
+            id(t) not in known_tensors for t in function_call.tensors if not t.is_floating_point()
+        ):
             return None
-        found, _ = function_call.call_with_mapped_tensors(
-            lambda t: known[id(t)] if id(t) in known else make_dummy_tensor(t)
+        result, _ = function_call.call_with_mapped_tensors(
+            lambda t: known_tensors[id(t)] if id(t) in known_tensors else make_dummy_tensor(t)
         )
-        leaves, spec = flatten(found)
-        made = [make_fake_output(self._fake_factory, leaf, "") for leaf in leaves]
-        for fake, real in zip(made, leaves, strict=True):
+        leaves, spec = flatten(result)
+        fakes = [make_fake_output(self._fake_factory, leaf, "") for leaf in leaves]
+        for fake, real in zip(fakes, leaves, strict=True):
             if isinstance(real, Tensor) and not real.is_floating_point():
                 self._known_integers[id(fake)] = real
-        return unflatten(made, spec)
+        return unflatten(fakes, spec)

@@ -4,6 +4,12 @@ An interceptor is a `TorchFunctionMode`. It sees every operation between units, 
 unit asks it what the call of that unit returns. Four kinds of calls are invisible to a function
 mode (`torch.autograd.Function`, scripted functions, `vmap` and `torch.utils.checkpoint`);
 `torch_compat.install_call_handlers` reports those for as long as an interceptor is entered.
+
+Three classes derive from `OpInterceptor`: `Tracer` records a forward, `StageInterpreter` runs one
+stage of it, and `_ConsistencyChecker` in `trace_model` runs none of it.
+
+A function mode is used, and not a dispatch mode, because it acts above autograd: a tensor that is
+replaced below autograd would get no gradient.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
 
     # The arguments of the `torch.utils.checkpoint` that the forward is inside of, if any.
     checkpoint_options: dict[str, Any] | None = None
+    # By unit: hooks that refer to a parent, rebound to the copy of that parent (see `containers`).
     unit_hooks: Mapping[str, ReboundHooks] = {}
 
     def intercept_unit(
@@ -47,7 +54,11 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
-        """Return the result of an operation. `func` names it; `call` runs it."""
+        """Return the result of an operation.
+
+        `func` identifies the operation and `call` runs it. Both are the same object for an ordinary
+        PyTorch function. They differ for the four kinds of calls that a function mode does not see.
+        """
         raise NotImplementedError
 
     def __enter__(self) -> OpInterceptor:
@@ -122,7 +133,8 @@ def without_interception(interceptor: OpInterceptor) -> AbstractContextManager[N
     return without_function_mode(interceptor)
 
 
-# Frames of these files are not lines of the user's model.
+# Frames of files that start with these paths are not lines of the user's model. Code that is
+# generated at run time has a file name such as "<string>".
 _LIBRARY_PATHS = (str(Path(__file__).parent), TORCH_DIRECTORY, torch_compat.__file__, "<")
 
 
@@ -137,14 +149,21 @@ def get_source_location() -> str:
 
 
 class HookSkipped(Exception):
-    """A hook of a unit that is not run here computes."""
+    """Ends a forward hook at its first operation, if its unit runs on another stage.
+
+    Hooks of all units are called on all stages, because the model may use what they collect. What
+    they compute is computed where the unit runs.
+    """
 
 
 class NullHookHandle:
-    """In the place of a hook's handle, where the hook is on another stage."""
+    """The return value of `register_hook` where the tensor is on another stage.
+
+    It has the interface of `torch.utils.hooks.RemovableHandle`.
+    """
 
     def remove(self) -> None:
-        """There is none."""
+        """Do nothing: no hook was registered."""
 
     def __enter__(self) -> NullHookHandle:
         return self
@@ -154,26 +173,27 @@ class NullHookHandle:
 
 
 def _iter_captured_tensors(func: Any) -> Iterator[Tensor]:
-    """The tensors that a function has from around it, and those that functions there have."""
-    waiting, seen = [func], set[int]()
-    while waiting:
-        inside = waiting.pop()
-        if id(inside) in seen:
+    """Yield the tensors that a function closes over, directly or through other functions."""
+    pending, visited = [func], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(inside))
-        if isinstance(inside, Tensor):
-            yield inside
-        elif isinstance(inside, tuple | list):
-            waiting += inside
-        elif isinstance(inside, partial):
-            waiting += [inside.func, *inside.args, *inside.keywords.values()]
-        elif isinstance(inside, FunctionType):
-            waiting += [
-                cell.cell_contents for cell in inside.__closure__ or () if _has_contents(cell)
+        visited.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            pending += value
+        elif isinstance(value, partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, FunctionType):
+            pending += [
+                cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)
             ]
 
 
 def _has_contents(cell: Any) -> bool:
+    """Return whether a closure cell is filled. Reading an empty one raises ValueError."""
     try:
         return cell.cell_contents is not None
     except ValueError:

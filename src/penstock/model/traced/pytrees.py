@@ -1,4 +1,13 @@
-"""Values inside values: what goes into a forward and comes out of it, taken apart."""
+"""Nested arguments and outputs, flattened into leaves and put together again.
+
+There are two kinds of tree walks:
+
+- `flatten` and `unflatten` use PyTorch's pytrees. They handle everything that may be passed to a
+  unit: registered classes, dataclasses, `UserDict`. They serve units and the model's own inputs and
+  output.
+- `iter_tensors` and `map_tensors` are cheaper and handle what PyTorch functions take: tuples,
+  lists, dicts and slices. They run for every operation between units.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +27,16 @@ def _flatten_user_dict(value: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _flatten_user_dict_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[Any]]:
-    return [(pytree.MappingKey(key), one) for key, one in value.items()], list(value)
+    return [(pytree.MappingKey(key), item) for key, item in value.items()], list(value)
 
 
 def _unflatten_user_dict(values: Any, keys: list[Any]) -> Any:
     return UserDict(zip(keys, values, strict=True))
 
 
-if UserDict not in pytree.SUPPORTED_NODES:  # a dict like any other, for who has no reason to ask
+# PyTorch does not register `UserDict`, although it is a dict to most code. Another library may have
+# registered it already, and registering a class twice raises.
+if UserDict not in pytree.SUPPORTED_NODES:
     pytree.register_pytree_node(
         UserDict,
         _flatten_user_dict,
@@ -35,27 +46,31 @@ if UserDict not in pytree.SUPPORTED_NODES:  # a dict like any other, for who has
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and what held them; dataclasses are taken apart as well."""
+    """Return the leaves of a nested value and its structure.
+
+    Dataclasses that contain tensors are registered as pytree nodes when they are first seen.
+    """
     leaves, spec = pytree.tree_flatten(value)
-    new = {type(leaf) for leaf in leaves if _is_tensor_dataclass(leaf)}
-    if not new:
+    dataclass_types = {type(leaf) for leaf in leaves if _is_tensor_dataclass(leaf)}
+    if not dataclass_types:
         return leaves, spec
-    for kind in new:
+    for dataclass_type in dataclass_types:
         pytree.register_pytree_node(
-            kind,
+            dataclass_type,
             _flatten_dataclass,
-            _make_dataclass_unflatten(kind),
+            _make_dataclass_unflatten(dataclass_type),
             flatten_with_keys_fn=_flatten_dataclass_with_keys,
         )
     return flatten(value)
 
 
 def unflatten(leaves: list[Any], tree_spec: pytree.TreeSpec) -> Any:
-    """Put together again."""
+    """Return the nested value that has this structure and these leaves."""
     return pytree.tree_unflatten(leaves, tree_spec)
 
 
 def _is_tensor_dataclass(leaf: Any) -> bool:
+    """Return whether a leaf is an instance of a dataclass with a tensor in one of its fields."""
     return (
         dataclasses.is_dataclass(leaf)
         and not isinstance(leaf, type)
@@ -68,7 +83,7 @@ def _get_field_values(record: Any) -> list[Any]:
 
 
 def _flatten_dataclass(record: Any) -> tuple[list[Any], list[str]]:
-    """All that it has, also what is no field."""
+    """Return the values and names of all attributes, also of those that are not fields."""
     names = list(vars(record)) if hasattr(record, "__dict__") else []
     names += [f.name for f in dataclasses.fields(record) if f.name not in names]
     return [getattr(record, name, None) for name in names], names
@@ -82,11 +97,15 @@ def _flatten_dataclass_with_keys(
 
 
 def _make_dataclass_unflatten(dataclass_type: type) -> Callable[[Any, Any], Any]:
+    """Return the function that rebuilds an instance of a dataclass from its attributes."""
+
     def unflatten_dataclass(values: Any, names: list[str]) -> Any:
-        made: Any = object.__new__(dataclass_type)
+        # Neither `__init__` nor `__post_init__` runs: they may check or change the values. The
+        # `__setattr__` of a frozen dataclass would raise.
+        record: Any = object.__new__(dataclass_type)
         for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(record, name, value)
+        return record
 
     return unflatten_dataclass
 
@@ -94,7 +113,9 @@ def _make_dataclass_unflatten(dataclass_type: type) -> Callable[[Any, Any], Any]
 def map_call_tensors(
     args: tuple[Any, ...], kwargs: dict[str, Any], transform: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a unit, each tensor changed; most hold none that must be sought."""
+    """Return the arguments of a unit with each tensor transformed."""
+    # Most units take plain tensors and numbers, which need no flattening. This runs for every call
+    # of a unit on a stage.
     if all(isinstance(v, _LEAF_TYPES) for v in (*args, *kwargs.values())):
         return (
             tuple([transform(v) if isinstance(v, Tensor) else v for v in args]),
@@ -102,36 +123,36 @@ def map_call_tensors(
         )
     leaves, spec = flatten((args, kwargs))
     leaves = [transform(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
-    return found
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
+    return arguments
 
 
 _LEAF_TYPES = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operation, in order."""
+    """Yield the tensors among the arguments of an operation, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from iter_tensors(one)
+        for item in value:
+            yield from iter_tensors(item)
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from iter_tensors(one)
+        for item in value.values():
+            yield from iter_tensors(item)
     elif isinstance(value, slice):
         yield from iter_tensors((value.start, value.stop, value.step))
 
 
 def map_tensors(value: Any, transform: Callable[[Tensor], Any]) -> Any:
-    """The arguments of an operation, each tensor changed."""
+    """Return the arguments of an operation with each tensor transformed."""
     if isinstance(value, Tensor):
         return transform(value)
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([map_tensors(one, transform) for one in value])
+        return kind([map_tensors(item, transform) for item in value])
     if kind is dict:
-        return {key: map_tensors(one, transform) for key, one in value.items()}
+        return {key: map_tensors(item, transform) for key, item in value.items()}
     if kind is slice:
         return slice(*map_tensors((value.start, value.stop, value.step), transform))
     if isinstance(value, tuple | list | dict):  # a named tuple, torch.Size, ...
@@ -141,7 +162,9 @@ def map_tensors(value: Any, transform: Callable[[Tensor], Any]) -> Any:
 
 
 def format_literals(arguments: Any) -> str:
-    """What is plain among the arguments of an operation, as text: the same on every rank.
+    """Return the numbers, strings and booleans among the arguments of an operation as text.
+
+    The text is the same on every rank. It is part of the names of values.
 
     >>> format_literals((("x", 2), {"dim": -1}))
     "'x' 2 -1"
@@ -149,16 +172,16 @@ def format_literals(arguments: Any) -> str:
     leaves = pytree.tree_leaves(arguments)
     parts = [(v.start, v.stop, v.step) if isinstance(v, slice) else (v,) for v in leaves]
     plain = (bool, int, float, str)
-    return " ".join(repr(one) for part in parts for one in part if isinstance(one, plain))
+    return " ".join(repr(item) for part in parts for item in part if isinstance(item, plain))
 
 
 def iter_hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors in an object that cannot be taken apart."""
+    """Yield the tensors inside an object that is not a pytree node, up to a nesting depth."""
     if isinstance(leaf, Tensor):
         yield leaf
     elif depth and isinstance(leaf, tuple | list | set | frozenset):
-        for one in leaf:
-            yield from iter_hidden_tensors(one, depth - 1)
+        for item in leaf:
+            yield from iter_hidden_tensors(item, depth - 1)
     elif depth and isinstance(leaf, dict):
         yield from iter_hidden_tensors(list(leaf.values()), depth)
     elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
@@ -166,7 +189,11 @@ def iter_hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 class IdentityKey:
-    """An object that is like no other; a function, say, or a configuration that blocks share."""
+    """A dict key that is equal only to a key of the same object.
+
+    It serves for functions, and for objects that are not hashable or whose own `==` is not known.
+    The key holds a reference to the object, so that its id is not reused.
+    """
 
     __slots__ = ("_of",)
 
@@ -182,7 +209,7 @@ class IdentityKey:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCall:
-    """A function with its arguments, and the tensors among them."""
+    """A function with its arguments, and the tensors among the arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -190,6 +217,6 @@ class FunctionCall:
     tensors: list[Tensor]
 
     def call_with_mapped_tensors(self, transform: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
-        """What it gives with each tensor changed, and those."""
+        """Call the function with each tensor transformed. Return the result and the new tensors."""
         args, kwargs = map_tensors((self.args, self.kwargs), transform)
         return self.call(*args, **kwargs), list(iter_tensors((args, kwargs)))

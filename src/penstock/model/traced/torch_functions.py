@@ -1,4 +1,20 @@
-"""What is known of PyTorch's functions: which only look, need no numbers, or are checks."""
+"""Sets of PyTorch functions that the tracer and the stages treat specially.
+
+set                    the functions                          treatment
+METADATA_ONLY          read metadata (shape, dtype)           run everywhere, not recorded
+SIZE_QUERIES           those of them that read sizes          note that Python knows the shape
+MODE_DEPENDENT         requires_grad, is_leaf                 answered as in the trace
+SHAPE_ONLY             zeros_like, new_zeros, ...             need only the shape of an argument
+ASSERTIONS             raise, or do nothing                   run where the tensor is
+HOOK_REGISTRATION      register_hook, retain_grad             run where the tensor is
+COMPARISONS            compare, or read a comparison          may read random values, within limits
+BACKWARD_CALLS         run a backward inside the forward      one stage must have the whole graph
+REFLECTED_COMPARISONS  a < b, which may be called as b > a    count as the same operation
+UNIFORM_RANDOM         draw from [0, 1)                       give the bounds for COMPARISONS
+BINCOUNT               bincount                               the size is taken to be `minlength`
+
+Names that a PyTorch release lacks are left out.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +56,16 @@ _NEW_FACTORIES = (
 
 
 def _tensor_attributes(names: tuple[str, ...], as_getters: bool = False) -> list[Any]:
-    found = [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
-    return [attribute.__get__ for attribute in found] if as_getters else found
+    """Return attributes of `Tensor` as a function mode sees them.
+
+    A function mode receives the read of a property as a call of the property's `__get__`.
+    """
+    attributes = [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
+    return [attribute.__get__ for attribute in attributes] if as_getters else attributes
 
 
-# They look at a tensor, and not at its numbers. `type` looks only if it is asked for nothing.
+# They read metadata of a tensor and never its contents. `Tensor.type` is one of them only without
+# an argument: `t.type()` returns a name, `t.type(dtype)` converts (see `is_metadata_only`).
 METADATA_ONLY = frozenset(
     [
         *_tensor_attributes(_METADATA_PROPERTIES, as_getters=True),
@@ -53,7 +74,7 @@ METADATA_ONLY = frozenset(
     ]
 )
 
-# They look at how large it is.
+# They read the size of a tensor. Stages that skip the tensor must then know its exact shape.
 SIZE_QUERIES = frozenset(
     [
         *_tensor_attributes(("shape", "nbytes"), as_getters=True),
@@ -62,25 +83,27 @@ SIZE_QUERIES = frozenset(
     ]
 )
 
-# They look at what differs between a forward and its recomputation: answered as in the dry run.
+# Their answer differs between a forward and its recomputation, because a checkpointed forward runs
+# without a graph. The stages return what the trace recorded, so that both take the same path.
 MODE_DEPENDENT = frozenset(_tensor_attributes(("requires_grad", "is_leaf"), as_getters=True))
 
-# Of their first argument they need no numbers: what they make is known wherever that is known.
+# They need the shape and dtype of their first argument, but not its contents. So every stage can
+# run them, wherever that argument is.
 SHAPE_ONLY = frozenset(
     [*(getattr(torch, name) for name in _LIKE_FACTORIES), *_tensor_attributes(_NEW_FACTORIES)]
 )
 
-# They look at numbers to complain about them, and give nothing.
+# They raise or return nothing, depending on tensor contents.
 ASSERTIONS = frozenset(
     getattr(torch, name)
     for name in ("_assert", "_assert_async", "_check", "_check_with")
     if hasattr(torch, name)
 )
 
-# They tie something to a tensor: where the tensor is, they run.
+# They attach something to a tensor, and run on the stage that has it.
 HOOK_REGISTRATION = frozenset([Tensor.register_hook, Tensor.retain_grad])
 
-# They compare numbers, or tell the host what came of it.
+# They compare tensors, or turn the result of a comparison into a Python value.
 COMPARISONS = frozenset(
     [
         *_tensor_attributes(("lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__")),
@@ -89,10 +112,11 @@ COMPARISONS = frozenset(
     ]
 )
 
-# They go backward inside the forward.
+# They run a backward inside the forward.
 BACKWARD_CALLS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
 
-# Python asks the right side first, if its class is derived from that of the left one.
+# For `a < b` Python calls `b.__gt__(a)` first if the class of `b` is derived from that of `a`.
+# `RemoteTensor` is derived from `Tensor`, so a stage may see `gt` where the trace has `lt`.
 REFLECTED_COMPARISONS = {
     Tensor.lt: Tensor.gt,
     Tensor.gt: Tensor.lt,
@@ -100,15 +124,15 @@ REFLECTED_COMPARISONS = {
     Tensor.ge: Tensor.le,
 }
 
-# They draw numbers from 0 up to 1.
+# They draw from the interval [0, 1).
 UNIFORM_RANDOM = frozenset([torch.rand, torch.rand_like])
 
-# They count up to the largest number that they find, but at least as far as they are told.
+# Their output has as many elements as the largest input plus one, but at least `minlength`.
 BINCOUNT = frozenset([torch.bincount, Tensor.bincount])
 
 
 def is_metadata_only(func: Any, args: tuple[Any, ...]) -> bool:
-    """Does it need nothing but what an absent value can tell?"""
+    """Return whether a call reads metadata only. A remote tensor can answer such a call."""
     if func not in METADATA_ONLY:
         return False
     return func is not Tensor.type or len(args) == 1
@@ -117,12 +141,16 @@ def is_metadata_only(func: Any, args: tuple[Any, ...]) -> bool:
 def find_unversioned_writes(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Running statistics that it changes, of which no version tells."""
+    """Return the running statistics that a batch norm updates.
+
+    The kernels write them without incrementing the tensors' version counters, by which other
+    in-place changes are found.
+    """
     if func not in _BATCH_NORM_PARAMETERS:
         return []
-    given = {**dict(zip(_BATCH_NORM_PARAMETERS[func], args, strict=False)), **kwargs}
-    found = (given.get("running_mean"), given.get("running_var"))
-    return [one for one in found if given.get("training") and isinstance(one, Tensor)]
+    arguments = {**dict(zip(_BATCH_NORM_PARAMETERS[func], args, strict=False)), **kwargs}
+    stats = (arguments.get("running_mean"), arguments.get("running_var"))
+    return [stat for stat in stats if arguments.get("training") and isinstance(stat, Tensor)]
 
 
 _RUNNING_STATS = ("running_mean", "running_var")
@@ -134,17 +162,20 @@ _BATCH_NORM_PARAMETERS = {
 
 
 def get_function_name(func: Any) -> str:
-    """A function's name, for people."""
+    """Return the name of a function for error messages and value names."""
     if isinstance(func, str):
         return func
-    own = getattr(func, "__name__", None) or type(func).__name__
-    if own in ("__get__", "__set__"):
-        return f"{getattr(getattr(func, '__self__', None), '__name__', '?')} ({own})"
-    return str(own)
+    name = getattr(func, "__name__", None) or type(func).__name__
+    if name in ("__get__", "__set__"):  # a property: add which one
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '?')} ({name})"
+    return str(name)
 
 
 def is_in_place(func: Any) -> bool:
-    """By its name."""
+    """Return whether a function changes its first argument, judging by its name.
+
+    Used for inference tensors only: they have no version counter.
+    """
     name = get_function_name(func)
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 

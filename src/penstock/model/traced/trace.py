@@ -1,4 +1,21 @@
-"""What a dry run saw of a model's forward: its steps, and the values that they make and take."""
+"""The intermediate representation: nodes and values of one traced forward.
+
+`tracer.Tracer` writes a `Trace`; `assignment` decides which stage runs which node; `stage_program`
+turns the result into one program per stage.
+
+A **node** is one thing that the forward did: a call of a unit, a PyTorch operation between units,
+or a read of tensor contents by Python. A **value** is one tensor between two in-place changes: an
+in-place operation turns every tensor that shares the memory into a new value. So the trace is in
+single-assignment form, although the model is not:
+
+    x = self.embed(ids)      node 0: UNIT       inputs (v0)   output v1
+    x += self.bias           node 1: OPERATION  inputs (v1, v2)   mutations {v1: v3}
+    if mask.all(): ...       node 2: OPERATION  inputs (v4)   output v5
+                             node 3: HOST_READ  inputs (v5)   recorded_result True
+    x = self.block(x)        node 4: UNIT       inputs (v3)   output v6
+
+Values and nodes are referred to by their index in `Trace.values` and `Trace.nodes`.
+"""
 
 from __future__ import annotations
 
@@ -15,94 +32,106 @@ from penstock.torch_compat import pytree
 
 
 class NodeKind(Enum):
-    """Of a step."""
+    """The kind of a node."""
 
-    UNIT = auto()  # a unit is called
-    OPERATION = auto()  # an operation between units
-    HOST_READ = auto()  # the host looks at numbers, and goes on accordingly
-    NON_TENSOR = auto()  # it has nothing to do with tensors
+    UNIT = auto()  # a call of a unit
+    OPERATION = auto()  # a PyTorch operation between units
+    HOST_READ = auto()  # Python reads tensor contents (`item()`, `if mask.all()`)
+    NON_TENSOR = auto()  # a call without tensors, such as entering or leaving `no_grad`
 
 
 class ValueRef(NamedTuple):
-    """An argument that is a value."""
+    """A placeholder for a value inside an argument template."""
 
     value: int
 
 
 class ValueLeaf(NamedTuple):
-    """A leaf that the step makes: a value."""
+    """An output leaf that is a new value."""
 
     value: int
 
 
 class ArgumentLeaf(NamedTuple):
-    """A leaf that is one of the step's own arguments."""
+    """An output leaf that is one of the node's own tensor arguments."""
 
-    argument_index: int  # which of the tensors among them
+    argument_index: int  # its index among the tensor arguments
 
 
 @dataclass(frozen=True)
 class TracedOutput:
-    """What a step gave: leaves that are New, Same, or plain."""
+    """The output of a node, flattened.
+
+    A leaf is a `ValueLeaf`, an `ArgumentLeaf`, or a plain Python object.
+    """
 
     leaves: tuple[Any, ...]
     tree_spec: pytree.TreeSpec
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TracedOutput, (self.leaves, None)  # a copy is to be looked at
+        # A pickled trace is for inspection. The tree spec may hold classes that cannot be pickled.
+        return TracedOutput, (self.leaves, None)
 
     @property
     def value_indices(self) -> tuple[int, ...]:
-        """The values among them."""
+        """The new values among the leaves."""
         return tuple(leaf.value for leaf in self.leaves if isinstance(leaf, ValueLeaf))
 
 
 @dataclass(frozen=True)
 class TracedValue:
-    """A tensor, as it is between two changes in place.
+    """A tensor between two in-place changes.
 
-    It is `free` if it follows from the inputs and from what is not learned: then every stage can
-    have it. `maker` is a step; None: it was there before.
+    It is `input_only` if it depends on the inputs, on buffers and on constants, but on no parameter
+    and on no output of a unit. Every stage can compute such a value itself. `producer` is the index
+    of the node that makes the value, or None if it existed before the forward.
     """
 
     tensor_spec: TensorSpec
     input_only: bool
     producer: int | None = None
     name: str = ""  # the same on every rank
-    parameter_name: str = ""  # its name, if it is one
-    buffer_name: str = ""
-    input_index: int | None = None  # which of the tensors that the forward was called with
+    parameter_name: str = ""  # empty if the value is not a parameter
+    buffer_name: str = ""  # empty if the value is not a buffer
+    input_index: int | None = None  # its index among the tensors that the forward was called with
 
 
 @dataclass(frozen=True)
 class TraceNode:
-    """One thing that the forward did."""
+    """One unit call, operation or host read of a traced forward."""
 
     kind: NodeKind
-    func: Any  # what was called; of a unit, its call
+    func: Any  # the function that was called; for a unit, a `UnitCall`
     inputs: tuple[int, ...]
     output: TracedOutput | None
-    location: str  # file and line
-    input_only: bool = False
-    mutations: Mapping[int, int] = field(default_factory=dict)  # in place: values before, after
-    has_side_effect: bool = False  # it has an effect beyond this forward, or draws: it runs once
-    uses_rng: bool = False  # random numbers; of a unit that is not known
-    is_guard: bool = False  # the outcome is a fact about numbers, on which the rest depends
+    location: str  # file, line and function of the model's code
+    input_only: bool = False  # all of its inputs are input-only; it may run on every stage
+    mutations: Mapping[int, int] = field(default_factory=dict)  # old value -> new value
+    # Has an effect beyond this forward, or draws random numbers. Exactly one stage runs it.
+    has_side_effect: bool = False
+    uses_rng: bool = False  # unknown for units
+    # The result (or its shape) depends on tensor contents, and the rest of the trace depends on it.
+    # `guards` computes it for other inputs and compares it with `recorded_result`.
+    is_guard: bool = False
     recorded_result: Any = None
-    literals: str = ""  # the arguments that are no tensors, as text
-    arg_template: Any = None  # of a unit, or one that is free: with a Ref where a value was
-    call: Any = None  # how an operation is called
+    literals: str = ""  # the arguments that are not tensors, as text
+    # The arguments with a `ValueRef` for each tensor. Units, guards and input-only nodes have it.
+    arg_template: Any = None
+    call: Any = None  # runs the operation; see `OpInterceptor.intercept_op`
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is to be looked at: functions cannot all be copied."""
+        """Pickle the node for inspection, with function names for functions.
+
+        Not all functions can be pickled.
+        """
         func = self.func if self.kind is NodeKind.UNIT else get_function_name(self.func)
         plain = replace(self, func=func, arg_template=None, call=None)
-        return TraceNode, tuple(getattr(plain, one.name) for one in fields(self))
+        return TraceNode, tuple(getattr(plain, item.name) for item in fields(self))
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """The n-th call of a unit in a forward."""
+    """The n-th call of a unit in one forward."""
 
     unit: str
     call_index: int = 0
@@ -113,23 +142,20 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole forward."""
+    """All nodes and values of one forward."""
 
     nodes: tuple[TraceNode, ...]
     values: tuple[TracedValue, ...]
-    inputs: tuple[int, ...]  # the values of the tensors it was called with
+    inputs: tuple[int, ...]  # the values of the tensors that the forward was called with
     output: TracedOutput
-    reassigned_buffers: Mapping[
-        str, int
-    ]  # buffers that were assigned anew: values, by the buffers' names
-    shape_read_values: frozenset[int] = (
-        frozenset()
-    )  # values of which the host knows how large they are
-    unit_integer_inputs: Mapping[int, Tensor] = field(
-        default_factory=dict
-    )  # whole numbers that units are given
+    reassigned_buffers: Mapping[str, int]  # buffer name -> the value that was assigned to it
+    # Values whose shape Python read. Stages without the tensor must know its shape as well.
+    shape_read_values: frozenset[int] = frozenset()
+    # Contents of integer and boolean tensors that are passed to units (indices, lengths, masks).
+    # The profiler calls the units with these, because a unit may not run with arbitrary indices.
+    unit_integer_inputs: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def unit_call_indices(self) -> list[int]:
-        """The steps that call units."""
-        return [at for at, step in enumerate(self.nodes) if step.kind is NodeKind.UNIT]
+        """The indices of the nodes that call units."""
+        return [index for index, node in enumerate(self.nodes) if node.kind is NodeKind.UNIT]

@@ -1,4 +1,15 @@
-"""A dry run of a model on a micro-batch: from inputs to a trace."""
+"""From a model and a micro-batch to a trace.
+
+`trace_expanding_units` is the entry point when a pipe is made, `trace_model` when a new kind of
+micro-batch arrives. They work in this order:
+
+1. Copy the parents (`ProxyModel`) and put a proxy in the place of each unit.
+2. Run the model's forward on the copy under a `Tracer`.
+3. Run it again under a `_ConsistencyChecker`, which executes no unit and no operation. This is the
+   view of a stage that runs nothing. It must take the same path.
+4. If 2 or 3 finds a tensor that left a unit without being returned, expand that unit (its
+   submodules become units) and start again. `trace_model` raises `EscapedTensor` instead.
+"""
 
 from __future__ import annotations
 
@@ -39,68 +50,80 @@ from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.model.traced.value_table import EscapedTensor
 
-# -------------------------------------------------------------------------------------------------
-# The forward as a stage would see it that runs none of it: does it come to the same end?
+# ---- the consistency check ---------------------------------------------------------------------
 #
-# A tensor may leave a unit twice: as its result, and sideways, through a hook inside or an attribute.
-# Where the unit does not run, the second one is not there, and the forward would go on without it.
-# -------------------------------------------------------------------------------------------------
+# A tensor may leave a unit twice: as its return value, and through a hook or an attribute. Where
+# the unit does not run, the second way is missing, and the forward would silently continue without
+# the tensor. The tracer cannot see that, because it runs all units. So the forward is run once
+# more, on remote tensors, with the recorded output for every node.
 
 
 class _PathDiverged(Exception):
-    """The forward does something else. A stage that runs tells of it better."""
+    """The forward calls something else than the trace says.
+
+    It does not reach the user: a stage that runs raises an error with more detail.
+    """
 
 
 def is_reproducible(
-    trace: Trace, skeleton: ProxyModel, leaves: Sequence[Any], tree_spec: Any
+    trace: Trace, proxy_model: ProxyModel, leaves: Sequence[Any], tree_spec: Any
 ) -> bool:
-    """Does it take the same path? A Leak, where a result of a unit is missed that came sideways."""
+    """Return whether the forward takes the traced path when no unit is executed.
+
+    Raises `EscapedTensor` if an output of a unit is used that did not come from the unit's call.
+    """
     device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
-    watcher = _ConsistencyChecker(trace, device)
-    watcher.unit_hooks = skeleton.unit_hooks
-    given = iter(trace.inputs)
-    stand_ins = [
-        watcher.get_remote_tensor(next(given)) if isinstance(x, Tensor) else x for x in leaves
+    checker = _ConsistencyChecker(trace, device)
+    checker.unit_hooks = proxy_model.unit_hooks
+    input_values = iter(trace.inputs)
+    remote_leaves = [
+        checker.get_remote_tensor(next(input_values)) if isinstance(x, Tensor) else x
+        for x in leaves
     ]
-    args, kwargs = unflatten(stand_ins, tree_spec)
+    args, kwargs = unflatten(remote_leaves, tree_spec)
     try:
-        with watcher:
-            output = skeleton.model(*args, **kwargs)
+        with checker:
+            output = proxy_model.model(*args, **kwargs)
     except EscapedTensor:
         raise
     except _PathDiverged:
         return False
-    except Exception:  # whatever comes of values that are not there
+    except Exception:  # code of the model that fails on remote tensors says nothing about the path
         return True
-    found = {x.value_index for x in flatten(output)[0] if isinstance(x, RemoteTensor)}
+    returned_values = {x.value_index for x in flatten(output)[0] if isinstance(x, RemoteTensor)}
     for value in trace.output.value_indices:
-        if value not in found:
-            watcher.check_unit_output(value, None, "its end")
+        if value not in returned_values:
+            checker.check_unit_output(value, None, "its end")
     return True
 
 
 class _ConsistencyChecker(OpInterceptor):
+    """Walks through a trace while the forward runs, and returns remote tensors for all values."""
+
     def __init__(self, trace: Trace, device: torch.device) -> None:
         super().__init__()
         self._trace, self._device = trace, device
         self._remote_tensors: dict[int, RemoteTensor] = {}
         self._node_index, self._in_hook = 0, False
         self._unit_by_value = {
-            value: str(step.func.unit)
-            for step in trace.nodes
-            if step.kind is NodeKind.UNIT and step.output is not None
-            for value in step.output.value_indices
+            value: str(node.func.unit)
+            for node in trace.nodes
+            if node.kind is NodeKind.UNIT and node.output is not None
+            for value in node.output.value_indices
         }
 
     def get_remote_tensor(self, value: int) -> RemoteTensor:
-        """What stands for it."""
+        """Return the remote tensor that stands for a value."""
         if value not in self._remote_tensors:
-            look = self._trace.values[value].tensor_spec
-            self._remote_tensors[value] = RemoteTensor.from_spec(look, self._device, value)
+            spec = self._trace.values[value].tensor_spec
+            self._remote_tensors[value] = RemoteTensor.from_spec(spec, self._device, value)
         return self._remote_tensors[value]
 
     def check_unit_output(self, value: int, tensor: Tensor | None, location: str) -> None:
-        """A result of a unit must come from the unit's call."""
+        """Raise `EscapedTensor` if a value is an output of a unit and the tensor is not.
+
+        `tensor` is what the forward uses now in the place of the value.
+        """
         if value in self._unit_by_value and not (
             isinstance(tensor, RemoteTensor) and tensor.value_index == value
         ):
@@ -109,7 +132,7 @@ class _ConsistencyChecker(OpInterceptor):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Passed over, unless it only looks."""
+        """Skip an operation, unless it reads metadata only."""
         if is_metadata_only(func, args):
             return func(*args, **(kwargs or {}))
         return self.intercept_op(func, args, kwargs or {}, func)
@@ -117,45 +140,53 @@ class _ConsistencyChecker(OpInterceptor):
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
-        """What it gave."""
-        step = self._next_node(func)
-        if step.kind is NodeKind.NON_TENSOR:
+        """Return the recorded output of an operation without executing it."""
+        node = self._next_node(func)
+        if node.kind is NodeKind.NON_TENSOR:
             return call(*args, **kwargs)
         tensors = list(iter_tensors((args, kwargs)))
-        turned = step.func is not func and REFLECTED_COMPARISONS.get(func) is step.func
-        return self._replay_output(step, tensors[::-1] if turned else tensors)
+        is_reflected = node.func is not func and REFLECTED_COMPARISONS.get(func) is node.func
+        return self._replay_output(node, tensors[::-1] if is_reflected else tensors)
 
     def intercept_unit(
         self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """What it gave; its own hooks see it."""
-        step = self._next_node(name)
+        """Return the recorded output of a unit, and call its forward hooks with it."""
+        node = self._next_node(name)
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        found = apply_container_updates(self._replay_output(step, tensors), args, kwargs)
+        output = apply_container_updates(self._replay_output(node, tensors), args, kwargs)
+        # Hooks that collect outputs work on every stage. A hook that computes ends at its first
+        # operation: `_next_node` raises HookSkipped.
         for key, hook in get_forward_hooks(target, self.unit_hooks.get(name)).items():
-            more = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
+            hook_kwargs = (kwargs,) if key in target._forward_hooks_with_kwargs else ()
             self._in_hook = True
             try:
-                hook(target, args, *more, found)
+                hook(target, args, *hook_kwargs, output)
             except HookSkipped:
                 pass
             finally:
                 self._in_hook = False
-        return found
+        return output
 
     def _next_node(self, func: Any) -> TraceNode:
+        """Return the next node of the trace. Raise if the forward calls something else."""
         if self._in_hook:
             raise HookSkipped
         if self._node_index >= len(self._trace.nodes):
             raise _PathDiverged
-        step = self._trace.nodes[self._node_index]
-        known = step.func.unit if step.kind is NodeKind.UNIT else step.func
-        if known is not func and known != func and REFLECTED_COMPARISONS.get(func) is not known:
+        node = self._trace.nodes[self._node_index]
+        recorded = node.func.unit if node.kind is NodeKind.UNIT else node.func
+        if (
+            recorded is not func
+            and recorded != func
+            and REFLECTED_COMPARISONS.get(func) is not recorded
+        ):
             raise _PathDiverged
         self._node_index += 1
-        return step
+        return node
 
     def _replay_output(self, node: TraceNode, tensors: Sequence[Tensor]) -> Any:
+        """Return the recorded output of a node, with remote tensors for its values."""
         if len(tensors) == len(node.inputs):
             for value, tensor in zip(node.inputs, tensors, strict=True):
                 self.check_unit_output(value, tensor, node.location)
@@ -174,7 +205,7 @@ class _ConsistencyChecker(OpInterceptor):
         return unflatten(leaves, node.output.tree_spec)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- tracing -----------------------------------------------------------------------------------
 
 
 def trace_model(
@@ -184,19 +215,25 @@ def trace_model(
     kwargs: Any,
     device: torch.device,
 ) -> tuple[Trace, dict[int, Tensor]]:
-    """What the forward does of these inputs, and the tensors that were there before, by values.
+    """Trace the forward for these inputs. Return the trace and the constants by value.
 
-    It is followed as if all were on one device. A value that leaves a unit sideways is a Leak.
+    The model is traced as if all of it were on `device`. Raises `EscapedTensor` if a tensor leaves
+    a unit without being returned.
     """
-    given, spec = flatten((args, kwargs))
-    for _ in range(2):  # what functions remember of the first time is not made again
-        leaves = [_copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in given]
-        fakes = FakeTensorFactory(device)
-        with replace_meta_tensors(model, units.values(), fakes) as unset:
-            trace, constants, steady = _trace_once(model, units, leaves, spec, fakes)
-        if steady:
+    input_leaves, spec = flatten((args, kwargs))
+    # A forward may call functions that cache their results (`functools.cache` on a mask). They
+    # compute in the first run only, so the check after it finds another path. The second trace sees
+    # the filled caches, as every later run does.
+    for _ in range(2):
+        leaves = [
+            _copy_input(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in input_leaves
+        ]
+        fake_factory = FakeTensorFactory(device)
+        with replace_meta_tensors(model, units.values(), fake_factory) as uninitialized:
+            trace, constants, is_stable = _trace_once(model, units, leaves, spec, fake_factory)
+        if is_stable:
             break
-    unset.check_not_read(trace)
+    uninitialized.check_not_read(trace)
     return trace, constants
 
 
@@ -207,56 +244,66 @@ def _trace_once(
     tree_spec: Any,
     fake_factory: FakeTensorFactory,
 ) -> tuple[Trace, dict[int, Tensor], bool]:
-    """With whether it takes the same path when it is run again."""
-    fronts = {id(module): build_unit_proxy(name, module) for name, module in units.items()}
-    skeleton = ProxyModel(model, fronts)
-    skeleton.refresh_buffers(fake_factory.device)
+    """Trace the forward, then check it.
+
+    Returns the trace, the constants, and whether a second run takes the same path.
+    """
+    proxies = {id(module): build_unit_proxy(name, module) for name, module in units.items()}
+    proxy_model = ProxyModel(model, proxies)
+    proxy_model.refresh_buffers(fake_factory.device)
     args, kwargs = unflatten(leaves, tree_spec)
-    parents = [original for original, _ in skeleton.parent_copies.values()]
-    copies = [copy for _, copy in skeleton.parent_copies.values()]
+    parents = [original for original, _ in proxy_model.parent_copies.values()]
+    copies = [copy for _, copy in proxy_model.parent_copies.values()]
     with (
         preserve_model_state(model, parents),
         fake_remote_tensors([*copies, *_find_remote_modules(units)], fake_factory),
     ):
-        recorder = Tracer([model, skeleton.model], fake_factory)
-        recorder.unit_hooks = skeleton.unit_hooks
-        recorder.shared_containers = find_shared_containers(parents, units)
-        inputs = recorder.value_table.register_inputs(
+        tracer = Tracer([model, proxy_model.model], fake_factory)
+        tracer.unit_hooks = proxy_model.unit_hooks
+        tracer.shared_containers = find_shared_containers(parents, units)
+        inputs = tracer.value_table.register_inputs(
             [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         )
-        before = {name: dict(copy._buffers) for name, (_, copy) in skeleton.parent_copies.items()}
-        with recorder:
-            output = skeleton.model(*args, **kwargs)
-        _warn_about_lost_attributes(skeleton)
-        lasting = {
-            f"{name}.{key}" if name else key: buffer
-            for name, (_, copy) in skeleton.parent_copies.items()
-            for key, buffer in copy._buffers.items()
-            if buffer is not None and buffer is not before[name].get(key)
+        buffers_before = {
+            name: dict(copy._buffers) for name, (_, copy) in proxy_model.parent_copies.items()
         }
-        trace = recorder.build_trace(inputs, output, lasting)
-        steady = is_reproducible(trace, ProxyModel(model, fronts), leaves, tree_spec)
-    return trace, recorder.value_table.collect_constants(), steady
+        with tracer:
+            output = proxy_model.model(*args, **kwargs)
+        _warn_about_lost_attributes(proxy_model)
+        reassigned_buffers = {
+            f"{name}.{key}" if name else key: buffer
+            for name, (_, copy) in proxy_model.parent_copies.items()
+            for key, buffer in copy._buffers.items()
+            if buffer is not None and buffer is not buffers_before[name].get(key)
+        }
+        trace = tracer.build_trace(inputs, output, reassigned_buffers)
+        # A new ProxyModel: the forward may have set attributes on the copies of the first one.
+        is_stable = is_reproducible(trace, ProxyModel(model, proxies), leaves, tree_spec)
+    return trace, tracer.value_table.collect_constants(), is_stable
 
 
 def _find_remote_modules(units: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """The modules of units that another process has."""
+    """Return all modules of the units that belong to another process."""
     return [m for unit in units.values() if is_remote_unit(unit) for m in unit.modules()]
 
 
-def _warn_about_lost_attributes(skeleton: ProxyModel) -> None:
-    """What a forward counts on its parents would be counted by every stage: it does not last."""
-    found = [
+def _warn_about_lost_attributes(proxy_model: ProxyModel) -> None:
+    """Warn about numbers that the forward changes on parents, such as a counter.
+
+    Every stage runs the parents' forward for every micro-batch, and would count each of them. So
+    changes to attributes of parents are undone after each micro-batch.
+    """
+    names = [
         f"{name}.{key}".lstrip(".")
-        for name, (original, own) in skeleton.parent_copies.items()
-        for key, value in own.__dict__.items()
+        for name, (original, parent_copy) in proxy_model.parent_copies.items()
+        for key, value in parent_copy.__dict__.items()
         if type(value) in (int, float) and value != original.__dict__.get(key, value)
     ]
-    if found:
+    if names:
         warnings.warn(
-            f"the forward changes {', '.join(found)}, and every stage runs it for every "
-            "micro-batch: what it sets on modules around the units does not last beyond one; keep "
-            "such a count inside a unit, or outside of the model",
+            f"the forward changes {', '.join(names)} on modules around the units. Every stage runs "
+            "that code for every micro-batch, so the change is undone after each one. Keep such a "
+            "number inside a unit, in a buffer, or outside of the model.",
             stacklevel=2,
         )
 
@@ -269,50 +316,56 @@ def trace_expanding_units(
     device: torch.device,
     expanded: Collection[str] = (),
 ) -> tuple[Trace, dict[int, Tensor], dict[str, nn.Module]]:
-    """The same; units that leak are opened, with all others of their class, until none does.
+    """Trace the forward, and expand units until no tensor leaves one without being returned.
 
-    So are those that nobody calls, if their parts are called from outside.
+    Returns the trace, the constants and the units. A unit that has to be expanded is replaced by
+    its submodules, and so are all other units of its class, which would leak in the same way. A
+    unit that is never called is expanded as well, if the forward calls its submodules directly.
     """
-    now = set(expanded)
+    expanded_names = set(expanded)
     while True:
-        units = find_units(model, selector, now)
+        units = find_units(model, selector, expanded_names)
         try:
             trace, constants = trace_model(model, units, args, kwargs, device)
-        except EscapedTensor as leak:
-            now |= _find_units_to_expand(leak, units)
+        except EscapedTensor as escaped:
+            expanded_names |= _find_units_to_expand(escaped, units)
             continue
-        reached = _find_bypassed_units(trace, units)
-        if not reached:
+        bypassed = _find_bypassed_units(trace, units)
+        if not bypassed:
             return trace, constants, units
-        now |= reached
+        expanded_names |= bypassed
 
 
 def _find_bypassed_units(trace: Trace, units: Mapping[str, nn.Module]) -> set[str]:
-    """As `self.vae.encode(x)` does, and the forward of a graph that torch.fx has made."""
-    called = {trace.nodes[at].func.unit for at in trace.unit_call_indices}
-    used = [value.parameter_name for value in trace.values if value.parameter_name]
+    """Return the units that are never called although the forward uses their parameters.
+
+    `self.vae.encode(x)` does that, and so does the forward of a `torch.fx.GraphModule`.
+    """
+    called_units = {trace.nodes[index].func.unit for index in trace.unit_call_indices}
+    parameter_names = [value.parameter_name for value in trace.values if value.parameter_name]
     return {
         name
         for name, unit in units.items()
-        if name not in called
+        if name not in called_units
         and is_expandable(unit)
-        and any(parameter.startswith(f"{name}.") for parameter in used)
+        and any(parameter.startswith(f"{name}.") for parameter in parameter_names)
     }
 
 
 def _find_units_to_expand(escaped: EscapedTensor, units: Mapping[str, nn.Module]) -> set[str]:
+    """Return the unit that a tensor escaped from, and all others of its class."""
     module = units.get(escaped.unit)
     if module is None or not is_expandable(module):
-        what = f"unit '{escaped.unit}'" if escaped.unit else "a unit"
+        unit = f"unit '{escaped.unit}'" if escaped.unit else "a unit"
         raise CutError(
-            f"at {escaped.location}, the forward uses a tensor that left {what} sideways (as an "
-            "attribute, through a hook or in an object), and the unit has no parts to be opened: "
-            "return the tensor from its forward"
+            f"at {escaped.location}, the forward uses a tensor that {unit} made but did not return "
+            "(it was stored in an attribute, captured by a hook or hidden in an object). The unit "
+            "has no submodules that could be units instead. Return the tensor from its forward."
         )
     return {name for name, other in units.items() if type(other) is type(module)
             and is_expandable(other)}  # fmt: skip
 
 
 def _copy_input(tensor: Tensor, device: torch.device) -> Tensor:
-    """The forward may change its inputs in place."""
+    """Return a copy on the device. The forward may change its inputs in place."""
     return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)

@@ -1,7 +1,17 @@
-"""The dry run: follows a forward, and writes down what it does.
+"""The tracer: runs a model's forward once and records its nodes and values.
 
-What follows from the inputs alone is computed with its numbers, as the forward may decide by them.
-Units, and what follows from them, are computed without.
+The tracer is a function mode. It sees every operation between units, and the proxies of the units
+report their calls to it. Each operation is executed in one of two ways:
+
+                          arguments                           executed on     result is
+    input-only            inputs, buffers, constants          real tensors    known to every stage
+    everything else       parameters, outputs of units, ...   fake tensors    shape and dtype only
+
+Values that depend on the inputs alone are computed with their contents, because the forward may
+branch on them (`if mask.all()`). Such a branch becomes a guard: it is evaluated again for every
+micro-batch, and another outcome leads to another trace. The outputs of units, and everything
+computed from them, exist on one stage only. If Python reads their contents, the other stages could
+not follow, and the tracer raises a `CutError` that names the line.
 """
 
 from __future__ import annotations
@@ -10,14 +20,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributions
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.model.traced.containers import (
@@ -27,8 +34,6 @@ from penstock.model.traced.containers import (
 )
 from penstock.model.traced.dry_run import (
     DATA_DEPENDENT_ERRORS,
-    PACK_PADDED,
-    PAD_PACKED,
     FakeTensorFactory,
     PackedSequenceLengths,
     find_mutated,
@@ -79,47 +84,63 @@ from penstock.model.traced.trace import (
     ValueRef,
 )
 from penstock.model.traced.value_table import EscapedTensor, RandomRange, ValueTable
+from penstock.torch_compat import (
+    DISTRIBUTIONS_DIRECTORY,
+    IS_ALL_TRUE,
+    PACK_PADDED_SEQUENCE,
+    PAD_PACKED_SEQUENCE,
+    REGISTER_PYTREE_NODE,
+    FakeTensor,
+    is_functorch_active,
+)
 
-# -------------------------------------------------------------------------------------------------
-# What a value came of, and what that means: for the host, and where it cannot be followed.
-# -------------------------------------------------------------------------------------------------
+# ---- checks: operations that cannot be divided among stages ------------------------------------
 
-_DISTRIBUTIONS_PATH = str(Path(torch.distributions.__file__).parent)
-_ALL_TRUE_FUNCTIONS = (getattr(torch, "_is_all_true", None), torch.all, Tensor.all)
+_ALL_TRUE_FUNCTIONS = (IS_ALL_TRUE, torch.all, Tensor.all)
 
 
 def build_host_read_error(
     node: TraceNode, nodes: Sequence[TraceNode], values: Sequence[TracedValue]
 ) -> CutError:
-    """The host wanted to look at numbers that only one stage has."""
-    makers = (s for v in node.inputs for s in _iter_ancestor_nodes(v, nodes, values))
-    unit = next((str(s.func) for s in makers if s.kind is NodeKind.UNIT), "")
-    whose = f"unit '{unit}'" if unit else "a parameter"
+    """Return the error for a read of tensor contents that only one stage has."""
+    ancestors = (s for v in node.inputs for s in _iter_ancestor_nodes(v, nodes, values))
+    unit = next((str(s.func) for s in ancestors if s.kind is NodeKind.UNIT), "")
+    origin = f"unit '{unit}'" if unit else "a parameter"
     return CutError(
-        f"at {node.location}, {get_function_name(node.func)} looks at the numbers of a value that follows "
-        f"from {whose}, which only one stage has, and what the forward does next, or the "
-        "shape of it, depends on them: compute it inside a unit, on tensors (torch.where), or "
-        "put all that depends on it into one unit with units="
+        f"at {node.location}, {get_function_name(node.func)} reads a value that was computed from "
+        f"{origin}. Only one stage has that value, and the path of the forward or the shape of a "
+        "tensor depends on it. Compute it inside a unit or on tensors (torch.where), or put "
+        "everything that depends on it into one unit with units=."
     )
 
 
 def is_persistent_update(
     buffer_name: str, value: int, nodes: Sequence[TraceNode], values: Sequence[TracedValue]
 ) -> bool:
-    """Is a buffer's new value more than what was kept for the next time, and can be made again?"""
+    """Return whether the assignment of a value to a buffer must outlive the forward.
+
+    A forward may keep a value in a buffer only to reuse it, for example a mask. Every stage can
+    compute such a value again, so the assignment is dropped. It must be kept if the value depends
+    on a unit or a parameter, or on the former content of the same buffer (a running sum).
+    """
     if not values[value].input_only or values[value].buffer_name == buffer_name:
         return True
-    before = _iter_ancestor_nodes(value, nodes, values)
-    return any(values[taken].buffer_name == buffer_name for step in before for taken in step.inputs)
+    ancestors = _iter_ancestor_nodes(value, nodes, values)
+    return any(values[v].buffer_name == buffer_name for node in ancestors for v in node.inputs)
 
 
 def is_distribution_check(value: TracedValue, nodes: Sequence[TraceNode]) -> bool:
-    """Does the host look whether all is well, as distributions do with what they are given?"""
+    """Return whether `torch.distributions` is validating its arguments with this value.
+
+    Distributions evaluate `if not valid.all(): raise`. That reads contents of one stage only, but
+    nothing else depends on the outcome. So the stage that has the value checks it, and the others
+    assume that it holds.
+    """
     if value.producer is None or nodes[value.producer].func not in _ALL_TRUE_FUNCTIONS:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_DISTRIBUTIONS_PATH):
+        if frame.f_code.co_filename.startswith(DISTRIBUTIONS_DIRECTORY):
             return True
         frame = frame.f_back
     return False
@@ -128,74 +149,85 @@ def is_distribution_check(value: TracedValue, nodes: Sequence[TraceNode]) -> boo
 def _iter_ancestor_nodes(
     value: int, nodes: Sequence[TraceNode], values: Sequence[TracedValue]
 ) -> Iterator[TraceNode]:
-    """All that it follows from, the last ones first."""
-    waiting, seen = [values[value].producer], set[int | None]({None})
-    while waiting:
-        at = waiting.pop()
-        if at is None or at in seen:
+    """Yield the nodes that a value depends on, starting with its producer."""
+    pending, visited = [values[value].producer], set[int | None]({None})
+    while pending:
+        index = pending.pop()
+        if index is None or index in visited:
             continue
-        seen.add(at)
-        yield nodes[at]
-        waiting += [values[taken].producer for taken in nodes[at].inputs]
+        visited.add(index)
+        yield nodes[index]
+        pending += [values[v].producer for v in nodes[index].inputs]
 
 
 def check_no_hidden_fakes(leaf: Any, description: str, location: str) -> None:
-    """Tensors of units are not in objects that cannot be taken apart."""
+    """Raise if an object that is not a pytree node contains a tensor of a unit.
+
+    The tensors in such an object cannot be replaced by those of another stage. `description` begins
+    the message, for example "the model returns".
+    """
     if isinstance(leaf, Tensor | nn.Module):
         return
     for tensor in iter_hidden_tensors(leaf):
         if isinstance(tensor, FakeTensor):
             raise CutError(
-                f"at {location}, {description} a {type(leaf).__name__} with a tensor of a unit inside, where "
-                "it cannot be followed: pass tuples, lists, dicts or dataclasses, or register the "
-                "class with torch.utils._pytree.register_pytree_node; for a cache, use_cache=False"
+                f"at {location}, {description} a {type(leaf).__name__} that contains a tensor of a "
+                "unit, and Penstock cannot look inside this class. Pass tuples, lists, dicts or "
+                f"dataclasses, or register the class with {REGISTER_PYTREE_NODE}. For a key-value "
+                "cache, set use_cache=False."
             )
 
 
 def check_no_transform(node: TraceNode) -> None:
-    """What `vmap` computes is one step; of other transforms, units may be a part."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    """Raise if the forward is inside a transform of `torch.func`.
+
+    A transform may contain units, and its intermediate tensors cannot be sent to another stage. A
+    `vmap` does not get here: `OpInterceptor.handle_vmap` runs it as one operation.
+    """
+    if is_functorch_active():
         raise CutError(
-            f"at {node.location}, the forward computes inside a transform of torch.func (grad, jvp, "
-            "...), which cannot be followed between units: put all that is transformed into one "
-            "unit with units="
+            f"at {node.location}, the forward computes inside a transform of torch.func (grad, "
+            "jvp, ...), which cannot be divided among stages. Put everything that is transformed "
+            "into one unit with units=."
         )
 
 
 def check_not_nested(tensor: Tensor, location: str) -> None:
-    """Can it be told how a tensor looks, and be sent as it is?"""
+    """Raise for a nested tensor: it has no single shape that another stage could be told."""
     if tensor.is_nested:
         raise CutError(
-            f"at {location}, the forward makes a nested tensor, which cannot be followed between "
-            "units: pad it, or put all that computes with it into one unit with units="
+            f"at {location}, the forward makes a nested tensor, which cannot be passed between "
+            "units. Pad it, or put everything that computes with it into one unit with units=."
         )
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the tracer --------------------------------------------------------------------------------
 
 
 class Tracer(OpInterceptor):
-    """Writes steps and values."""
+    """Records the nodes and values of one forward.
+
+    Enter the tracer as a context, run the forward on a `ProxyModel`, then call `build_trace`.
+    """
 
     def __init__(self, models: Sequence[nn.Module], fake_factory: FakeTensorFactory) -> None:
         super().__init__()
         self.value_table = ValueTable(models, fake_factory)
         self.nodes: list[TraceNode] = []
-        self.shared_containers: Mapping[
-            str, Sequence[Any]
-        ] = {}  # lists and such of units that others have
+        # By unit: lists, dicts and attributes through which a tensor could leave the unit.
+        self.shared_containers: Mapping[str, Sequence[Any]] = {}
         self._random_ranges, self._call_counts = dict[int, RandomRange](), Counter[str]()
         self._packed_lengths, self._unit_integer_inputs = (
             PackedSequenceLengths(fake_factory),
             dict[int, Tensor](),
         )
 
-    # ---- operations -----------------------------------------------------------------------
+    # ---- operations ---------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """One step, unless it only looks."""
+        """Record an operation as a node, unless it reads metadata only."""
         if is_metadata_only(func, args):
             self.value_table.record_metadata_read(func, args)
             return func(*args, **(kwargs or {}))
@@ -204,130 +236,183 @@ class Tracer(OpInterceptor):
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
-        """Compute it, with numbers if they are there, and write it down."""
-        asked = FunctionCall(args, kwargs, call, list(iter_tensors((args, kwargs))))
-        takes = tuple(map(self.value_table.value_of, asked.tensors))
-        said, where = format_literals((args, kwargs)), get_source_location()
-        step = TraceNode(NodeKind.OPERATION, func, takes, None, where, literals=said, call=call)
-        check_no_transform(step)
+        """Execute an operation, on real or fake tensors, and record it.
+
+        The cases are tried in this order:
+
+        1. `requires_grad`, `is_leaf`: the answer is recorded, and stages repeat it.
+        2. Functions that need only a shape: every stage can run them.
+        3. Assertions and hook registration: nothing is executed.
+        4. All tensors are input-only: execute on real tensors.
+        5. A check by `torch.distributions`: assume that it holds.
+        6. A comparison with random values: allowed if its outcome is certain.
+        7. Packed sequences: execute on dummy data with the real lengths.
+        8. Everything else: execute on fake tensors.
+        """
+        function_call = FunctionCall(args, kwargs, call, list(iter_tensors((args, kwargs))))
+        inputs = tuple(map(self.value_table.value_of, function_call.tensors))
+        literals, location = format_literals((args, kwargs)), get_source_location()
+        node = TraceNode(
+            NodeKind.OPERATION, func, inputs, None, location, literals=literals, call=call
+        )
+        check_no_transform(node)
         if func in MODE_DEPENDENT:
-            found = call(*args, **kwargs)
+            result = call(*args, **kwargs)
             self.nodes.append(
-                replace(step, kind=NodeKind.HOST_READ, inputs=(), recorded_result=found)
+                replace(node, kind=NodeKind.HOST_READ, inputs=(), recorded_result=result)
             )
-            return found
-        if func in SHAPE_ONLY and len(takes) == 1:  # else it takes the numbers of the others
-            found, plain = asked.call_with_mapped_tensors(make_shape_placeholder)
-            arguments = map_tensors((args, kwargs), lambda t: plain.pop(0))
-            self.value_table.shape_read_values.update(takes)
-            step = replace(step, inputs=(), input_only=True, arg_template=arguments)
-            return self._append_node(step, found, ())
+            return result
+        # With a second tensor, as in `x.new_full(size, fill_value)`, its contents are needed.
+        if func in SHAPE_ONLY and len(inputs) == 1:
+            result, placeholders = function_call.call_with_mapped_tensors(make_shape_placeholder)
+            arguments = map_tensors((args, kwargs), lambda t: placeholders.pop(0))
+            self.value_table.shape_read_values.update(inputs)
+            node = replace(node, inputs=(), input_only=True, arg_template=arguments)
+            return self._append_node(node, result, ())
         if func in ASSERTIONS or func in HOOK_REGISTRATION:
-            self.nodes.append(replace(step, has_side_effect=True))
+            self.nodes.append(replace(node, has_side_effect=True))
             return NullHookHandle() if func in HOOK_REGISTRATION else None
-        if all(map(self.value_table.is_input_only, takes)):
-            return self._trace_on_real_tensors(step, asked)
+        if all(map(self.value_table.is_input_only, inputs)):
+            return self._trace_on_real_tensors(node, function_call)
         if func is Tensor.__bool__ and is_distribution_check(
-            self.value_table.values[takes[0]], self.nodes
+            self.value_table.values[inputs[0]], self.nodes
         ):
             self.nodes.append(
-                replace(step, kind=NodeKind.HOST_READ, has_side_effect=True, recorded_result=True)
+                replace(node, kind=NodeKind.HOST_READ, has_side_effect=True, recorded_result=True)
             )
             return True
-        if func in COMPARISONS and any(at in self._random_ranges for at in takes):
-            settled = self._trace_random_comparison(step, asked)
-            if settled is not None:
-                return settled[0]
-        if func is PACK_PADDED or func is PAD_PACKED:
-            return self._trace_packed_sequence(step, asked)
-        return self._trace_on_fakes(step, asked)
+        if func in COMPARISONS and any(value in self._random_ranges for value in inputs):
+            outcome = self._trace_random_comparison(node, function_call)
+            if outcome is not None:
+                return outcome[0]
+        if func is PACK_PADDED_SEQUENCE or func is PAD_PACKED_SEQUENCE:
+            return self._trace_packed_sequence(node, function_call)
+        return self._trace_on_fakes(node, function_call)
 
     def _trace_packed_sequence(self, node: TraceNode, function_call: FunctionCall) -> Any:
-        free = {id(t): t for t in function_call.tensors if self._is_input_only(t)}
-        found = self._packed_lengths.compute(function_call, free)
-        if found is None:
+        """Record the packing or padding of a sequence whose lengths follow from the inputs."""
+        input_only = {id(t): t for t in function_call.tensors if self._is_input_only(t)}
+        result = self._packed_lengths.compute(function_call, input_only)
+        if result is None:
             raise build_host_read_error(node, self.nodes, self.value_table.values)
-        if node.func is PACK_PADDED:  # the rest follows from how much it packs
-            node = self._add_shape_guard(node, function_call, found)
-        return self._append_node(node, found, function_call.tensors)
+        # The number of packed rows depends on the lengths. The shapes of the recurrent layers'
+        # outputs follow from it, so one guard on the packing is enough.
+        if node.func is PACK_PADDED_SEQUENCE:
+            node = self._add_shape_guard(node, function_call, result)
+        return self._append_node(node, result, function_call.tensors)
 
     def _trace_on_real_tensors(self, node: TraceNode, function_call: FunctionCall) -> Any:
-        before, random = (
+        """Execute and record an operation whose tensors are all input-only.
+
+        What happened decides how the node is recorded:
+
+            no tensors at all           NON_TENSOR: every stage runs it
+            random numbers were drawn   one stage runs it and sends the result
+            a parameter or buffer was   one stage runs it
+            changed
+            no tensor came out          HOST_READ: Python reads contents, which becomes a guard
+            the shape of the result     a guard on the shape
+            depends on contents
+            otherwise                   every stage that needs the result runs it
+        """
+        versions, rng_state = (
             get_versions(function_call.tensors),
             get_rng_state(self.value_table.fake_factory.device),
         )
-        refs = self._build_arg_template(function_call)
-        found = function_call.call(*function_call.args, **function_call.kwargs)
-        changed = find_mutated(
-            node.func, function_call.tensors, before, function_call.args, function_call.kwargs
+        # Before the call: an in-place operation turns its arguments into other values.
+        arg_template = self._build_arg_template(function_call)
+        result = function_call.call(*function_call.args, **function_call.kwargs)
+        mutated = find_mutated(
+            node.func, function_call.tensors, versions, function_call.args, function_call.kwargs
         )
-        gives = any(True for _ in iter_tensors(found))
-        if not function_call.tensors and not gives:
+        returns_tensor = any(True for _ in iter_tensors(result))
+        if not function_call.tensors and not returns_tensor:
             self.nodes.append(replace(node, kind=NodeKind.NON_TENSOR))
-            return found
-        if not torch.equal(random, get_rng_state(self.value_table.fake_factory.device)):
-            return self._trace_random(node, function_call, found)
-        if any(map(self.value_table.is_persistent, changed)):
+            return result
+        if not torch.equal(rng_state, get_rng_state(self.value_table.fake_factory.device)):
+            return self._trace_random(node, function_call, result)
+        if any(map(self.value_table.is_persistent, mutated)):
             return self._append_node(
-                replace(node, has_side_effect=True), found, function_call.tensors, changed
+                replace(node, has_side_effect=True), result, function_call.tensors, mutated
             )
-        node = replace(node, input_only=True, arg_template=refs)
-        if not changed and not gives:
+        node = replace(node, input_only=True, arg_template=arg_template)
+        if not mutated and not returns_tensor:
             self.nodes.append(
-                replace(node, kind=NodeKind.HOST_READ, is_guard=True, recorded_result=found)
+                replace(node, kind=NodeKind.HOST_READ, is_guard=True, recorded_result=result)
             )
-            return found
-        if function_call.tensors and not changed and self._has_data_dependent_shape(function_call):
-            shapes = [tuple(t.shape) for t in iter_tensors(found)]
+            return result
+        if function_call.tensors and not mutated and self._has_data_dependent_shape(function_call):
+            shapes = [tuple(t.shape) for t in iter_tensors(result)]
             node = replace(node, is_guard=True, recorded_result=shapes)
-        return self._append_node(node, found, function_call.tensors, changed)
+        return self._append_node(node, result, function_call.tensors, mutated)
 
     def _has_data_dependent_shape(self, function_call: FunctionCall) -> bool:
-        """Does the shape of what it makes depend on numbers?"""
+        """Return whether the output shape of an operation depends on tensor contents.
+
+        PyTorch's fake tensors raise a specific error for such an operation.
+        """
         try:
             with self.value_table.fake_factory.mode:
                 function_call.call_with_mapped_tensors(self.value_table.get_fake)
         except DATA_DEPENDENT_ERRORS:
             return True
-        except Exception:  # whatever else a fake cannot do
+        except Exception:  # fake tensors do not support the operation for another reason
             return False
         return False
 
     def _trace_on_fakes(self, node: TraceNode, function_call: FunctionCall) -> Any:
+        """Execute and record an operation of which at least one tensor has no contents here."""
         fakes = {id(t): self.value_table.get_fake(t) for t in function_call.tensors}
-        inside = [fakes[id(t)] for t in function_call.tensors]
-        before = get_versions(inside)
+        fake_tensors = [fakes[id(t)] for t in function_call.tensors]
+        versions = get_versions(fake_tensors)
         args, kwargs = map_tensors(
             (function_call.args, function_call.kwargs), lambda t: fakes[id(t)]
         )
-        known = {id(fakes[id(t)]): t for t in function_call.tensors if self._is_input_only(t)}
-        how = (self.value_table.fake_factory, "", function_call.call, args, kwargs, known)
+        known_tensors = {
+            id(fakes[id(t)]): t for t in function_call.tensors if self._is_input_only(t)
+        }
+        request = (
+            self.value_table.fake_factory,
+            "",
+            function_call.call,
+            args,
+            kwargs,
+            known_tensors,
+        )
         try:
-            found, drew = run_on_fakes(*how)
+            result, uses_rng = run_on_fakes(*request)
         except DATA_DEPENDENT_ERRORS as error:
             if not self._is_decided_by_inputs(node, function_call):
                 raise build_host_read_error(node, self.nodes, self.value_table.values) from error
-            found, drew = run_on_dummy_data(*how), False
-            node = self._add_shape_guard(node, function_call, found)
-        changed = find_mutated(node.func, inside, before, args, kwargs)
-        changed = select_originals(function_call.tensors, inside, changed)
-        if not changed and not any(True for _ in iter_tensors(found)):
-            if found is not None:
+            result, uses_rng = run_on_dummy_data(*request), False
+            node = self._add_shape_guard(node, function_call, result)
+        mutated = find_mutated(node.func, fake_tensors, versions, args, kwargs)
+        mutated = select_originals(function_call.tensors, fake_tensors, mutated)
+        if not mutated and not any(True for _ in iter_tensors(result)):
+            if result is not None:
                 raise build_host_read_error(node, self.nodes, self.value_table.values)
             self.nodes.append(replace(node, has_side_effect=True))
             return None
         node = replace(
-            node, has_side_effect=any(map(self.value_table.is_persistent, changed)), uses_rng=drew
+            node,
+            has_side_effect=any(map(self.value_table.is_persistent, mutated)),
+            uses_rng=uses_rng,
         )
+        # `guards.find_loss_targets` reads the targets of the model's own loss from the arguments.
         if node.func in CROSS_ENTROPY_FUNCTIONS:
             node = replace(node, arg_template=self._build_arg_template(function_call))
-        return self._append_node(node, found, function_call.tensors, changed, inside)
+        return self._append_node(node, result, function_call.tensors, mutated, fake_tensors)
 
     def _is_input_only(self, tensor: Tensor) -> bool:
         return self.value_table.is_input_only(self.value_table.value_of(tensor))
 
     def _is_decided_by_inputs(self, node: TraceNode, function_call: FunctionCall) -> bool:
-        """Is it decided by what is known, as for `x[mask]` with a mask of the inputs'?"""
+        """Return whether input-only tensors alone decide the shape of the result.
+
+        An example is `x[mask]` where the mask follows from the inputs. Shapes are taken to depend
+        on integer and boolean tensors, so all tensors of unknown content must be floating-point.
+        """
+        # The usual case counts tokens per expert: `bincount(experts, minlength=num_experts)`.
         if node.func in BINCOUNT:
             return bool(function_call.kwargs.get("minlength"))
         unknown = [t for t in function_call.tensors if not self._is_input_only(t)]
@@ -338,6 +423,7 @@ class Tracer(OpInterceptor):
     def _add_shape_guard(
         self, node: TraceNode, function_call: FunctionCall, output: Any
     ) -> TraceNode:
+        """Return the node as a guard: its output shapes must be the same for other inputs."""
         shapes = [tuple(t.shape) for t in iter_tensors(output)]
         if node.func in BINCOUNT or not any(shapes):
             return node
@@ -349,15 +435,22 @@ class Tracer(OpInterceptor):
         )
 
     def _build_arg_template(self, function_call: FunctionCall) -> Any:
+        """Return the arguments with a `ValueRef` in the place of each tensor."""
         return map_tensors(
             (function_call.args, function_call.kwargs),
             lambda t: ValueRef(self.value_table.value_of(t)),
         )
 
-    # ---- random numbers -------------------------------------------------------------------
+    # ---- random numbers -----------------------------------------------------------------------
+    #
+    # One stage draws a random tensor and sends it to the others. Python must not branch on it, as
+    # the other stages do not have it. One branch is common and harmless: layerdrop or stochastic
+    # depth with probability 0, `if torch.rand(()) < 0.0`. So the tracer keeps the bounds of uniform
+    # random values, evaluates comparisons at both bounds, and refuses a branch only if the two
+    # outcomes differ.
 
     def _trace_random(self, node: TraceNode, function_call: FunctionCall, output: Any) -> Any:
-        """Drawn on one stage. Of uniform ones it is known how far they reach."""
+        """Record a random operation. For a uniform one, remember the bounds of its values."""
         output = self._append_node(
             replace(node, has_side_effect=True, uses_rng=True), output, function_call.tensors
         )
@@ -370,84 +463,109 @@ class Tracer(OpInterceptor):
     def _trace_random_comparison(
         self, node: TraceNode, function_call: FunctionCall
     ) -> tuple[Any] | None:
-        """What is decided by chance is refused; `rand() < 0.0` is not decided by chance."""
+        """Evaluate a comparison with random values at their bounds.
+
+        Returns the result in a tuple, or None if other values of a stage take part. Raises
+        `CutError` if Python would branch on a random outcome.
+        """
         value_of = self.value_table.value_of
         if not all(
-            at in self._random_ranges or self.value_table.is_input_only(at) for at in node.inputs
+            value in self._random_ranges or self.value_table.is_input_only(value)
+            for value in node.inputs
         ):
             return None
 
         def evaluate_at_bound(bound: str) -> Any:
             def replace_random(tensor: Tensor) -> Tensor:
-                drawn = self._random_ranges.get(value_of(tensor))
-                return tensor if drawn is None else getattr(drawn, bound)
+                random_range = self._random_ranges.get(value_of(tensor))
+                return tensor if random_range is None else getattr(random_range, bound)
 
             return function_call.call_with_mapped_tensors(replace_random)[0]
 
         least, largest = evaluate_at_bound("least"), evaluate_at_bound("largest")
         if isinstance(least, Tensor):
-            found = self._append_node(
+            result = self._append_node(
                 replace(node, has_side_effect=True), least.clone(), function_call.tensors
             )
-            self._random_ranges[value_of(found)] = RandomRange(least, largest)
-            return (found,)
+            self._random_ranges[value_of(result)] = RandomRange(least, largest)
+            return (result,)
         if least != largest:
             raise CutError(
                 f"at {node.location}, random numbers decide what the forward does next, and every "
-                "stage would draw its own: switch it off (layerdrop=0, or another such option)"
+                "stage would draw its own. Switch this off (layerdrop=0 or a similar option)."
             )
         self.nodes.append(replace(node, kind=NodeKind.HOST_READ, inputs=(), recorded_result=least))
         return (least,)
 
-    # ---- units ----------------------------------------------------------------------------
+    # ---- units --------------------------------------------------------------------------------
 
     def intercept_unit(
         self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Compute it without numbers, and write it down."""
-        filled = track_container_changes(self.shared_containers.get(name, ()))
+        """Run a unit on fake tensors and record its call as one node."""
+        # A tensor may leave a unit through a list that others hold as well. Where the unit does not
+        # run, the list would stay empty.
+        has_changed = track_container_changes(self.shared_containers.get(name, ()))
         with without_interception(self):
-            found = self._trace_unit(name, target, args, kwargs)
-        if filled():
+            output = self._trace_unit(name, target, args, kwargs)
+        if has_changed():
             raise EscapedTensor(name, get_source_location())
-        return found
+        return output
 
     def _trace_unit(self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
-        where = get_source_location()
+        """Run a unit on fake tensors, check its arguments and its output, and append the node."""
+        location = get_source_location()
         self.value_table.check_own_parameters(name, target)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for leaf in leaves:
-            check_no_hidden_fakes(leaf, f"unit '{name}' is given", where)
-        takes = tuple(map(self.value_table.value_of, tensors))
+            check_no_hidden_fakes(leaf, f"unit '{name}' receives", location)
+        inputs = tuple(map(self.value_table.value_of, tensors))
         fakes = [
             self.value_table.get_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        inside = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
-        before = get_versions(inside)
-        known = {id(f): t for f, t in zip(inside, tensors, strict=True) if self._is_input_only(t)}
-        known |= self._packed_lengths.find_known_integers(inside)
-        told = ((at, known.get(id(fake))) for at, fake in zip(takes, inside, strict=True))
+        fake_tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
+        versions = get_versions(fake_tensors)
+        # Fake tensors cannot run every unit. For these there is real data: the input-only arguments
+        # and the lengths of packed sequences.
+        known_tensors = {
+            id(f): t for f, t in zip(fake_tensors, tensors, strict=True) if self._is_input_only(t)
+        }
+        known_tensors |= self._packed_lengths.find_known_integers(fake_tensors)
+        known_inputs = (
+            (value, known_tensors.get(id(fake)))
+            for value, fake in zip(inputs, fake_tensors, strict=True)
+        )
         self._unit_integer_inputs |= {
-            at: t for at, t in told if t is not None and not t.is_floating_point()
+            value: t for value, t in known_inputs if t is not None and not t.is_floating_point()
         }
         with install_hooks(target, self.unit_hooks.get(name)):
-            how = (self.value_table.fake_factory, name, target, *unflatten(fakes, spec), known)
-            found, _ = run_on_fakes(*how)
-        changed = select_originals(tensors, inside, find_mutated(None, inside, before))
+            request = (
+                self.value_table.fake_factory,
+                name,
+                target,
+                *unflatten(fakes, spec),
+                known_tensors,
+            )
+            output, _ = run_on_fakes(*request)
+        mutated = select_originals(
+            tensors, fake_tensors, find_mutated(None, fake_tensors, versions)
+        )
         call = UnitCall(name, self._call_counts[name])
         self._call_counts[name] += 1
-        for leaf in flatten(found)[0]:
+        # A tensor in an object that is not a pytree node cannot be sent. Raising EscapedTensor
+        # makes the submodules of this unit the units, and the object stays inside the forward.
+        for leaf in flatten(output)[0]:
             if not isinstance(leaf, Tensor) and any(True for _ in iter_hidden_tensors(leaf)):
-                raise EscapedTensor(name, where)
-        numbers = iter(takes)
-        refs = [ValueRef(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        step = TraceNode(NodeKind.UNIT, call, takes, None, where, arg_template=(refs, spec))
+                raise EscapedTensor(name, location)
+        remaining = iter(inputs)
+        refs = [ValueRef(next(remaining)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        node = TraceNode(NodeKind.UNIT, call, inputs, None, location, arg_template=(refs, spec))
         return apply_container_updates(
-            self._append_node(step, found, tensors, changed, inside), args, kwargs
+            self._append_node(node, output, tensors, mutated, fake_tensors), args, kwargs
         )
 
-    # ---- writing --------------------------------------------------------------------------
+    # ---- recording ----------------------------------------------------------------------------
 
     def _append_node(
         self,
@@ -457,61 +575,85 @@ class Tracer(OpInterceptor):
         mutated: Sequence[Tensor] = (),
         fake_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
-        """A step that gave tensors; `inside` are the arguments as they were computed with."""
-        at = len(self.nodes)
-        changes = self.value_table.record_mutation(at, node.input_only, mutated)
-        places = {id(t): n for n, t in reversed(list(enumerate(fake_tensors or tensors)))}
-        places |= {id(t): n for n, t in reversed(list(enumerate(tensors)))}
+        """Append a node that returned or changed tensors, and register the new values.
+
+        `fake_tensors` are the tensor arguments that the operation was executed with, if these are
+        not `tensors` themselves. Returns the output in which the forward continues: an argument
+        that the operation returned is the forward's own tensor again, not its fake.
+        """
+        node_index = len(self.nodes)
+        mutations = self.value_table.record_mutation(node_index, node.input_only, mutated)
+        # Reversed, so that a tensor that was passed twice counts as its first argument.
+        argument_indices = {id(t): n for n, t in reversed(list(enumerate(fake_tensors or tensors)))}
+        argument_indices |= {id(t): n for n, t in reversed(list(enumerate(tensors)))}
         leaves, spec = flatten(output)
-        written: list[Any] = []
-        twice: dict[int, ValueLeaf] = {}
+        output_leaves: list[Any] = []
+        new_leaves: dict[int, ValueLeaf] = {}  # by id: an output may contain a tensor twice
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                written.append(leaf)
-            elif id(leaf) in twice:
-                written.append(twice[id(leaf)])
-            elif id(leaf) in places:
-                written.append(ArgumentLeaf(places[id(leaf)]))
-                leaves[position] = tensors[places[id(leaf)]]
+                output_leaves.append(leaf)
+            elif id(leaf) in new_leaves:
+                output_leaves.append(new_leaves[id(leaf)])
+            elif id(leaf) in argument_indices:
+                output_leaves.append(ArgumentLeaf(argument_indices[id(leaf)]))
+                leaves[position] = tensors[argument_indices[id(leaf)]]
             else:
                 check_not_nested(leaf, node.location)
-                made = TracedValue(
+                value = TracedValue(
                     TensorSpec.from_tensor(leaf),
                     node.input_only,
-                    at,
+                    node_index,
                     self._name_value(node, position),
                 )
-                twice[id(leaf)] = ValueLeaf(self.value_table.register(leaf, made))
-                written.append(twice[id(leaf)])
+                new_leaves[id(leaf)] = ValueLeaf(self.value_table.register(leaf, value))
+                output_leaves.append(new_leaves[id(leaf)])
         self.nodes.append(
-            replace(node, output=TracedOutput(tuple(written), spec), mutations=changes)
+            replace(node, output=TracedOutput(tuple(output_leaves), spec), mutations=mutations)
         )
         return unflatten(leaves, spec)
 
     def _name_value(self, node: TraceNode, position: int) -> str:
+        """Return a name that is the same on every rank.
+
+        The name is made from the operation and its arguments and not from a sequence number: some
+        models iterate over sets, whose order differs between processes.
+        """
         if node.kind is NodeKind.UNIT:
             return f"{node.func}.{position}"
-        taken = ", ".join(self.value_table.values[at].name for at in node.inputs)
+        arguments = ", ".join(self.value_table.values[value].name for value in node.inputs)
         return self.value_table.make_unique_name(
-            f"{get_function_name(node.func)}({taken}){node.literals}"
+            f"{get_function_name(node.func)}({arguments}){node.literals}"
         )
 
     def build_trace(
         self, inputs: tuple[int, ...], output: Any, reassigned_buffers: Mapping[str, Tensor]
     ) -> Trace:
-        """What was seen; `lasting` are buffers that were assigned anew."""
+        """Return the finished trace.
+
+        `reassigned_buffers` are buffers of parents to which the forward assigned another tensor.
+        """
         leaves, spec = flatten(output)
         for leaf in leaves:
-            check_no_hidden_fakes(leaf, "the model gives", "its end")
+            check_no_hidden_fakes(leaf, "the model returns", "its end")
         value_of = self.value_table.value_of
-        written = [
+        output_leaves = [
             ValueLeaf(value_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        anew = {name: value_of(tensor) for name, tensor in reassigned_buffers.items()}
+        reassigned = {name: value_of(tensor) for name, tensor in reassigned_buffers.items()}
         values = self.value_table.values
-        anew = {
-            name: v for name, v in anew.items() if is_persistent_update(name, v, self.nodes, values)
+        reassigned = {
+            name: v
+            for name, v in reassigned.items()
+            if is_persistent_update(name, v, self.nodes, values)
         }
-        steps, gives = tuple(self.nodes), TracedOutput(tuple(written), spec)
-        measured = frozenset(self.value_table.shape_read_values)
-        return Trace(steps, tuple(values), inputs, gives, anew, measured, self._unit_integer_inputs)
+        nodes, traced_output = tuple(self.nodes), TracedOutput(tuple(output_leaves), spec)
+        shape_reads = frozenset(self.value_table.shape_read_values)
+        return Trace(
+            nodes,
+            tuple(values),
+            inputs,
+            traced_output,
+            reassigned,
+            shape_reads,
+            self._unit_integer_inputs,
+        )

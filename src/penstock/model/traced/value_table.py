@@ -1,4 +1,14 @@
-"""The values of a forward while it is followed: which tensor is which, and what shares memory."""
+"""The value table of the tracer: which tensor is which value, and which tensors share memory.
+
+Python sees tensors; a trace has values. A tensor object becomes another value each time its memory
+is changed in place, also through a view or an alias:
+
+    y = x[0]          x -> v0, y -> v1      both in one storage
+    x.add_(1)         x -> v2, y -> v3      one in-place operation makes two new values
+
+A tensor is known by its identity. A real tensor may have a fake tensor as well, on which operations
+are executed whose other arguments have no contents. Both stand for the same value.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import CutError
 from penstock.model.traced.dry_run import FakeTensorFactory
@@ -17,10 +26,15 @@ from penstock.model.traced.interception import get_source_location
 from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.torch_functions import SIZE_QUERIES
 from penstock.model.traced.trace import TracedValue
+from penstock.torch_compat import FakeTensor, get_storage_address
 
 
 class EscapedTensor(Exception):
-    """A value left a unit sideways: the unit must be opened."""
+    """A tensor of a unit reached the forward without being returned by the unit.
+
+    It was stored in an attribute, captured by a hook or hidden in an object. A stage that does not
+    run the unit would not have it. The remedy is to expand the unit: its submodules become units.
+    """
 
     def __init__(self, unit: str, location: str) -> None:
         super().__init__(unit)
@@ -29,167 +43,195 @@ class EscapedTensor(Exception):
 
 @dataclass(frozen=True)
 class RandomRange:
-    """A value that was drawn, or follows from one: as it is for the least and the largest draw."""
+    """The bounds of a random value: what it is for the smallest and for the largest draw."""
 
     least: Any
     largest: Any
 
 
 class ValueTable:
-    """Tensors are known by identity; a change in place makes them other values."""
+    """Maps tensors to values while a forward is traced."""
 
     def __init__(self, models: Sequence[nn.Module], fake_factory: FakeTensorFactory) -> None:
-        """Names are those of the last of the models that has a tensor."""
+        """Create a table without values.
+
+        The names of parameters and buffers come from `models`. If several models have a tensor, the
+        last of them decides.
+        """
         self.values: list[TracedValue] = []
-        self.shape_read_values: set[int] = (
-            set()
-        )  # values of which the host knows how large they are
+        self.shape_read_values: set[int] = set()  # see `Trace.shape_read_values`
         self.fake_factory = fake_factory
-        self._value_by_tensor: dict[
-            int, int
-        ] = {}  # tensors, by identity: the values that they are now
+        # Keys are `id(tensor)`: the values that the tensors are now. `_kept_alive` holds a
+        # reference to each tensor, because Python reuses the id of an object that is gone.
+        self._value_by_tensor: dict[int, int] = {}
         self._kept_alive: list[Tensor] = []
-        self._fake_by_value: dict[int, Tensor] = {}  # by value
-        self._value_by_fake: dict[int, int] = {}  # back, by identity
-        self._tensors_by_storage: dict[int, list[Tensor]] = {}  # the tensors in one memory
+        self._fake_by_value: dict[int, Tensor] = {}
+        self._value_by_fake: dict[int, int] = {}  # keys are `id(fake)`
+        self._tensors_by_storage: dict[int, list[Tensor]] = {}
         self._name_counts: Counter[str] = Counter()
         self._parameter_names = {id(p): name for m in models for name, p in m.named_parameters()}
         self._buffer_names = {id(b): name for m in models for name, b in m.named_buffers()}
 
     def register_inputs(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """The inputs."""
+        """Register the tensors that the forward is called with, and return their values."""
         return tuple(
             self.register(
-                t, TracedValue(TensorSpec.from_tensor(t), True, None, f"input {at}", input_index=at)
+                t,
+                TracedValue(
+                    TensorSpec.from_tensor(t), True, None, f"input {index}", input_index=index
+                ),
             )
-            for at, t in enumerate(tensors)
+            for index, t in enumerate(tensors)
         )
 
     def value_of(self, tensor: Tensor) -> int:
-        """Which value it is now."""
-        found = self._value_by_tensor.get(id(tensor), self._value_by_fake.get(id(tensor)))
-        if found is not None:
-            return found
+        """Return the value that a tensor is now.
+
+        A tensor that was never seen before is a parameter, a buffer or a constant, and is
+        registered. Raises `EscapedTensor` if it was made inside a unit.
+        """
+        value = self._value_by_tensor.get(id(tensor), self._value_by_fake.get(id(tensor)))
+        if value is not None:
+            return value
         parameter = self._parameter_names.get(id(tensor), "")
         buffer = self._buffer_names.get(id(tensor), "")
         if isinstance(tensor, FakeTensor) and not (parameter or buffer):
             raise EscapedTensor(getattr(tensor, "made_in", ""), get_source_location())
-        look = TensorSpec.from_tensor(tensor)
-        name = parameter or buffer or self.make_unique_name(f"constant {look}")
+        spec = TensorSpec.from_tensor(tensor)
+        name = parameter or buffer or self.make_unique_name(f"constant {spec}")
         return self.register(
-            tensor, TracedValue(look, not parameter, None, name, parameter, buffer)
+            tensor, TracedValue(spec, not parameter, None, name, parameter, buffer)
         )
 
     def record_metadata_read(self, func: Any, args: tuple[Any, ...]) -> None:
-        """The host looks at a tensor."""
+        """Note that Python read the size of a tensor. Reads of other metadata need no note."""
         if func in SIZE_QUERIES:
             self.shape_read_values.update(
                 self._value_by_tensor[id(t)] for t in args[:1] if id(t) in self._value_by_tensor
             )
 
     def is_input_only(self, value: int) -> bool:
-        """Does it follow from the inputs alone?"""
+        """Return whether a value depends on no parameter and on no output of a unit."""
         return self.values[value].input_only
 
     def check_own_parameters(self, unit: str, target: nn.Module) -> None:
-        """A unit computes with its own parameters, and with none that the forward has made."""
+        """Raise if the forward has put computed tensors in the place of a unit's parameters.
+
+        `torch.func.functional_call` does that for the duration of a call. The proxies of all stages
+        share the unit, so each stage would overwrite the tensors of the others.
+        """
         for tensor in target.parameters():
-            at = self._value_by_tensor.get(id(tensor))
-            value = None if at is None else self.values[at]
+            value_index = self._value_by_tensor.get(id(tensor))
+            value = None if value_index is None else self.values[value_index]
             if value is not None and value.producer is not None and not value.parameter_name:
                 raise CutError(
-                    f"at {get_source_location()}, unit '{unit}' is called with other tensors in the place "
-                    "of its parameters (torch.func.functional_call), and stages would all put "
-                    "theirs there: give them to functions (F.linear), or put it all into one unit "
-                    "with units="
+                    f"at {get_source_location()}, unit '{unit}' is called with other tensors in "
+                    "place of its parameters (torch.func.functional_call). Every stage would put "
+                    "its own tensors there. Pass the tensors to functions such as F.linear, or put "
+                    "the call and the code that makes the tensors into one unit with units=."
                 )
 
     def is_persistent(self, tensor: Tensor) -> bool:
-        """Is it there after the forward?"""
-        those = (self.values[self.value_of(t)] for t in (tensor, *self._iter_aliases(tensor)))
-        return any(
-            value.parameter_name or value.buffer_name for value in those
-        )  # also by its `.data`
+        """Return whether a tensor shares memory with a parameter or a buffer.
+
+        A change to it outlives the forward. The `.data` of a parameter is such a tensor.
+        """
+        values = (self.values[self.value_of(t)] for t in (tensor, *self._iter_aliases(tensor)))
+        return any(value.parameter_name or value.buffer_name for value in values)
 
     def register(self, tensor: Tensor, value: TracedValue) -> int:
-        """From now on the tensor is this value."""
-        at = len(self.values)
+        """Add a value, make the tensor stand for it from now on, and return its index."""
+        value_index = len(self.values)
         self.values.append(value)
         if id(tensor) not in self._value_by_tensor:
             self._kept_alive.append(tensor)
-            home = _get_storage_key(tensor)
-            if home is not None:
-                self._tensors_by_storage.setdefault(home, []).append(tensor)
-        self._value_by_tensor[id(tensor)] = at
-        return at
+            storage_key = _get_storage_key(tensor)
+            if storage_key is not None:
+                self._tensors_by_storage.setdefault(storage_key, []).append(tensor)
+        self._value_by_tensor[id(tensor)] = value_index
+        return value_index
 
     def make_unique_name(self, stem: str) -> str:
-        """That no other value has; the same on every rank."""
+        """Return a name that no other value has and that is the same on every rank.
+
+        A name contains the names of the values it was computed from. Beyond 200 characters the end
+        is replaced by a hash, or the names of a deep model would grow without bound.
+        """
         if len(stem) > 200:
             stem = f"{stem[:180]}~{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
         self._name_counts[stem] += 1
         return f"{stem} #{self._name_counts[stem]}"
 
     def get_fake(self, tensor: Tensor) -> Tensor:
-        """The same without numbers.
+        """Return the fake tensor that stands for a tensor.
 
-        What shares its memory is made so with it: not when one of them was changed already.
+        All tensors of one storage get their fakes at once, before any of them is changed in place.
+        The fake mode keeps their aliasing, so that an in-place change of one fake reaches the
+        fakes of the others.
         """
         if isinstance(tensor, FakeTensor):
             return tensor
-        for one in (tensor, *self._tensors_by_storage.get(_get_storage_key(tensor) or 0, ())):
-            value = self.value_of(one)
-            if not isinstance(one, FakeTensor) and value not in self._fake_by_value:
-                self._fake_by_value[value] = made = self.fake_factory.from_tensor(one)
-                self._value_by_fake.setdefault(id(made), value)
-                self._tensors_by_storage.setdefault(_get_storage_key(made) or 0, []).append(
-                    one
-                )  # views to come are there
+        for alias in (tensor, *self._tensors_by_storage.get(_get_storage_key(tensor) or 0, ())):
+            value = self.value_of(alias)
+            if not isinstance(alias, FakeTensor) and value not in self._fake_by_value:
+                self._fake_by_value[value] = fake = self.fake_factory.from_tensor(alias)
+                self._value_by_fake.setdefault(id(fake), value)
+                # Views that the forward makes from now on are views of the fake. Listing the real
+                # tensor under the fake's storage makes it an alias of those views.
+                self._tensors_by_storage.setdefault(_get_storage_key(fake) or 0, []).append(alias)
         return self._fake_by_value[self.value_of(tensor)]
 
     def record_mutation(
         self, node_index: int, input_only: bool, mutated: Sequence[Tensor]
     ) -> dict[int, int]:
-        """All tensors in the memory of what a step changed in place are other values after it."""
-        changes: dict[int, int] = {}
-        members: dict[int, Tensor] = {}
+        """Give new values to all tensors in the memory that a node changed in place.
+
+        Returns the new value of each old one.
+        """
+        mutations: dict[int, int] = {}
+        aliases: dict[int, Tensor] = {}
         for tensor in mutated:
-            for one in (tensor, *self._iter_aliases(tensor)):
-                members[id(one)] = one
-        for one in members.values():
-            before = self.value_of(one)
+            for alias in (tensor, *self._iter_aliases(tensor)):
+                aliases[id(alias)] = alias
+        for alias in aliases.values():
+            before = self.value_of(alias)
             value = self.values[before]
-            fake = None if input_only else self.get_fake(one)
+            # The change was executed on fakes, unless the node is input-only. Then the real tensor
+            # no longer has the contents of its value, and only the fake may be used.
+            fake = None if input_only else self.get_fake(alias)
             name = self.make_unique_name(f"{value.name} changed")
             after = replace(
                 value, input_only=input_only, producer=node_index, name=name, input_index=None
             )
-            changes[before] = self.register(one, after)
+            mutations[before] = self.register(alias, after)
             if fake is not None:
-                self._fake_by_value[changes[before]] = fake
-                self._value_by_fake[id(fake)] = changes[before]
-        return changes
+                self._fake_by_value[mutations[before]] = fake
+                self._value_by_fake[id(fake)] = mutations[before]
+        return mutations
 
     def _iter_aliases(self, tensor: Tensor) -> Iterator[Tensor]:
-        """All that is in its memory, or was made from what stands for it without numbers."""
+        """Yield the tensors that share memory with a tensor or with its fake."""
         fake = self._fake_by_value.get(self.value_of(tensor), tensor)
-        for home in {_get_storage_key(tensor) or 0, _get_storage_key(fake) or 0} - {0}:
-            yield from self._tensors_by_storage.get(home, ())
+        for storage_key in {_get_storage_key(tensor) or 0, _get_storage_key(fake) or 0} - {0}:
+            yield from self._tensors_by_storage.get(storage_key, ())
 
     def collect_constants(self) -> dict[int, Tensor]:
-        """The tensors that are no inputs, parameters or buffers, and were there before."""
+        """Return the constants, by value.
+
+        A constant existed before the forward and is not an input, a parameter or a buffer.
+        """
         return {
-            at: tensor
+            index: tensor
             for tensor in self._kept_alive
-            if (at := self._value_by_tensor.get(id(tensor)))
-            is not None  # a buffer that nobody used
-            and (value := self.values[at]).producer is None
+            if (index := self._value_by_tensor.get(id(tensor))) is not None
+            and (value := self.values[index]).producer is None
             and not (value.parameter_name or value.buffer_name or value.input_index is not None)
         }
 
 
 def _get_storage_key(tensor: Tensor) -> int | None:
+    """Return a number that identifies the memory of a tensor, or None for one without storage."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return get_storage_address(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
