@@ -58,6 +58,7 @@ def write_pretrained(
             f"a config), not {'a Sequential' if model is None else type(model).__name__}"
             ". Use pipe.save(folder) or pipe.export(file)."
         )
+    # A peft model also has a config and a `save_pretrained`, so it must be recognised first.
     if is_peft_model(model):
         gathered = run_and_gather(
             save_group,
@@ -67,6 +68,8 @@ def write_pretrained(
         adapters = {name: tensor for part in gathered for name, tensor in part.items()}
         run_on_rank_zero(save_group, description, lambda: _write_adapters(model, folder, adapters))
         return
+    # The weights come after the config, and old shards are removed last. A kill in between leaves
+    # any older weights complete.
     run_on_rank_zero(save_group, description, lambda: _write_config_files(model, folder))
     writer = SafetensorsWriter(folder / WEIGHTS_FILE, {})
     state = run_on_each_rank(
@@ -90,6 +93,7 @@ def _revert_weight_conversion(model: Any, state: Mapping[str, Any]) -> dict[str,
     """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     saved_state = {name: value for name, value in state.items() if name not in ignored}
+    # The model exists, so transformers has been imported. This never imports it anew.
     loading = sys.modules.get("transformers.core_model_loading")
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:

@@ -253,6 +253,7 @@ def _check_stored_shapes(
     missing, mismatches = [], []
     for name, (_, value) in state.items():
         stored = source.entries.get(source.prefix + stored_names[name])
+        # A value that is not a tensor, such as extra state, has no shape to compare.
         if not isinstance(value, torch.Tensor):
             continue
         if stored is None:
@@ -318,6 +319,7 @@ def read_entries(source: CheckpointSource, state: dict[str, Any]) -> None:
     This runs the planner and the storage reader of torch.distributed.checkpoint without its
     `load`: each process plans for itself as the only rank, because each needs different names.
     """
+    # `True` means "this is the coordinator": each process is the only rank of its own load.
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state, source.metadata, True)
     source.reader.set_up_storage_reader(source.metadata, True)

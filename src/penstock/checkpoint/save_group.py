@@ -94,8 +94,10 @@ def run_and_gather(save_group: SaveGroup, description: str, work: Callable[[], T
 
     Raise `RemoteError` on every rank, with the same text, if the work of any rank fails.
     """
+    # A single process raises its own exception, with its type and traceback, not a `RemoteError`.
     if isinstance(save_group, LocalSaveGroup):
         return [work()]
+    # A failure must not leave this rank out of the gather: the others would wait for it for ever.
     result, failure = None, None
     try:
         result = work()

@@ -38,6 +38,7 @@ EXTRA_FILE = "extra.pt"
 class SnapshotSavePlanner(DefaultSavePlanner):
     """A planner that returns the current tensors, or copies of them after `take_snapshot`."""
 
+    # Empty until `take_snapshot`. Then `resolve_data` returns the copies in it.
     _snapshot: Mapping[MetadataIndex, torch.Tensor | BytesIO] = {}
 
     def take_snapshot(self, plan: SavePlan) -> None:
@@ -76,6 +77,8 @@ def plan_save(
         writer.set_up_storage_writer(save_group.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
+    # The protocol of torch.distributed.checkpoint: every rank describes what it has, rank 0 removes
+    # duplicates and fixes the layout of the files, and every rank gets its part of the result.
     local_plans = run_and_gather(save_group, description, make_local_plan)
 
     def make_global_plan() -> tuple[list[SavePlan], Metadata]:

@@ -46,6 +46,7 @@ class Timeline:
     def computes(self) -> tuple[tuple[Span, ...], ...]:
         """The compute spans of each rank, in order."""
         lanes: list[list[Span]] = [[] for _ in range(self.ranks)]
+        # A measured timeline may list spans in any order, so the index in the lane decides.
         for span in sorted(self.spans, key=lambda span: span.step):
             if isinstance(span.action, Compute):
                 lanes[span.rank].append(span)
