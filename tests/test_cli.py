@@ -168,8 +168,8 @@ def test_memory_that_suffices(run: Run) -> None:
 def test_memory_that_does_not_suffice(run: Run) -> None:
     assert refused(run("show gpipe -p 2 -m 8 --memory 2")).splitlines() == [
         "gpipe does not fit in 2 micro-batches a rank:",
-        "  rank 0, step 7: 0F7 makes 8 alive, over 2",
-        "  rank 1, step 7: 1F7 makes 8 alive, over 2",
+        "  rank 0, step 7: 0F7 brings live memory to 8, over 2",
+        "  rank 1, step 7: 1F7 brings live memory to 8, over 2",
         "What fits: naive, 1f1b, interleaved-zb, zb-h1, zb-v, v-half, v-min; or fit --memory M, "
         "from M = 1 on",
     ]
@@ -316,7 +316,7 @@ def test_verify_lists_every_problem_and_exits_with_1(run: Run, tmp_path: Path) -
         drawn("""
             rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
             rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
-            rank 1, step 1: 1F1 makes 2 alive, over 1.5
+            rank 1, step 1: 1F1 brings live memory to 2, over 1.5
         """),
         "",
     )
@@ -352,7 +352,7 @@ def test_verify_says_which_lines_are_malformed(run: Run, tmp_path: Path) -> None
     (tmp_path / "mine.txt").write_text("0F0 nonsense\n\nmore\n")
     lines = refused(run("verify mine.txt")).splitlines()
     assert lines[0] == "this is not a schedule:"
-    assert [line.split(" is no action")[0] for line in lines[1:]] == [
+    assert [line.split(" is not an action")[0] for line in lines[1:]] == [
         "  line 1: 'nonsense'",
         "  line 3: 'more'",
         "  actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), !0>1:3 (send "
@@ -573,7 +573,7 @@ def test_no_option_is_ignored_for_a_file(run: Run, tmp_path: Path) -> None:
         "--checkpoint and --stages-per-rank are for named schedules"
     )
     assert refused(run(f"show {tmp_path}/mine.txt --memory 1")) == (
-        "this schedule must not run:\n  rank 0, step 1: 0F1 makes 2 alive, over 1"
+        "this schedule must not run:\n  rank 0, step 1: 0F1 brings live memory to 2, over 1"
     )
 
 

@@ -120,7 +120,7 @@ def test_a_schedule_for_other_sizes() -> None:
 def test_a_file_that_is_no_schedule(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("buy milk")
-    with pytest.raises(penstock.FormatError, match="'buy' is no action"):
+    with pytest.raises(penstock.FormatError, match="'buy' is not an action"):
         Pipe(plain(), 2, stages=4, schedule=file)
     with pytest.raises(ArgumentError, match=r"there is no file '.*nothing.txt' to read a schedule"):
         Pipe(plain(), 2, stages=4, schedule=tmp_path / "nothing.txt")

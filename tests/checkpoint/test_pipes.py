@@ -109,7 +109,7 @@ def refused(folder: Path) -> str:
 
 def test_a_mistake_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     told = ranks(2).run(refused, tmp_path)
-    assert all("a parameter of shape (3,) that is none of the pipe's" in one for one in told)
+    assert all("a parameter of shape (3,) that does not belong to the pipe" in one for one in told)
     assert not any(tmp_path.iterdir())
 
 

@@ -376,9 +376,9 @@ def test_a_copy_of_a_pipe_waits_for_no_save_of_the_other(tmp_path: Path) -> None
 
 def test_nothing_is_saved_there_yet(tmp_path: Path) -> None:
     pipe = piped(build())
-    with pytest.raises(ArgumentError, match="has no checkpoint in it yet"):
+    with pytest.raises(ArgumentError, match="contains no checkpoint yet"):
         pipe.load(tmp_path)
-    with pytest.raises(ArgumentError, match=r"nowhere' is not there.*penstock.saved"):
+    with pytest.raises(ArgumentError, match=r"nowhere' does not exist.*penstock.saved"):
         pipe.load(tmp_path / "nowhere")
 
 
@@ -387,32 +387,32 @@ def test_another_model(tmp_path: Path) -> None:
     more, less, wider = build(), nn.Sequential(*list(build())[:-1]), build()
     more.append(nn.Linear(2, 2))
     wider[4] = nn.Linear(6, 7)
-    with pytest.raises(ArgumentError, match=r"has nothing for 8.weight, 8.bias"):
+    with pytest.raises(ArgumentError, match=r"has no tensor for 8.weight, 8.bias"):
         piped(more).load(tmp_path)
-    with pytest.raises(ArgumentError, match=r"has 7.bias, 7.weight, which the model has not"):
+    with pytest.raises(ArgumentError, match=r"has 7.bias, 7.weight, which the model does not have"):
         piped(less).load(tmp_path)
-    with pytest.raises(ArgumentError, match=r"4.weight, \(6, 6\) there and \(7, 6\) here"):
+    with pytest.raises(ArgumentError, match=r"4.weight is \(6, 6\) there and \(7, 6\) in the model"):
         piped(wider).load(tmp_path)
 
 
 def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     pipe = piped(build())
     stranger = SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(ArgumentError, match=r"shape \(3,\) that is none of the pipe's"):
+    with pytest.raises(ArgumentError, match=r"shape \(3,\) that does not belong to the pipe"):
         pipe.save(tmp_path, optimizer=stranger)
     one = SGD(pipe.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match=r"'0.weight' is in several optimizers"):
         pipe.save(tmp_path, optimizer=[one, one])
     scheduler: Any = OneCycleLR(one, max_lr=0.1, total_steps=10)
-    with pytest.raises(PenstockTypeError, match=r"not OneCycleLR: what else there is to save"):
+    with pytest.raises(PenstockTypeError, match=r"not OneCycleLR. Save anything else"):
         pipe.save(tmp_path, optimizer=scheduler)
     assert saved(tmp_path) is None
     pipe.save(tmp_path)
-    with pytest.raises(ArgumentError, match=r"no optimizer state of 0.weight, 0.bias"):
+    with pytest.raises(ArgumentError, match=r"no optimizer state for 0.weight, 0.bias"):
         pipe.load(tmp_path, optimizer=one)
     two = optimizer_of(pipe)
     pipe.save(tmp_path, optimizer=two)
-    with pytest.raises(ArgumentError, match=r"in one group of the optimizer, and were saved with"):
+    with pytest.raises(ArgumentError, match=r"in one group of the optimizer, but were saved with"):
         pipe.load(tmp_path, optimizer=one)
 
 
@@ -429,7 +429,7 @@ def test_extra_is_of_plain_values(tmp_path: Path) -> None:
 
 def test_a_file_that_stands_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("mine")
-    with pytest.raises(ArgumentError, match="is no link that a save has made"):
+    with pytest.raises(ArgumentError, match="is not a link created by a save"):
         piped(build()).save(tmp_path)
     assert (tmp_path / "latest").read_text() == "mine"
 

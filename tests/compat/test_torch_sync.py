@@ -222,7 +222,7 @@ def test_partition_model() -> None:
     placed = partition_model(layers, [3, 1], devices=["cpu", "cpu"])
     assert [len(list(part.children())) for part in placed] == [3, 1]
     assert torch.equal(placed(torch.ones(1, 2)), layers(torch.ones(1, 2)))
-    with pytest.raises(ValueError, match="they take 3 together"):
+    with pytest.raises(ValueError, match="the stages take 3 together"):
         partition_model(layers, [2, 1], devices=["cpu", "cpu"])
 
 

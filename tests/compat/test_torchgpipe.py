@@ -125,7 +125,7 @@ def test_balances_that_cannot_be() -> None:
     layers = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())
     with pytest.raises(ValueError, match="It says how many layers"):
         GPipe(layers)
-    with pytest.raises(ValueError, match="they take 2 together"):
+    with pytest.raises(ValueError, match="the stages take 2 together"):
         GPipe(layers, [1, 1], devices=cpus(2))
     with pytest.raises(ValueError, match="each takes at least one"):
         GPipe(layers, [3, 0], devices=cpus(2))

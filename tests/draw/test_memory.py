@@ -44,5 +44,5 @@ def test_the_same_bytes_each_time_and_any_curve(tmp_path: Path) -> None:
 
 
 def test_a_suffix_that_cannot_be_drawn(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"'memory.gif' has no suffix that can be drawn"):
+    with pytest.raises(ArgumentError, match=r"cannot draw into 'memory.gif'"):
         draw.memory(forecast(), measured(), tmp_path / "memory.gif")

@@ -103,7 +103,7 @@ def test_a_value_of_unknown_size_has_a_name_alone() -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"no suffix that can be drawn: end it in \.svg or"):
+    with pytest.raises(ArgumentError, match=r"the file name must end in \.svg or"):
         draw.chain(outlined(), tmp_path / "cut.pdf")
 
 

@@ -150,7 +150,7 @@ def test_other_suffixes(played: Played, tmp_path: Path) -> None:
         with pytest.raises(ArgumentError) as error:
             picture(played("0F0 0B0"), tmp_path / name)
         assert str(error.value) == (
-            f"'{name}' has no suffix that can be drawn: end it in .svg or .png"
+            f"cannot draw into '{name}': the file name must end in .svg or .png"
         )
 
 

@@ -206,7 +206,7 @@ def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
             pipe.step(x, target=target)
         assert str(again.value) == str(death.value)
         raise again.value
-    with pytest.raises(RemoteError, match="failed, so no rank goes on with it") as caught:
+    with pytest.raises(RemoteError, match="failed, so no rank continues with it") as caught:
         saving.wait()
     assert (caught.value.kind, caught.value.rank) == ("raised", fault.rank)
     assert "in burst\n" in caught.value.traceback
@@ -221,7 +221,7 @@ def test_a_save_in_the_background_that_fails(tmp_path: Path) -> None:
     given = {r: (2, saves_beside, Fault(r, "saving", burst), tmp_path / f"{r}") for r in (0, 1)}
     for rank, fates in perform_all(given).items():
         text = check_cause(fates, [0, 1], "raised", rank, 3 * SOON)
-        assert f"failed, so no rank goes on with it:\n  rank {rank}: " in text
+        assert f"failed, so no rank continues with it:\n  rank {rank}: " in text
         assert "in burst\n" in text
         check_checkpoint(tmp_path / f"{rank}", fates)
 

@@ -46,7 +46,7 @@ def test_the_user_says_how_many_layers_each_stage_has() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([2, 2], r"\[2, 2\] is no cut of 3 units"),
+        ([2, 2], r"\[2, 2\] is not a cut of 3 units"),
         ([0, 3], "stage 0 takes 0"),
         (4, "3 units cannot be cut into 4 stages"),
         (0, "stages=0: a pipe has at least one stage"),

@@ -108,7 +108,7 @@ def test_a_lost_message_is_found(case: tuple[Schedule, StageGraph], data: st.Dat
     lost = program.lanes[rank][at]
     lane = program.lanes[rank][:at] + program.lanes[rank][at + 1 :]
     broken = replace(program, lanes=(*program.lanes[:rank], lane, *program.lanes[rank + 1 :]))
-    assert f"rank {rank}: {lost} stands here never, not once" in verify(broken)
+    assert f"rank {rank}: {lost} occurs never, not once" in verify(broken)
 
 
 @QUICK

@@ -90,7 +90,7 @@ def test_a_typo_in_a_number_is_told_at_once() -> None:
         "stage 0, micro-batch 99999999: it needs B once, or I and W once, but has B never, "
         "I never, W never",
     )
-    with pytest.raises(FormatError, match="is no action"):
+    with pytest.raises(FormatError, match="is not an action"):
         loads("0F" + "9" * 5000)
 
 
@@ -115,7 +115,7 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         simulate(lower(schedule), Cost.even((0,)))
     with pytest.raises(ArgumentError, match="the program has 3 lanes, its schedule 2"):
         Program(schedule, StageGraph.chain(2), ((), (), ()))
-    with pytest.raises(ArgumentError, match="1F0 names a stage that is not there"):
+    with pytest.raises(ArgumentError, match="1F0 names a stage that does not exist"):
         list(play(loads("placement: 0 \n 0F0 1F0")))
 
 
@@ -142,7 +142,7 @@ def test_no_option_is_ignored_and_nothing_is_written(
 
 
 def test_a_second_header_is_not_taken_silently() -> None:
-    with pytest.raises(FormatError, match="line 2: 'chunks:' stands above already"):
+    with pytest.raises(FormatError, match="line 2: 'chunks:' is given twice"):
         loads("chunks: 1 \n chunks: 2 \n 0F0")
 
 
@@ -203,7 +203,7 @@ def test_values_made_from_lists_are_values() -> None:
 
 
 def test_simulating_a_schedule_says_to_lower_it() -> None:
-    with pytest.raises(ArgumentError, match=r"simulate\(lower\(it\)\)"):
+    with pytest.raises(ArgumentError, match=r"simulate\(lower\(schedule\)\)"):
         simulate(schedules.gpipe(2, 2))  # type: ignore[arg-type]
 
 

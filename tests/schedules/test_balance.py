@@ -284,9 +284,9 @@ def test_if_nothing_fits_it_says_what_is_missing_and_where() -> None:
         find_best_cut(CutProblem(units, (DeviceCapacity(memory=4 * gib),) * 2))
     assert str(error.value) == (
         "no cut of 3 units into 2 stages fits the memory. The nearest is [2, 1], and there stage 0 "
-        "would need 7.00 GiB on rank 0, which has 4.00 GiB: 3.00 GiB too much. Take more stages "
+        "would need 7.00 GiB on rank 0, which has 4.00 GiB: 3.00 GiB too much. Use more stages "
         "or devices with more memory, cut the batch into more chunks, recompute "
-        "(checkpoint='always'), or take a schedule with fewer micro-batches in flight"
+        "(checkpoint='always'), or use a schedule with fewer micro-batches in flight."
     )
 
 
@@ -321,8 +321,8 @@ def test_every_problem_of_a_task_is_named() -> None:
         "unit 0 costs -1.0, unit 0 keeps inf: a cost is a number from 0 up; "
         "rank 0 has speed 0.0 and memory inf: a speed is more than 0, and memory a number from 0 "
         "up; rank 1 has speed 1.0 and memory -1: a speed is more than 0, and memory a number from "
-        "0 up; a value goes from unit 1 to [0] of 2 units: it goes to later ones; "
-        "placement names ranks [2], and there are 2 devices; "
+        "0 up; a value goes from unit 1 to [0] of 2 units: a value only goes to later units; "
+        "placement names ranks [2], but there are 2 devices; "
         "in_flight is [1, 0] for 2 stages: give each the number of micro-batches that it keeps at "
         "once, 1 or more"
     )

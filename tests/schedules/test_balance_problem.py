@@ -102,20 +102,20 @@ def test_every_cost_that_is_none_is_named() -> None:
 @pytest.mark.parametrize(
     ("counts", "problem"),
     [
-        ([3, 2], "they take 5 together"),
-        ([], "they take 0 together"),
+        ([3, 2], "the stages take 5 together"),
+        ([], "the stages take 0 together"),
         ([7, -1], "stage 1 takes -1, and each takes at least one"),
         (
             [0, 5, 0],
             "stage 0 takes 0, and each takes at least one; "
-            "stage 2 takes 0, and each takes at least one; they take 5 together",
+            "stage 2 takes 0, and each takes at least one; the stages take 5 together",
         ),
     ],
 )
 def test_what_is_no_cut_is_refused(counts: list[int], problem: str) -> None:
     with pytest.raises(ArgumentError) as error:
         check_cut(counts, units=6)
-    assert str(error.value) == f"{counts} is no cut of 6 units: {problem}"
+    assert str(error.value) == f"{counts} is not a cut of 6 units: {problem}"
 
 
 def test_a_cut_of_the_users_own_is_fine() -> None:

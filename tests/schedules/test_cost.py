@@ -55,7 +55,7 @@ def test_every_column_needs_an_entry_for_every_stage(cost: Cost, short: str) -> 
     changed: dict[str, Any] = {short: (1.0,)}
     with pytest.raises(ArgumentError) as error:
         replace(cost, **changed)
-    assert str(error.value).startswith("each needs one entry for every stage, but F has ")
+    assert str(error.value).startswith("each column needs one entry per stage, but F has ")
     assert f"{short} has 1" in str(error.value)
 
 

@@ -181,10 +181,10 @@ def test_every_bad_word_is_reported_with_its_line() -> None:
     assert complaint(dedent(text)) == "\n".join(
         [
             "this is not a schedule:",
-            "  line 1: '0X1' is no action",
-            "  line 3: '0F' is no action",
-            "  line 5: '-1F0' is no action",
-            "  line 5: 'fine' is no action",
+            "  line 1: '0X1' is not an action",
+            "  line 3: '0F' is not an action",
+            "  line 5: '-1F0' is not an action",
+            "  line 5: 'fine' is not an action",
             f"  {LOOKS}",
         ]
     )
@@ -194,8 +194,8 @@ def test_problems_are_also_a_list() -> None:
     with pytest.raises(FormatError) as error:
         loads("one \n two")
     assert error.value.problems == (
-        "line 1: 'one' is no action",
-        "line 2: 'two' is no action",
+        "line 1: 'one' is not an action",
+        "line 2: 'two' is not an action",
         LOOKS,
     )
 
@@ -204,14 +204,14 @@ def test_problems_are_also_a_list() -> None:
     "word", ["0>1:0", "!0>1", "!0<1:0", "0f0", "0F0,", "0F0F0", "F0", "--", "chunks"]
 )
 def test_what_only_looks_like_an_action_is_none(word: str) -> None:
-    assert f"line 2: '{word}' is no action" in complaint(f"0F0 \n {word}")
+    assert f"line 2: '{word}' is not an action" in complaint(f"0F0 \n {word}")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "placement: 0 \n chunks: 1"])
 def test_no_lanes(text: str) -> None:
     assert complaint(text) == (
         "this is not a schedule:\n"
-        "  it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'"
+        "  it has no lanes: write one line per rank, such as '0F0 0F1 0B0 0B1'"
     )
 
 
@@ -240,7 +240,7 @@ def test_no_lanes_comes_with_the_other_problems() -> None:
 )
 def test_a_header_that_does_not_read(line: str, example: str) -> None:
     assert complaint(f"{line} \n 0F0") == (
-        f"this is not a schedule:\n  line 1: '{line}' does not read; write '{example}'"
+        f"this is not a schedule:\n  line 1: '{line}' is not valid; write '{example}'"
     )
 
 
@@ -248,9 +248,9 @@ def test_headers_and_actions_are_reported_together() -> None:
     assert complaint("chunks: x \n 0F0 y \n edges: z") == "\n".join(
         [
             "this is not a schedule:",
-            "  line 1: 'chunks: x' does not read; write 'chunks: 8'",
-            "  line 2: 'y' is no action",
-            "  line 3: 'edges: z' does not read; write 'edges: 0>1 1>2'",
+            "  line 1: 'chunks: x' is not valid; write 'chunks: 8'",
+            "  line 2: 'y' is not an action",
+            "  line 3: 'edges: z' is not valid; write 'edges: 0>1 1>2'",
             f"  {LOOKS}",
         ]
     )

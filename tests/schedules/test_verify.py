@@ -100,7 +100,7 @@ def test_an_action_of_a_stage_that_is_not_there() -> None:
 
 def test_an_action_on_another_rank_than_its_stage() -> None:
     assert breaks(find_misplaced_actions, "placement: 0 1 \n 0F0 0B0 1B0 \n 1F0") == [
-        "rank 0, step 2: 1B0 stands here, but stage 1 is on rank 1"
+        "rank 0, step 2: 1B0 is in this lane, but stage 1 is on rank 1"
     ]
 
 
@@ -205,15 +205,17 @@ def test_memory_over_the_cap_says_where() -> None:
     gpipe = schedules.gpipe(ranks=2, chunks=3)
     assert verify(gpipe, memory=3) == ()
     assert verify(gpipe, memory=2) == (
-        "rank 0, step 2: 0F2 makes 3 alive, over 2",
-        "rank 1, step 2: 1F2 makes 3 alive, over 2",
+        "rank 0, step 2: 0F2 brings live memory to 3, over 2",
+        "rank 1, step 2: 1F2 brings live memory to 3, over 2",
     )
 
 
 def test_memory_is_a_ranks_whole_share_by_default() -> None:
     interleaved = schedules.interleaved(ranks=2, chunks=4)
     assert verify(interleaved, memory=2.5) == ()
-    assert verify(interleaved, memory=2.4) == ("rank 0, step 4: 0F2 makes 2.5 alive, over 2.4",)
+    assert verify(interleaved, memory=2.4) == (
+        "rank 0, step 4: 0F2 brings live memory to 2.5, over 2.4",
+    )
 
 
 def test_memory_is_counted_in_the_units_of_the_cost() -> None:
@@ -221,7 +223,7 @@ def test_memory_is_counted_in_the_units_of_the_cost() -> None:
     two = loads("0F0 0F1 0B0 0B1")
     assert verify(two, memory=2e9, cost=cost) == ()
     assert verify(two, memory=1.5e9, cost=cost) == (
-        "rank 0, step 1: 0F1 makes 2e+09 alive, over 1.5e+09",
+        "rank 0, step 1: 0F1 brings live memory to 2e+09, over 1.5e+09",
     )
 
 
@@ -264,40 +266,40 @@ def test_a_sound_program() -> None:
 
 
 def test_a_missing_receive() -> None:
-    assert unmatched(rank_1="1F0 1B0 !1>0:0") == ["rank 1: ?0>1:0 stands here never, not once"]
+    assert unmatched(rank_1="1F0 1B0 !1>0:0") == ["rank 1: ?0>1:0 occurs never, not once"]
 
 
 def test_a_missing_send() -> None:
-    assert unmatched(rank_1="?0>1:0 1F0 1B0") == ["rank 1: !1>0:0 stands here never, not once"]
+    assert unmatched(rank_1="?0>1:0 1F0 1B0") == ["rank 1: !1>0:0 occurs never, not once"]
 
 
 def test_a_duplicate_send() -> None:
     assert unmatched(rank_0="0F0 !0>1:0 !0>1:0 ?1>0:0 0B0") == [
-        "rank 0: !0>1:0 stands here twice, not once"
+        "rank 0: !0>1:0 occurs twice, not once"
     ]
 
 
 def test_a_duplicate_receive() -> None:
     assert unmatched(rank_1="?0>1:0 ?0>1:0 1F0 ?0>1:0 1B0 !1>0:0") == [
-        "rank 1: ?0>1:0 stands here 3 times, not once"
+        "rank 1: ?0>1:0 occurs 3 times, not once"
     ]
 
 
 def test_a_receive_on_the_wrong_rank() -> None:
     found = unmatched(rank_0="0F0 !0>1:0 0B0", rank_1=f"{RANK_1} ?1>0:0")
     assert sorted(found) == [
-        "rank 0: ?1>0:0 stands here never, not once",
-        "rank 1: ?1>0:0 stands here once, not never",
+        "rank 0: ?1>0:0 occurs never, not once",
+        "rank 1: ?1>0:0 occurs once, not never",
     ]
 
 
 def test_a_message_that_nobody_made() -> None:
-    assert unmatched(rank_0=f"{RANK_0} !0>1:7") == ["rank 0: !0>1:7 stands here once, not never"]
+    assert unmatched(rank_0=f"{RANK_0} !0>1:7") == ["rank 0: !0>1:7 occurs once, not never"]
 
 
 def test_a_message_within_a_rank() -> None:
     assert unmatched("0F0 !0>1:0 1F0", "-", placement="0 0") == [
-        "rank 0: !0>1:0 stands here once, not never"
+        "rank 0: !0>1:0 occurs once, not never"
     ]
 
 
@@ -368,7 +370,7 @@ def test_a_deadlock_and_too_little_memory_are_both_reported() -> None:
     assert verify(loads("0F0 0F1 0B1 0B0 \n 1B0 1F0 1F1 1B1"), memory=1) == (
         "rank 0, step 2: 0B1 waits for 1B1 (rank 1, step 3)",
         "rank 1, step 0: 1B0 waits for 1F0 (rank 1, step 1)",
-        "rank 0, step 1: 0F1 makes 2 alive, over 1",
+        "rank 0, step 1: 0F1 brings live memory to 2, over 1",
     )
 
 
@@ -377,8 +379,8 @@ def test_every_problem_of_a_program_is_reported_at_once() -> None:
     assert {
         "stage 0, micro-batch 0: it needs B once, or I and W once, but has B twice, I never, "
         "W never",
-        "rank 0: !0>1:0 stands here never, not once",
-        "rank 1: !1>0:0 stands here never, not once",
+        "rank 0: !0>1:0 occurs never, not once",
+        "rank 1: !1>0:0 occurs never, not once",
     } <= set(found)
 
 

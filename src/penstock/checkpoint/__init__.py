@@ -1,1 +1,1 @@
-"""Checkpoints: what a pipe writes to disk, and reads from it, under the unsplit model's names."""
+"""Checkpoints: save, load and export a model under its unsplit names. See README.md."""

@@ -1,18 +1,18 @@
-"""The layout of a checkpoint folder, and which of its entries a save may remove.
+"""The layout of a checkpoint folder, and the rules for what a save may remove from it.
 
     folder/
       save-000007/        the files of torch.distributed.checkpoint, extra.pt and the marker
       latest              a symbolic link to it
 
-A save writes beside the last one and then replaces the link in one atomic step. The link alone
-decides which checkpoint counts.
+A save writes a new directory beside the previous one and then replaces the link in one atomic
+step. The link alone decides which checkpoint is current.
 
-A save removes only what this library has written. Each save carries the file `.penstock-save`
-from the moment it has its name, and a folder without that marker belongs to the user, whatever it
-is called. A checkpoint is removed only after the next one is complete:
+A save removes only directories that this library wrote. Each of them contains the marker file
+`.penstock-save` from the moment it has its name. A directory without the marker belongs to the
+user, whatever its name is. A checkpoint is removed only after the next one is complete:
 
-    before a save    marked folders without `.metadata`: saves that were killed
-    after a save     marked folders that `latest` does not name, and the folder that it named before
+    before a save    marked directories without `.metadata` or `extra.pt`: saves that were killed
+    after a save     marked directories other than the new one, and the previous target of `latest`
 """
 
 from __future__ import annotations
@@ -32,35 +32,44 @@ _TEMPORARY_DIRECTORY = re.compile(r"\.(new|removed)-save-\d+")
 
 
 def saved(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that was last saved in the folder; None if there is none yet.
+    """Return the path of the last complete checkpoint in a folder, or None if there is none.
 
-    A script that may have been restarted asks it before it loads:
+    A script that may have been restarted calls this to decide whether to load.
 
-    >>> saved("nothing/here") is None
-    True
+    Args:
+        folder: A folder that `Pipe.save` writes to. It need not exist.
+
+    Returns:
+        The directory that the link `latest` points to, or None.
+
+    Example:
+        >>> saved("nothing/here") is None
+        True
     """
     link = Path(folder) / LATEST_LINK
     try:
-        found = Path(folder) / os.readlink(link)
-    except OSError:  # it is not there, or no link
+        save_directory = Path(folder) / os.readlink(link)
+    except OSError:  # it does not exist, or is not a link
         return None
-    return found if (found / ".metadata").exists() else None
+    return save_directory if (save_directory / ".metadata").exists() else None
 
 
 def create_save_directory(folder: Path) -> Path:
-    """Create the folder of the next save and return its path; remove saves that were killed."""
+    """Create the directory of the next save and return its path. Remove saves that were killed."""
     if (folder / LATEST_LINK).exists() and not (folder / LATEST_LINK).is_symlink():
         raise ArgumentError(
-            f"'{folder / LATEST_LINK}' is no link that a save has made, and saving would replace it: "
-            "save to another folder"
+            f"'{folder / LATEST_LINK}' is not a link created by a save, and saving would replace "
+            "it. Save to another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    fsync_directory(folder.parent)
+    fsync_directory(folder.parent)  # or a crash could lose the folder itself
     remove_incomplete_saves(folder)
-    taken = [int(found[1]) for found in map(_SAVE_DIRECTORY.fullmatch, os.listdir(folder)) if found]
-    place = folder / f"save-{max(taken, default=0) + 1:06d}"
-    # The folder gets its name only once it carries the marker: a save that is killed in between
-    # would leave a folder that looks like the user's own.
+    numbers = [
+        int(match[1]) for match in map(_SAVE_DIRECTORY.fullmatch, os.listdir(folder)) if match
+    ]
+    place = folder / f"save-{max(numbers, default=0) + 1:06d}"
+    # The directory gets its final name only after it contains the marker. Otherwise a save that
+    # is killed in between would leave a directory that looks like the user's own.
     new = folder / f".new-{place.name}"
     new.mkdir()
     write_file_synced(
@@ -71,16 +80,21 @@ def create_save_directory(folder: Path) -> Path:
 
 
 def commit_save(save_directory: Path) -> None:
-    """Make the save at `place` the one that counts, then remove those before it."""
+    """Point `latest` to a complete save, then remove the earlier saves.
+
+    The order matters, because the process may be killed between any two lines: the files of the
+    new save reach the disk before the link names them, and the old save is removed last.
+    """
     folder = save_directory.parent
     previous = saved(folder)
     fsync_directory(save_directory)
+    # A symbolic link cannot be changed in place, but renaming one over another is atomic.
     (folder / _LATEST_LINK_TMP).symlink_to(save_directory.name)
     os.replace(folder / _LATEST_LINK_TMP, folder / LATEST_LINK)
     fsync_directory(folder)
     remove_incomplete_saves(folder)
     for path in folder.iterdir():
-        # The checkpoint that the link named before may be older than the marker.
+        # The previous checkpoint may come from a version that did not write the marker.
         if (
             path != save_directory
             and _SAVE_DIRECTORY.fullmatch(path.name)
@@ -90,7 +104,7 @@ def commit_save(save_directory: Path) -> None:
 
 
 def remove_incomplete_saves(folder: Path) -> None:
-    """Remove what killed saves have left. What cannot be removed is left for later."""
+    """Remove the remains of killed saves. Whatever cannot be removed is left for the next save."""
     (folder / _LATEST_LINK_TMP).unlink(missing_ok=True)
     for path in folder.iterdir():
         if _TEMPORARY_DIRECTORY.fullmatch(path.name):
@@ -108,7 +122,11 @@ def _is_complete(path: Path) -> bool:
 
 
 def _remove_save(path: Path) -> None:
-    """Rename, then remove: a removal that is killed half-way must not lose the marker first."""
+    """Rename a save, then delete it.
+
+    A plain deletion that is killed half-way could delete the marker first, and the rest would then
+    look like the user's. Directories with a temporary name are always removed.
+    """
     removed = path.parent / f".removed-{path.name}"
     try:
         path.rename(removed)
@@ -118,7 +136,7 @@ def _remove_save(path: Path) -> None:
 
 
 def write_file_synced(path: Path, data: bytes) -> None:
-    """A small file, on the disk when this returns."""
+    """Write a small file. It is on the disk when this function returns."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -126,9 +144,9 @@ def write_file_synced(path: Path, data: bytes) -> None:
 
 
 def fsync_directory(folder: Path) -> None:
-    """The names in it reach the disk."""
-    opened = os.open(folder, os.O_RDONLY)
+    """Flush the entries of a directory to the disk, so that new names survive a crash."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,7 +1,8 @@
-"""A folder as `save_pretrained` of transformers writes it, each rank its own tensors of it.
+"""`Pipe.save_pretrained`: write a folder that `from_pretrained` of transformers or peft can read.
 
-The model itself writes all but the weights. Those of an adapter are small: the first rank gets
-them all, and peft writes its folder.
+a transformers model    rank 0 lets the model write everything but its weights; then all ranks
+                        write model.safetensors together, as in `Pipe.export`
+a peft model            adapters are small, so rank 0 gathers them and lets peft write its folder
 """
 
 from __future__ import annotations
@@ -46,48 +47,59 @@ def write_pretrained(
     save_group: SaveGroup,
     folder: Path,
 ) -> None:
-    """The state is what this process saves of the model."""
-    doing = f"saving to '{folder}'"
+    """Write the folder of a transformers or peft model. Every rank calls this.
+
+    `get_state` returns the tensors of the model that this process saves.
+    """
+    description = f"saving to '{folder}'"
     if model is None or not is_pretrained(model):
         raise PenstockTypeError(
-            "save_pretrained is for models of transformers and peft, which have a save_pretrained "
-            f"and a config, and this is {'a Sequential' if model is None else type(model).__name__}"
-            ": use pipe.save(folder) or pipe.export(file)"
+            "save_pretrained needs a transformers or peft model (with a save_pretrained method and "
+            f"a config), not {'a Sequential' if model is None else type(model).__name__}"
+            ". Use pipe.save(folder) or pipe.export(file)."
         )
+    # A peft model also has a config and a `save_pretrained`, so it must be recognised first.
     if is_peft_model(model):
-        found = run_and_gather(
+        gathered = run_and_gather(
             save_group,
-            doing,
+            description,
             lambda: _copy_to_cpu(extract_adapter_state(model, _select_tensors(get_state()))),
         )
-        whole = {name: tensor for part in found for name, tensor in part.items()}
-        run_on_rank_zero(save_group, doing, lambda: _write_adapters(model, folder, whole))
+        adapters = {name: tensor for part in gathered for name, tensor in part.items()}
+        run_on_rank_zero(save_group, description, lambda: _write_adapters(model, folder, adapters))
         return
-    run_on_rank_zero(save_group, doing, lambda: _write_config_files(model, folder))
+    # The weights come after the config, and old shards are removed last. A kill in between leaves
+    # any older weights complete.
+    run_on_rank_zero(save_group, description, lambda: _write_config_files(model, folder))
     writer = SafetensorsWriter(folder / WEIGHTS_FILE, {})
-    mine = run_on_each_rank(
-        save_group, doing, lambda: _revert_weight_conversion(model, get_state())
+    state = run_on_each_rank(
+        save_group, description, lambda: _revert_weight_conversion(model, get_state())
     )
     try:
-        planned = plan_save(save_group, doing, writer, mine)
-        execute_save(save_group, doing, writer, planned)
+        planned = plan_save(save_group, description, writer, state)
+        execute_save(save_group, description, writer, planned)
     except BaseException:
         if save_group.rank == 0:
             writer.remove_partial_file()
         raise
-    run_on_rank_zero(save_group, doing, lambda: _remove_old_shards(folder))
+    run_on_rank_zero(save_group, description, lambda: _remove_old_shards(folder))
 
 
 def _revert_weight_conversion(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Under the names, and in the parts, in which transformers has it in files."""
+    """Return the state with the names and the parts that transformers uses in files.
+
+    transformers 5 renames and merges tensors when it loads a model, and has a function that undoes
+    this. Earlier versions store tensors as they are in the model.
+    """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    kept = {name: value for name, value in state.items() if name not in ignored}
+    saved_state = {name: value for name, value in state.items() if name not in ignored}
+    # The model exists, so transformers has been imported. This never imports it anew.
     loading = sys.modules.get("transformers.core_model_loading")
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:
-        return kept
-    found: dict[str, Any] = revert(model, kept)
-    return found
+        return saved_state
+    reverted: dict[str, Any] = revert(model, saved_state)
+    return reverted
 
 
 def _select_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -99,44 +111,51 @@ def _copy_to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _write_adapters(model: Any, folder: Path, adapters: dict[str, torch.Tensor]) -> None:
-    """peft takes adapters out of a state by the names that they have in the model."""
-    ours: dict[str, torch.Tensor] = {}
+    """Let peft write its folder from the adapters of all ranks.
+
+    `adapters` has the names that peft uses in files, but `save_pretrained` expects the names of the
+    model. Passing each name of the model through peft, with an empty tensor, shows which is which.
+    """
+    state: dict[str, torch.Tensor] = {}
     for name in model.state_dict():
-        found = extract_adapter_state(model, {name: torch.empty(0, device="meta")})
-        for key in found.keys() & adapters.keys():
-            ours[name] = adapters[key]
-    with _staging_directory(folder) as place, _progress_bar_disabled():
-        model.save_pretrained(place, state_dict=ours)
+        extracted = extract_adapter_state(model, {name: torch.empty(0, device="meta")})
+        for key in extracted.keys() & adapters.keys():
+            state[name] = adapters[key]
+    with _staging_directory(folder) as staging, _progress_bar_disabled():
+        model.save_pretrained(staging, state_dict=state)
 
 
 def _write_config_files(model: Any, folder: Path) -> None:
-    with _staging_directory(folder) as place, _progress_bar_disabled():
-        model.save_pretrained(place, state_dict={})
-        (place / WEIGHTS_FILE).unlink(
-            missing_ok=True
-        )  # of older versions, which write an empty one
+    """Let the model write its config and its other small files, but no weights."""
+    with _staging_directory(folder) as staging, _progress_bar_disabled():
+        model.save_pretrained(staging, state_dict={})
+        # Older versions of transformers write an empty weights file for an empty state.
+        (staging / WEIGHTS_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
 def _staging_directory(folder: Path) -> Iterator[Path]:
-    """A folder to write to, whose files are then moved, each at once."""
+    """Context manager: yield a temporary folder, and move its files into `folder` at the end.
+
+    Each file is replaced in one atomic step, so a kill never leaves half a file in `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+    staging = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
     try:
-        yield place
-        for path in sorted(place.rglob("*")):
+        yield staging
+        for path in sorted(staging.rglob("*")):
             if path.is_file():
-                goal = folder / path.relative_to(place)
-                goal.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(path, goal)
+                target = folder / path.relative_to(staging)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
         fsync_directory(folder)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager
 def _progress_bar_disabled() -> Iterator[None]:
-    """No bar for no weights."""
+    """Context manager: hide the progress bar that transformers shows, even for no weights."""
     logs: Any = sys.modules.get("transformers.utils.logging")
     shown = logs is not None and logs.is_progress_bar_enabled()
     if shown:
@@ -149,7 +168,10 @@ def _progress_bar_disabled() -> Iterator[None]:
 
 
 def _remove_old_shards(folder: Path) -> None:
-    """Of a model that was saved there before, in several files."""
+    """Remove the shards and the index of a model that was saved there before in several files.
+
+    `from_pretrained` must not find two sets of weights.
+    """
     (folder / INDEX_FILE).unlink(missing_ok=True)
     for path in folder.iterdir():
         if _SHARD_FILE.fullmatch(path.name):

@@ -1,7 +1,15 @@
-"""What the tensors in a folder of `from_pretrained` are called in a model, and how they become its.
+"""Translate the tensor names in a transformers or peft folder to the names of the model.
 
-transformers renames some, and makes some out of several: it is asked how. Nothing is imported: a
-model of transformers, or of peft, has brought its library along.
+When transformers loads a model, it renames some tensors and builds others from several stored ones.
+This module asks transformers for those rules and applies them to the tensors of one process.
+
+    stored in the file                       in the model
+    ...experts.0.gate_proj.weight, ...       ...experts.gate_up_proj     built by a converter
+    transformer.h.0.ln_1.weight              h.0.ln_1.weight             prefix of the base model
+    base_model.model.x.lora_A.weight         base_model.model.x.lora_A.default.weight      (peft)
+
+Nothing is imported here: a model of transformers or peft means that its library is already in
+`sys.modules`, and without such a model the libraries need not be installed.
 """
 
 from __future__ import annotations
@@ -22,50 +30,61 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def find_weights_file(folder: Path) -> Path | None:
-    """The file with the weights, or with where they are; None if it is no such folder."""
-    found = (folder / name for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE))
-    return next((path for path in found if path.exists()), None)
+    """Return the weights file of a folder, or its index. None if the folder has neither."""
+    candidates = (folder / name for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE))
+    return next((path for path in candidates if path.exists()), None)
 
 
 def is_pretrained(model: nn.Module | None) -> bool:
-    """Is it a model of transformers, or of peft?"""
+    """Return True for a model of transformers or peft."""
     return callable(getattr(model, "save_pretrained", None)) and hasattr(model, "config")
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Is it one of peft?"""
+    """Return True for a model that peft has wrapped."""
     return hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None))
 
 
 @dataclass
 class WeightRecipe:
-    """How a tensor of the model is made of stored ones; `converts` is transformers' way."""
+    """The rule that builds one tensor of the model from stored tensors.
+
+    target           the name of the tensor in the model
+    first_target     the first of the tensors that the same converter builds together; the converter
+                     uses this name as its key
+    sources          the names of the stored tensors
+    converter        the `WeightConverter` of transformers, or None to take the only source as it is
+    source_patterns  the pattern of the converter that each source matched
+    """
 
     target: str
-    first_target: str  # of the tensors that are made together
+    first_target: str
     sources: list[str] = field(default_factory=list)
     converter: Any = None
-    source_patterns: list[str] = field(default_factory=list)  # of each source
+    source_patterns: list[str] = field(default_factory=list)
 
     def build(self, read_tensor: Callable[[str], torch.Tensor], model: nn.Module) -> torch.Tensor:
-        """From what is read."""
+        """Return the tensor, with `read_tensor` as the function that reads a stored one."""
         if self.converter is None:
             return read_tensor(self.sources[0])
+        # A converter collects tensors in itself, so each build needs its own copy.
         converter = deepcopy(self.converter)
         for source, pattern in zip(self.sources, self.source_patterns, strict=True):
             converter.add_tensor(self.first_target, source, pattern, read_tensor(source))
-        made = converter.convert(self.first_target, model=model, config=model.config)
-        found = made[self.target]
-        whole: torch.Tensor = found[0] if isinstance(found, list) else found
-        return whole
+        converted = converter.convert(self.first_target, model=model, config=model.config)
+        value = converted[self.target]
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        return tensor
 
 
 @dataclass(frozen=True)
 class PretrainedNameMap:
-    """What is stored, under the model's names.
+    """The stored tensors, by the names of the model.
 
-    covers   the names for which there should be something
-    besides  what the model has nothing for
+    stored      all names in the files
+    recipes     how to build each tensor of the model, by its name
+    expected    the names of the model that the files should have
+    unexpected  the names in the files that belong to no tensor of the model
     """
 
     stored: tuple[str, ...]
@@ -77,51 +96,62 @@ class PretrainedNameMap:
 def map_stored_names(
     model: nn.Module, stored: Collection[str], names: Collection[str]
 ) -> PretrainedNameMap:
-    """`names` are those of all tensors that the model saves, on whatever rank."""
+    """Return the map from stored names to the model's. `names` are those of all ranks together.
+
+    The folder of a peft model holds either adapters or the base model without peft. The stored
+    names decide which of the two it is.
+    """
     if not is_peft_model(model):
         return _build_name_map(model, stored, {name: name for name in names})
-    ours = _adapter_names(model, names)
-    if any(key in ours for key in stored):
-        return _build_name_map(None, stored, ours)
+    adapter_names = _adapter_names(model, names)
+    if any(key in adapter_names for key in stored):
+        return _build_name_map(None, stored, adapter_names)
     base: Any = model
-    plain = {_strip_peft_names(name): name for name in names if name not in ours.values()}
-    return _build_name_map(base.get_base_model(), stored, plain)
+    base_names = {
+        _strip_peft_names(name): name for name in names if name not in adapter_names.values()
+    }
+    return _build_name_map(base.get_base_model(), stored, base_names)
 
 
 def _strip_peft_names(name: str) -> str:
-    """As the model is called in without peft around it."""
+    """Return the name that a tensor of the base model has without peft around it."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _adapter_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The adapters' own names in a file, with the model's."""
-    blanks = {name: torch.empty(0, device="meta") for name in names}
-    found = extract_adapter_state(model, blanks)
-    by_tensor = {tensor: name for name, tensor in blanks.items()}
-    return {key: by_tensor[tensor] for key, tensor in found.items() if tensor in by_tensor}
+    """Return the names of the adapters in a file, mapped to their names in the model.
+
+    peft selects and renames tensors of a state dict in one call. Passing it a placeholder tensor
+    for each name shows what became of the name.
+    """
+    placeholders = {name: torch.empty(0, device="meta") for name in names}
+    extracted = extract_adapter_state(model, placeholders)
+    by_tensor = {tensor: name for name, tensor in placeholders.items()}
+    return {key: by_tensor[tensor] for key, tensor in extracted.items() if tensor in by_tensor}
 
 
 def extract_adapter_state(
     model: nn.Module, state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What peft saves of a state."""
-    take = sys.modules["peft"].get_peft_model_state_dict
-    found: dict[str, torch.Tensor] = take(
+    """Return the entries of a state dict that peft saves, under the names that it saves them."""
+    get_adapter_state = sys.modules["peft"].get_peft_model_state_dict
+    extracted: dict[str, torch.Tensor] = get_adapter_state(
         model, state_dict=dict(state), save_embedding_layers=False
     )
-    return found
+    return extracted
 
 
 def _build_name_map(
     model: Any, stored: Collection[str], names: Mapping[str, str]
 ) -> PretrainedNameMap:
+    """Match the stored names. `names` maps the names to look for to the names of the model."""
     rename = _build_rename_function(model, names)
     recipes: dict[str, WeightRecipe] = {}
-    besides = []
+    unexpected = []
     for key in sorted(stored, key=_natural_sort_key):
         targets, converter, pattern = rename(key)
         if not any(target in names for target in targets):
-            besides.append(key)
+            unexpected.append(key)
         for target in targets:
             if target not in names:
                 continue
@@ -130,46 +160,59 @@ def _build_name_map(
             )
             recipe.sources.append(key)
             recipe.source_patterns.append(pattern)
-    return PretrainedNameMap(tuple(stored), recipes, frozenset(names.values()), tuple(besides))
+    return PretrainedNameMap(tuple(stored), recipes, frozenset(names.values()), tuple(unexpected))
 
 
 def _natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """Experts are put together in the order of their numbers."""
+    """Return a sort key that puts `experts.2` before `experts.10`.
+
+    A converter stacks experts in the order in which it gets them.
+    """
     return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]
 
 
-RenameFunction = Callable[
-    [str], tuple[list[str], Any, str]
-]  # to targets, a converter and its pattern
+# From a stored name to the target names, the converter (or None) and the pattern that it matched.
+RenameFunction = Callable[[str], tuple[list[str], Any, str]]
 
 
 def _build_rename_function(model: Any, names: Mapping[str, str]) -> RenameFunction:
+    """Return the function that translates one stored name.
+
+    transformers 5 has a table of renamings and converters for each model. Without that table, the
+    names differ at most by the prefix of the base model.
+    """
     loading = sys.modules.get("transformers.core_model_loading")
     if model is None or loading is None:
         prefix = getattr(model, "base_model_prefix", "")
         return lambda key: ([_match_prefix(key, prefix, names)], None, "")
     mapping = sys.modules["transformers.conversion_mapping"].get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
-    of_pattern = {k: converter for converter in converters for k in converter.source_patterns}
-    known = dict.fromkeys(names, True)
+    renamings = [rule for rule in mapping if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, loading.WeightConverter)]
+    by_pattern = {k: converter for converter in converters for k in converter.source_patterns}
+    known_names = dict.fromkeys(names, True)
 
     def rename(key: str) -> tuple[list[str], Any, str]:
         prefix = model.base_model_prefix
-        new, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
-        if new not in known and key in known:
-            new, pattern = loading.rename_source_key(key, [], [], prefix, known)
+        new, pattern = loading.rename_source_key(key, renamings, converters, prefix, known_names)
+        # A file may already use the model's own names. Then no rule may change them.
+        if new not in known_names and key in known_names:
+            new, pattern = loading.rename_source_key(key, [], [], prefix, known_names)
         if pattern is None:
             return [new], None, ""
-        converter = of_pattern[pattern]
-        first, *others = converter.target_patterns
-        return [new, *(new.replace(first, other) for other in others)], converter, pattern
+        # One converter may build several tensors, such as the three parts of a fused projection.
+        converter = by_pattern[pattern]
+        first_pattern, *others = converter.target_patterns
+        return [new, *(new.replace(first_pattern, other) for other in others)], converter, pattern
 
     return rename
 
 
 def _match_prefix(key: str, prefix: str, names: Collection[str]) -> str:
-    """A model with a head has the base model's names below a prefix; a file may have it or not."""
+    """Return the stored name with or without the prefix of the base model, as the model has it.
+
+    A model with a head has the names of its base model below a prefix. The file may come from the
+    base model alone, or the other way around.
+    """
     if key in names or not prefix:
         return key
     other = key.removeprefix(f"{prefix}.") if key.startswith(f"{prefix}.") else f"{prefix}.{key}"
@@ -178,7 +221,7 @@ def _match_prefix(key: str, prefix: str, names: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class KeyMismatch:
-    """Where a folder and a model differ: in the base model, or only in what is around it."""
+    """The names in which a folder and a model differ, inside and outside the base model."""
 
     in_base_model: tuple[str, ...]
     outside_base_model: tuple[str, ...]
@@ -187,12 +230,17 @@ class KeyMismatch:
     def classify(
         model: nn.Module, names: Iterable[str], all_names: Iterable[str], kind: str
     ) -> KeyMismatch:
-        """Of these names, among all that are there; `kind`: they are missing, or unexpected."""
+        """Sort missing or unexpected names by whether they belong to the base model.
+
+        `kind` is "missing" or "unexpected". Names that the model itself declares as ignorable are
+        dropped. `all_names` shows whether the base model has a prefix here.
+        """
         patterns = [*(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())]
-        if kind == "unexpected":  # buffers that older versions have saved
+        if kind == "unexpected":
+            # Older versions of transformers saved these buffers.
             patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         has_head = prefix != "." and any(name.startswith(prefix) for name in all_names)
-        found = [n for n in names if not any(re.search(p, n) for p in patterns)]
-        inside = [n for n in found if not has_head or n.startswith(prefix)]
-        return KeyMismatch(tuple(inside), tuple(n for n in found if n not in inside))
+        relevant = [n for n in names if not any(re.search(p, n) for p in patterns)]
+        inside = [n for n in relevant if not has_head or n.startswith(prefix)]
+        return KeyMismatch(tuple(inside), tuple(n for n in relevant if n not in inside))

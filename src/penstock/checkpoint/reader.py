@@ -1,4 +1,17 @@
-"""One load: each process finds its own tensors in a checkpoint, and reads nothing else."""
+"""One load: each process finds its own tensors in a checkpoint and reads nothing else.
+
+    find_checkpoint      the path that is meant: the last save in a folder, or a weights file
+    open_checkpoint      read the headers: the name, shape and dtype of each entry
+    check_stored_names   compare the stored names with those of the whole model
+    load_...             read the model, the optimizers, the random state, `extra`
+
+A checkpoint is one of these:
+
+    a directory of `Pipe.save`                    names below `model.`, `optimizer.`, `random.`
+    another torch.distributed.checkpoint          names below `model.`, or without a prefix
+    a safetensors file or its index               names without a prefix
+    a transformers or peft folder                 the names of its library, translated on reading
+"""
 
 from __future__ import annotations
 
@@ -29,67 +42,76 @@ MODEL_KEY, OPTIMIZER_KEY, RNG_KEY = "model", "optimizer", "random"
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What is stored at a path: facts about each entry, by name, and how to read it."""
+    """A checkpoint that is open for reading: the metadata of its entries, and their reader.
+
+    `prefix` comes before the names of the model. A safetensors file has none, and a checkpoint
+    that another program wrote may have none.
+    """
 
     path: Path
     reader: StorageReader
     metadata: Metadata
-    prefix: str  # before the names of the model; a file, or a checkpoint by others, has none
+    prefix: str
 
     @property
     def entries(self) -> dict[str, Any]:
-        """What is known of each, without reading it."""
+        """The metadata of each entry, by name."""
         return self.metadata.state_dict_metadata
 
     def entries_under(self, prefix: str) -> dict[str, Any]:
-        """The entries that begin so, without it."""
-        found = self.entries.items()
-        return {k.removeprefix(prefix): v for k, v in found if k.startswith(prefix)}
+        """Return the entries whose names begin with a prefix, under the rest of their names."""
+        items = self.entries.items()
+        return {k.removeprefix(prefix): v for k, v in items if k.startswith(prefix)}
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that is meant: in a folder of saves, the last."""
+    """Return the path of the checkpoint to load. In a folder of saves, that is the last one."""
     if path.is_file() or (path / ".metadata").exists():
         return path
     last = saved(path) or find_weights_file(path)
     if last is not None:
         return last
-    missing = "is not there" if not path.exists() else "has no checkpoint in it yet"
+    problem = "does not exist" if not path.exists() else "contains no checkpoint yet"
     raise ArgumentError(
-        f"'{path}' {missing}: give a folder that pipe.save has written to (penstock.saved(folder) "
-        "tells whether it has), a folder of torch.distributed.checkpoint or of save_pretrained, a "
-        ".safetensors file or its .safetensors.index.json"
+        f"'{path}' {problem}. Pass a folder written by pipe.save (penstock.saved(folder) returns "
+        "None if it has no checkpoint), a folder of torch.distributed.checkpoint or of "
+        "save_pretrained, a .safetensors file or its .safetensors.index.json."
     )
 
 
 def open_checkpoint(
     path: Path, names: Collection[str], local_state: LocalState
 ) -> CheckpointSource:
-    """What is stored there, perhaps of a model with these names; only headers are read.
+    """Read the metadata of a checkpoint. `names` are the names of the whole model.
 
-    (A model may have a layer that is called "model".)
+    The names decide whether the entries have the prefix `model.`, because a model may itself have
+    a layer called "model".
     """
     reader: StorageReader
     if path.is_dir():
         reader = FileSystemReader(path)
     elif local_state.pretrained_model is not None:
-        mine = {
+        # The reader needs the shapes of the tensors of this process. It converts no others.
+        local_shapes = {
             n: value.shape
             for n, (_, value) in local_state.unique_state().items()
             if _is_tensor(value)
         }
-        further = (*local_state.tied_names, *local_state.tied_names.values())
-        shapes = {n: mine.get(n) for n in (*names, *further)}
+        tied = (*local_state.tied_names, *local_state.tied_names.values())
+        shapes = {n: local_shapes.get(n) for n in (*names, *tied)}
         reader = PretrainedReader(_safetensors_files(path), local_state.pretrained_model, shapes)
     else:
         reader = SafetensorsReader(_safetensors_files(path))
     metadata = reader.read_metadata()
-    ours = not isinstance(reader, PretrainedReader)
-    below = ours and any(f"{MODEL_KEY}.{name}" in metadata.state_dict_metadata for name in names)
-    return CheckpointSource(path, reader, metadata, f"{MODEL_KEY}." if below else "")
+    may_have_prefix = not isinstance(reader, PretrainedReader)
+    has_prefix = may_have_prefix and any(
+        f"{MODEL_KEY}.{name}" in metadata.state_dict_metadata for name in names
+    )
+    return CheckpointSource(path, reader, metadata, f"{MODEL_KEY}." if has_prefix else "")
 
 
 def _safetensors_files(path: Path) -> list[Path]:
+    """Return the file itself, or the files that an index lists."""
     if path.suffix != ".json":
         return [path]
     shards = json.loads(path.read_text())["weight_map"].values()
@@ -103,21 +125,24 @@ def _is_tensor(value: Any) -> bool:
 def check_stored_names(
     source: CheckpointSource, names: Collection[str], tied_names: Mapping[str, str]
 ) -> None:
-    """What is stored of the model is somewhere in it: `names` are those of all ranks."""
+    """Raise if the checkpoint has tensors that the model lacks. `names` are those of all ranks."""
     if source.path.is_dir() and not source.prefix:
-        return  # by others: what is there beside the model cannot be told from it
+        # Another program wrote it. Entries beside the model cannot be told from those of the model.
+        return
     if isinstance(source.reader, PretrainedReader):
         _check_pretrained_names(source, source.reader, names, tied_names)
         return
-    known = {*names, *tied_names, *tied_names.values()}
+    known_names = {*names, *tied_names, *tied_names.values()}
     stored = source.entries_under(source.prefix)
-    strange = [
-        name for name in stored if name not in known and not _is_below_known_name(name, known)
+    unexpected = [
+        name
+        for name in stored
+        if name not in known_names and not _is_below_known_name(name, known_names)
     ]
-    if strange:
+    if unexpected:
         raise ArgumentError(
-            f"'{source.path}' has {_format_names(strange)}, which the model has not: it was saved from "
-            "another model"
+            f"'{source.path}' has {_format_names(unexpected)}, which the model does not have. "
+            "It was saved from another model."
         )
 
 
@@ -127,101 +152,130 @@ def _check_pretrained_names(
     names: Collection[str],
     tied_names: Mapping[str, str],
 ) -> None:
-    """The base model has to be there as it is; what is around it may be another: that is told."""
-    named = reader.name_map
-    there = {tied_names.get(name, name) for name in named.recipes}
-    gone = [n for n in names if n in named.expected and tied_names.get(n, n) not in there]
-    missing = KeyMismatch.classify(reader.model, gone, names, "missing")
-    strange = KeyMismatch.classify(reader.model, named.unexpected, named.stored, "unexpected")
-    told = []
-    for inside, outside, what in (
-        (missing.in_base_model, missing.outside_base_model, "has nothing for"),
-        (strange.in_base_model, strange.outside_base_model, "has what the model has not,"),
+    """Raise if a folder does not fit the base model. Warn if only the layers around it differ.
+
+    Loading a trained base model under a new head is common, so the head may be missing.
+    """
+    name_map = reader.name_map
+    available = {tied_names.get(name, name) for name in name_map.recipes}
+    absent = [n for n in names if n in name_map.expected and tied_names.get(n, n) not in available]
+    missing = KeyMismatch.classify(reader.model, absent, names, "missing")
+    unexpected = KeyMismatch.classify(
+        reader.model, name_map.unexpected, name_map.stored, "unexpected"
+    )
+    notes = []
+    for inside, outside, problem in (
+        (missing.in_base_model, missing.outside_base_model, "has no tensor for"),
+        (
+            unexpected.in_base_model,
+            unexpected.outside_base_model,
+            "has tensors that the model does not have:",
+        ),
     ):
         if inside:
             raise ArgumentError(
-                f"'{source.path}' {what} {_format_names(inside)}: it was saved from another model"
+                f"'{source.path}' {problem} {_format_names(inside)}. It was saved from another "
+                "model."
             )
-        told += [f"{what} {_format_names(outside)}"] if outside else []
-    if told:
+        notes += [f"{problem} {_format_names(outside)}"] if outside else []
+    if notes:
         warnings.warn(
-            f"'{source.path}' {'; and it '.join(told)}: what is not there stays as it is, and the "
-            "rest is not read",
+            f"'{source.path}' {'; and it '.join(notes)}. Tensors missing from the file keep their "
+            "values, and tensors that the model does not have are not read.",
             stacklevel=2,
         )
 
 
-def _is_below_known_name(name: str, known: set[str]) -> bool:
-    """Of a value in several parts, such as a module's extra state."""
+def _is_below_known_name(name: str, known_names: set[str]) -> bool:
+    """Return True for a part of a nested value, such as the extra state of a module."""
     parts = name.split(".")
-    return any(".".join(parts[:end]) in known for end in range(1, len(parts)))
+    return any(".".join(parts[:end]) in known_names for end in range(1, len(parts)))
 
 
 def load_model(local_state: LocalState, source: CheckpointSource) -> None:
-    """Into this process's own parameters and buffers."""
+    """Read the parameters and buffers of this process and load them into its layers."""
     stored = source.entries_under(source.prefix)
     state = local_state.unique_state()
-    if isinstance(source.reader, PretrainedReader):  # what is missing there is allowed to
+    if isinstance(source.reader, PretrainedReader):
+        # `check_stored_names` allowed what is missing here, so it keeps its value.
         state = {
             n: v for n, v in state.items() if any(o in stored for o in local_state.all_names(n))
         }
-    chosen = {
-        name: next((one for one in [name, *local_state.all_names(name)] if one in stored), name)
+    # A tied tensor may be stored under any of its names.
+    stored_names = {
+        name: next(
+            (alias for alias in [name, *local_state.all_names(name)] if alias in stored), name
+        )
         for name in state
     }
-    _check_stored_shapes(state, source, chosen)
-    wanted = {chosen[name]: value for name, (_, value) in state.items()}
-    nested = {MODEL_KEY: wanted} if source.prefix else wanted
+    _check_stored_shapes(state, source, stored_names)
+    tensors = {stored_names[name]: value for name, (_, value) in state.items()}
+    nested = {MODEL_KEY: tensors} if source.prefix else tensors
     read_entries(source, nested)
     if isinstance(source.reader, PretrainedReader):
         _check_tied_values(
-            local_state, source, {chosen[n]: value for n, (_, value) in state.items()}
+            local_state, source, {stored_names[n]: value for n, (_, value) in state.items()}
         )
+    # The tensors were read in place. `load_state_dict` still runs, for the values that are not
+    # tensors, such as extra state, and for the user's hooks.
     local_state.module.load_state_dict(
-        {**local_state.module.state_dict(), **{k: wanted[chosen[n]] for n, (k, _) in state.items()}}
+        {
+            **local_state.module.state_dict(),
+            **{k: tensors[stored_names[n]] for n, (k, _) in state.items()},
+        }
     )
 
 
 def _check_tied_values(
     local_state: LocalState, source: CheckpointSource, loaded: Mapping[str, Any]
 ) -> None:
-    """What the model has once may be stored twice, and then it has to be the same."""
+    """Raise if a tensor that the model ties is stored under two names with different values.
+
+    A model that was trained untied and is built tied would otherwise lose one of the two.
+    """
     for name, value in loaded.items():
         for other in local_state.all_names(name):
             if other == name or other not in source.entries:
                 continue
-            room = {other: torch.empty_like(value)}
-            read_entries(source, room)
-            if not torch.equal(room[other], value):
+            alias_state = {other: torch.empty_like(value)}
+            read_entries(source, alias_state)
+            if not torch.equal(alias_state[other], value):
                 raise ArgumentError(
-                    f"'{source.path}' has other numbers for '{other}' than for '{name}', and the "
-                    "model ties them: build it untied (config.tie_word_embeddings = False)"
+                    f"'{source.path}' has different values for '{other}' and '{name}', but the "
+                    "model ties them. Build it untied (config.tie_word_embeddings = False)."
                 )
 
 
 def _check_stored_shapes(
     state: Mapping[str, tuple[str, Any]], source: CheckpointSource, stored_names: Mapping[str, str]
 ) -> None:
-    missing, other = [], []
+    """Raise if a tensor of this process is not stored, or is stored with another shape."""
+    missing, mismatches = [], []
     for name, (_, value) in state.items():
         stored = source.entries.get(source.prefix + stored_names[name])
+        # A value that is not a tensor, such as extra state, has no shape to compare.
         if not isinstance(value, torch.Tensor):
             continue
         if stored is None:
             missing.append(name)
         elif isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
-            other.append(f"{name}, {tuple(stored.size)} there and {tuple(value.shape)} here")
+            mismatches.append(
+                f"{name} is {tuple(stored.size)} there and {tuple(value.shape)} in the model"
+            )
     if missing:
         raise ArgumentError(
-            f"'{source.path}' has nothing for {_format_names(missing)}: it was saved from another model"
+            f"'{source.path}' has no tensor for {_format_names(missing)}. It was saved from "
+            "another model."
         )
-    if other:
+    if mismatches:
         raise ArgumentError(
-            f"'{source.path}' has other shapes: {_format_names(other)}: it was saved from another model"
+            f"'{source.path}' has tensors of other shapes than the model: "
+            f"{_format_names(mismatches)}. It was saved from another model."
         )
 
 
 def _format_names(names: Sequence[str]) -> str:
+    """Return up to eight names, and the number of the others."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
@@ -229,27 +283,30 @@ def _format_names(names: Sequence[str]) -> str:
 def load_optimizers(
     local_state: LocalState, source: CheckpointSource, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Into this process's optimizers."""
-    room = {
+    """Read the state of this process's optimizers and load it into them."""
+    state = {
         OPTIMIZER_KEY: states.allocate_optimizer_state(
             local_state, optimizers, source.entries_under(f"{OPTIMIZER_KEY}.")
         )
     }
-    read_entries(source, room)
-    states.restore_optimizer_state(local_state, optimizers, room[OPTIMIZER_KEY])
+    read_entries(source, state)
+    states.restore_optimizer_state(local_state, optimizers, state[OPTIMIZER_KEY])
 
 
 def load_rng_state(local_state: LocalState, source: CheckpointSource) -> None:
-    """The generator of random numbers stands where it stood, if this replica was saved."""
+    """Restore the state of PyTorch's CPU generator, if it was saved for this replica.
+
+    The random numbers of a step depend on a seed that is drawn from this generator.
+    """
     stored = source.entries_under(f"{RNG_KEY}.").get(str(local_state.replica))
     if isinstance(stored, TensorStorageMetadata):
-        room = {RNG_KEY: {str(local_state.replica): torch.empty(stored.size, dtype=torch.uint8)}}
-        read_entries(source, room)
-        torch.set_rng_state(room[RNG_KEY][str(local_state.replica)])
+        state = {RNG_KEY: {str(local_state.replica): torch.empty(stored.size, dtype=torch.uint8)}}
+        read_entries(source, state)
+        torch.set_rng_state(state[RNG_KEY][str(local_state.replica)])
 
 
 def load_extra(source: CheckpointSource) -> Any:
-    """What the user has saved beside; None for a checkpoint that has nothing of the kind."""
+    """Return the object that the user saved as `extra`, or None if the checkpoint has none."""
     path = source.path / EXTRA_FILE
     if not path.exists():
         return None
@@ -257,7 +314,12 @@ def load_extra(source: CheckpointSource) -> Any:
 
 
 def read_entries(source: CheckpointSource, state: dict[str, Any]) -> None:
-    """Fill the state with what is stored under its names: this process alone, and only that."""
+    """Read the stored entries with the names in `state` into it. Nothing else is read.
+
+    This runs the planner and the storage reader of torch.distributed.checkpoint without its
+    `load`: each process plans for itself as the only rank, because each needs different names.
+    """
+    # `True` means "this is the coordinator": each process is the only rank of its own load.
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state, source.metadata, True)
     source.reader.set_up_storage_reader(source.metadata, True)

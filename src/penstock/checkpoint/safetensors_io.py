@@ -1,7 +1,14 @@
-"""A model written to one safetensors file, each rank its own bytes of it.
+"""Read and write safetensors files, as storage back ends of torch.distributed.checkpoint.
 
-The format: the header's length in eight bytes, the header as JSON with each tensor's dtype, shape
-and place, then the tensors' bytes. https://huggingface.co/docs/safetensors
+    SafetensorsWriter    one file; each rank writes the bytes of its own tensors
+    SafetensorsReader    one or more files; reads only the tensors that the plan names
+    PretrainedReader     the same for a transformers or peft folder, with its names translated
+
+The format (https://huggingface.co/docs/safetensors):
+
+    8 bytes      length of the header, little-endian
+    header       JSON: the dtype, shape and data_offsets of each tensor, and `__metadata__`
+    the rest     the bytes of the tensors, row by row; data_offsets count from here
 """
 
 from __future__ import annotations
@@ -59,101 +66,124 @@ DTYPE_NAMES = {
 }
 
 
+# -------------------------------------------------------------------------------------------------
+# Writing. Rank 0 knows the sizes of all tensors from the plans, so it can write the header and fix
+# the offset of each tensor first. Then all ranks write into the same file at the same time, each at
+# its own offsets. No process ever has the whole model in memory.
+#
+# The file is written under a temporary name and gets its own name when every rank has finished.
+# -------------------------------------------------------------------------------------------------
+
+
 class SafetensorsWriter(StorageWriter):
-    """Writes `path`, beside it first; `same` are the further names of tied tensors."""
+    """A writer of one safetensors file that all ranks share.
+
+    `tied_names` maps the further names of tied tensors to the names that they are saved under. They
+    go into the file's metadata, as in files that `safetensors.torch.save_model` writes.
+    """
 
     def __init__(self, path: Path, tied_names: Mapping[str, str]) -> None:
         self._path, self._tied_names = path, tied_names
         self._partial_path = path.with_name(f".{path.name}.part")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """It is used once."""
+        """Do nothing: a writer is used for one file."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """What a killed export has left goes."""
+        """Create the folder, and remove the partial file of an export that was killed."""
         if is_coordinator:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.remove_partial_file()
 
     def remove_partial_file(self) -> None:
-        """Remove what was written."""
+        """Remove the file that is not complete yet."""
         self._partial_path.unlink(missing_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to prepare, but everything has to be a tensor that the format knows."""
+        """Return the plan unchanged. Raise if the format cannot store one of its items."""
         for item in plan.items:
             data = item.tensor_data
             if data is None or data.properties.dtype not in DTYPE_NAMES:
-                kind = "no tensor" if data is None else f"of dtype {data.properties.dtype}"
+                kind = "not a tensor" if data is None else f"of dtype {data.properties.dtype}"
                 raise ArgumentError(
-                    f"'{item.index.fqn}' is {kind}, which a safetensors file cannot hold: use "
-                    "pipe.save(folder)"
+                    f"a safetensors file cannot store '{item.index.fqn}', which is {kind}. Use "
+                    "pipe.save(folder)."
                 )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Where each tensor stands; the first rank writes the header."""
-        facts = {
+        """Write the header, and add the offset of each tensor in the file to the plans.
+
+        Rank 0 calls this. The file gets its full size here, so that the other ranks can write
+        anywhere in it.
+        """
+        tensors = {
             item.index.fqn: item.tensor_data
-            for one in plans
-            for item in one.items
+            for plan in plans
+            for item in plan.items
             if item.tensor_data is not None
         }
-        notes = {other: kept for other, kept in self._tied_names.items() if kept in facts}
-        begin, header = build_header(facts, {"format": "pt", **notes})
+        aliases = {
+            alias: saved_name
+            for alias, saved_name in self._tied_names.items()
+            if saved_name in tensors
+        }
+        begin, header = build_header(tensors, {"format": "pt", **aliases})
         with open(self._partial_path, "wb") as file:
             file.write(header)
-            file.truncate(len(header) + sum(map(_byte_count, facts.values())))
-        places = {name: len(header) + at for name, at in begin.items()}
-        return [replace(one, storage_data=places) for one in plans]
+            file.truncate(len(header) + sum(map(_byte_count, tensors.values())))
+        file_offsets = {name: len(header) + offset for name, offset in begin.items()}
+        return [replace(plan, storage_data=file_offsets) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One tensor at a time, or the part of it that is here."""
-        opened = os.open(self._partial_path, os.O_WRONLY)
+        """Write this rank's tensors, or its shards of them, one at a time."""
+        descriptor = os.open(self._partial_path, os.O_WRONLY)
         try:
             for item in plan.items:
                 data = planner.resolve_data(item)
                 assert isinstance(data, torch.Tensor)
                 assert item.tensor_data is not None
                 begin = plan.storage_data[item.index.fqn]
-                _write_chunk(opened, data.cpu().contiguous(), begin, item.tensor_data)
-            os.fsync(opened)
+                _write_chunk(descriptor, data.cpu().contiguous(), begin, item.tensor_data)
+            os.fsync(descriptor)
         finally:
-            os.close(opened)
+            os.close(descriptor)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """All have written: the file takes its name."""
+        """Give the file its final name. Rank 0 calls this when all ranks have written."""
         os.replace(self._partial_path, self._path)
         fsync_directory(self._path.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Return True: every path is accepted."""
         return True
 
 
 def build_header(
     tensors: Mapping[str, TensorWriteData], metadata: Mapping[str, str]
 ) -> tuple[dict[str, int], bytes]:
-    """Where each tensor begins after the header, and the header.
+    """Return the offset of each tensor behind the header, and the bytes of the header.
 
-    Wide elements stand first, so that each tensor begins at a multiple of its element's size.
+    Tensors with wide elements come first, so that each tensor starts at a multiple of its element
+    size. The header is padded to a multiple of eight bytes for the same reason. A reader can then
+    map the file into memory and use the tensors in place.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].properties.dtype.itemsize, name))
     begin: dict[str, int] = {}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
+    offset = 0
     for name in names:
-        begin[name], end = at, at + _byte_count(tensors[name])
+        begin[name], end = offset, offset + _byte_count(tensors[name])
         entries[name] = {
             "dtype": DTYPE_NAMES[tensors[name].properties.dtype],
             "shape": list(tensors[name].size),
-            "data_offsets": [at, end],
+            "data_offsets": [offset, end],
         }
-        at = end
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return begin, len(text).to_bytes(8, "little") + text
@@ -166,25 +196,33 @@ def _byte_count(data: TensorWriteData) -> int:
 def _write_chunk(
     file_descriptor: int, chunk: torch.Tensor, file_offset: int, tensor_data: TensorWriteData
 ) -> None:
-    """Run by run: a run is what stands together both in the chunk and in the tensor."""
+    """Write one chunk of a tensor, run by run.
+
+    A run is a range of elements that is contiguous both in the chunk and in the whole tensor.
+    """
+    # A view of the tensor's memory as bytes. `Tensor.numpy()` does not know bfloat16 and float8.
     memory = memoryview((ctypes.c_char * chunk.nbytes).from_address(chunk.data_ptr())).cast("B")
     width = chunk.element_size()
-    done = 0
+    written = 0
     for start, length in contiguous_runs(
         tensor_data.size, tensor_data.chunk.offsets, tensor_data.chunk.sizes
     ):
-        left = memory[done : done + length * width]
-        at = file_offset + start * width
-        while left:
-            wrote = os.pwrite(file_descriptor, left, at)
-            left, at = left[wrote:], at + wrote
-        done += length * width
+        remaining = memory[written : written + length * width]
+        position = file_offset + start * width
+        # `pwrite` may write less than it was given. It does not move the file position, so ranks
+        # that share the file do not disturb each other.
+        while remaining:
+            count = os.pwrite(file_descriptor, remaining, position)
+            remaining, position = remaining[count:], position + count
+        written += length * width
 
 
 def contiguous_runs(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Where the rows of a chunk stand in a whole tensor, in elements: start and length.
+    """Yield (start, length) of each run of a chunk inside the whole tensor, in elements.
+
+    `shape` is that of the whole tensor; `offsets` and `sizes` describe the chunk.
 
     >>> list(contiguous_runs((4, 6), (2, 0), (2, 6)))
     [(12, 12)]
@@ -196,59 +234,66 @@ def contiguous_runs(
     inner = len(shape)
     while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
-    cut = max(inner - 1, 0)  # from this dimension on, a run is in one piece
+    # All dimensions behind `cut` are complete in the chunk, so from `cut` on it is contiguous.
+    cut = max(inner - 1, 0)
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     length = prod(sizes[cut:])
-    last = offsets[cut] * strides[cut] if shape else 0
-    for at in product(*(range(o, o + s) for o, s in zip(offsets[:cut], sizes[:cut], strict=True))):
-        yield sum(i * stride for i, stride in zip(at, strides, strict=False)) + last, length
+    run_offset = offsets[cut] * strides[cut] if shape else 0
+    for index in product(
+        *(range(o, o + s) for o, s in zip(offsets[:cut], sizes[:cut], strict=True))
+    ):
+        yield (
+            sum(i * stride for i, stride in zip(index, strides, strict=False)) + run_offset,
+            length,
+        )
 
 
 # -------------------------------------------------------------------------------------------------
-# A model read from safetensors files: only the tensors that are asked for.
+# Reading. The header alone tells the name, shape and dtype of each tensor. The safetensors library
+# maps the file into memory, so only the tensors or slices that the plan names are read.
 # -------------------------------------------------------------------------------------------------
 
 _DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class SafetensorsReader(StorageReader):
-    """Reads tensors by their names out of safetensors files, and nothing else of them."""
+    """A reader of tensors from one or more safetensors files, by name."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files, self._path_by_name = files, dict[str, Path]()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """It is used once."""
+        """Do nothing: a reader is used for one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """From the headers alone."""
-        found: dict[str, Any] = {}
+        """Return the metadata of all tensors, from the headers alone."""
+        entries: dict[str, Any] = {}
         for path in self._files:
             with open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118  (it is no dict)
+                for name in file.keys():  # noqa: SIM118  (it is not a dict)
                     part = file.get_slice(name)
                     size = torch.Size(part.get_shape())
                     whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
                     dtype = _parse_dtype(path, name, part.get_dtype())
-                    found[name] = TensorStorageMetadata(TensorProperties(dtype), size, [whole])
+                    entries[name] = TensorStorageMetadata(TensorProperties(dtype), size, [whole])
                     self._path_by_name[name] = path
-        return Metadata(found)
+        return Metadata(entries)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """It knows the files already."""
+        """Do nothing: the constructor got the files."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """The parts that the plan names, file by file."""
+        """Read the tensors or slices that the plan names, file by file."""
         items = sorted(plan.items, key=lambda item: str(self._path_by_name[item.storage_index.fqn]))
         for path in dict.fromkeys(self._path_by_name[item.storage_index.fqn] for item in items):
             with open_safetensors(path) as file:
@@ -265,13 +310,14 @@ class SafetensorsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Return True: every path is accepted."""
         return True
 
 
 def _read_slice(
     file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor:
+    """Return a slice of a stored tensor, or the whole tensor if the slice covers it."""
     part = file.get_slice(name)
     if not lengths or list(lengths) == part.get_shape():
         whole: torch.Tensor = file.get_tensor(name)
@@ -281,7 +327,7 @@ def _read_slice(
 
 
 def open_safetensors(path: Path) -> Any:
-    """The file, opened by the safetensors library."""
+    """Open a file with the safetensors library. Raise `MissingExtra` if it is not installed."""
     try:
         from safetensors import safe_open
     except ImportError:
@@ -292,14 +338,19 @@ def open_safetensors(path: Path) -> Any:
 def _parse_dtype(path: Path, name: str, dtype_name: str) -> torch.dtype:
     if dtype_name not in _DTYPE_BY_NAME:
         raise ArgumentError(
-            f"'{path}' has {name} as {dtype_name}, which is none of PyTorch's dtypes here: convert it, "
-            f"to {', '.join(sorted(_DTYPE_BY_NAME))}"
+            f"'{path}' stores {name} as {dtype_name}, which is not a supported dtype. Convert it "
+            f"to one of {', '.join(sorted(_DTYPE_BY_NAME))}."
         )
     return _DTYPE_BY_NAME[dtype_name]
 
 
 class PretrainedReader(SafetensorsReader):
-    """The same under a model's names, where the files have others, or have it in other parts."""
+    """A reader of a transformers or peft folder, under the names of the model.
+
+    The files may use other names than the model, or store a tensor in several parts, for example
+    one tensor per expert. `name_map` says how each tensor of the model is built. `shapes` has the
+    shape of each tensor that this process holds, and None for the others.
+    """
 
     name_map: PretrainedNameMap
 
@@ -310,7 +361,10 @@ class PretrainedReader(SafetensorsReader):
         self.model, self._shapes = model, shapes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is put together has the shape that it has in the model."""
+        """Return the metadata of the model's tensors, from the headers alone.
+
+        A tensor that is built from several stored ones has the shape that it has in the model.
+        """
         stored = super().read_metadata().state_dict_metadata
         self.name_map = map_stored_names(self.model, stored, self._shapes)
         return Metadata({name: self._metadata_for(name, stored) for name in self.name_map.recipes})
@@ -324,14 +378,14 @@ class PretrainedReader(SafetensorsReader):
         return TensorStorageMetadata(stored[recipe.sources[0]].properties, size, [whole])
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """One by one, each file opened once."""
-        with ExitStack() as opened:
+        """Read or build the tensors that the plan names. Each file is opened once."""
+        with ExitStack() as open_files:
             files: dict[Path, Any] = {}
 
             def open_file_of(source: str) -> Any:
                 path = self._path_by_name[source]
                 if path not in files:
-                    files[path] = opened.enter_context(open_safetensors(path))
+                    files[path] = open_files.enter_context(open_safetensors(path))
                 return files[path]
 
             for item in plan.items:
@@ -343,9 +397,10 @@ class PretrainedReader(SafetensorsReader):
                         open_file_of(source), source, item.storage_offsets, item.lengths
                     )
                 else:
-                    made = recipe.build(lambda key: open_file_of(key).get_tensor(key), self.model)
-                    at = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = made[tuple(slice(begin, begin + length) for begin, length in at)]
+                    # A converted tensor is built whole, and this rank's shard is cut out of it.
+                    tensor = recipe.build(lambda key: open_file_of(key).get_tensor(key), self.model)
+                    ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = tensor[tuple(slice(begin, begin + length) for begin, length in ranges)]
                 target.copy_(part)
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()

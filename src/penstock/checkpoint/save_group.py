@@ -1,4 +1,13 @@
-"""Who saves together: one process alone, or a group of them that succeed or fail as one."""
+"""The processes that save or load together. They succeed or fail as one.
+
+Each step of a save is a function that runs on some or all ranks. Its results, and any failure, are
+gathered on every rank. If one rank fails, every rank raises the same `RemoteError`, so no rank is
+left waiting and no rank commits a save that another could not finish.
+
+    run_and_gather      every rank works and gets the results of all
+    run_on_each_rank    every rank works and keeps its own result
+    run_on_rank_zero    rank 0 works and every rank gets its result
+"""
 
 from __future__ import annotations
 
@@ -17,44 +26,45 @@ T = TypeVar("T")
 
 
 class SaveGroup(Protocol):
-    """The processes that save together. `share` is called by all of them, in the same order."""
+    """The processes that save together. All of them make the same calls in the same order."""
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 decides for all."""
+        """The rank of this process in the group. Rank 0 decides for all."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Everyone's values, in the order of the ranks, on every rank."""
+        """Return the values of all ranks, in the order of the ranks."""
 
 
 @dataclass(frozen=True)
 class LocalSaveGroup:
-    """One process."""
+    """A group of one process. It does not need torch.distributed."""
 
     rank: int = 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Its own."""
+        """Return a list of the one value."""
         return [value]
 
 
 class HostProcessGroup(Protocol):
-    """A group of torch.distributed that carries tensors of the host, such as gloo's."""
+    """A torch.distributed process group that transfers CPU tensors, such as a gloo group."""
 
     def rank(self) -> int:
-        """This process's."""
+        """Return the rank of this process."""
 
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of processes."""
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:
-        """Starts to give everyone everything."""
+        """Start to gather the inputs of all ranks into `outputs`. Return a work handle."""
 
 
 class DistributedSaveGroup:
-    """The processes of a group that carries nothing else than this.
+    """The processes of a process group that is used for saving and loading only.
 
-    (A save in the background speaks over it, while others are in use.)
+    A background save communicates over the group from its own thread, while the training step uses
+    other groups. Sharing one group would mix up the order of its collectives.
     """
 
     def __init__(self, group: HostProcessGroup) -> None:
@@ -62,23 +72,32 @@ class DistributedSaveGroup:
         self.rank = group.rank()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Their sizes first."""
+        """Return the values of all ranks, which are sent pickled.
+
+        An all-gather needs tensors of one size, so the ranks first exchange the lengths and then
+        pad to the longest.
+        """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self._all_gather(torch.tensor([len(data)]))]
         padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
-        found = zip(self._all_gather(padded), sizes, strict=True)
-        return [pickle.loads(one[:size].numpy().tobytes()) for one, size in found]
+        pairs = zip(self._all_gather(padded), sizes, strict=True)
+        return [pickle.loads(buffer[:size].numpy().tobytes()) for buffer, size in pairs]
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        self._group.allgather([found], [tensor]).wait()
-        return found
+        outputs = [torch.empty_like(tensor) for _ in range(self._group.size())]
+        self._group.allgather([outputs], [tensor]).wait()
+        return outputs
 
 
 def run_and_gather(save_group: SaveGroup, description: str, work: Callable[[], T]) -> list[T]:
-    """Everyone's results of the work; if anyone's fails, all fail, with one message."""
+    """Run `work` on every rank and return the results of all ranks.
+
+    Raise `RemoteError` on every rank, with the same text, if the work of any rank fails.
+    """
+    # A single process raises its own exception, with its type and traceback, not a `RemoteError`.
     if isinstance(save_group, LocalSaveGroup):
         return [work()]
+    # A failure must not leave this rank out of the gather: the others would wait for it for ever.
     result, failure = None, None
     try:
         result = work()
@@ -88,34 +107,39 @@ def run_and_gather(save_group: SaveGroup, description: str, work: Callable[[], T
         answers = save_group.all_gather_object(
             (result, None if failure is None else _format_failure(failure))
         )
-    except RuntimeError:  # the others heard of the failure first: they have told all, and left
+    except RuntimeError:
+        # The other ranks may learn of this rank's failure in another way and leave first. Then the
+        # gather fails, and the rank's own failure is the one worth raising.
         if failure is None:
             raise
         raise failure from None
-    problems = {rank: said for rank, (_, said) in enumerate(answers) if said is not None}
+    problems = {rank: problem for rank, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
-        first, (_, frames) = next(iter(problems.items()))
-        listed = "\n".join(f"  rank {rank}: {said}" for rank, (said, _) in problems.items())
-        text = f"{description} failed, so no rank goes on with it:\n{listed}"
-        raise RemoteError(text, "raised", first, description, traceback=frames) from failure
+        first_rank, (_, frames) = next(iter(problems.items()))
+        listed = "\n".join(f"  rank {rank}: {summary}" for rank, (summary, _) in problems.items())
+        text = f"{description} failed, so no rank continues with it:\n{listed}"
+        raise RemoteError(text, "raised", first_rank, description, traceback=frames) from failure
     return [value for value, _ in answers]
 
 
 def _format_failure(failure: Exception) -> tuple[str, str]:
-    """In short, and with its traceback."""
-    said = "".join(format_exception_only(failure)).strip()
-    return said, "".join(format_exception(failure))
+    """Return a failure as one short text and as a full traceback."""
+    summary = "".join(format_exception_only(failure)).strip()
+    return summary, "".join(format_exception(failure))
 
 
 def run_on_each_rank(save_group: SaveGroup, description: str, work: Callable[[], T]) -> T:
-    """This rank's result alone, which stays here; if anyone's work fails, all fail."""
-    mine: list[T] = []
-    run_and_gather(save_group, description, lambda: mine.append(work()))
-    return mine[0]
+    """Run `work` on every rank and return this rank's result. If one rank fails, all raise.
+
+    The result is not sent to the other ranks, so it may be large or impossible to pickle.
+    """
+    results: list[T] = []
+    run_and_gather(save_group, description, lambda: results.append(work()))
+    return results[0]
 
 
 def run_on_rank_zero(save_group: SaveGroup, description: str, work: Callable[[], T]) -> T:
-    """What the first rank's work gives, on every rank."""
+    """Run `work` on rank 0 and return its result on every rank. If it fails, all raise."""
     return cast(
         T,
         run_and_gather(save_group, description, lambda: work() if save_group.rank == 0 else None)[

@@ -1,4 +1,9 @@
-"""What `Pipe.save`, `load`, `export` and `save_pretrained` do."""
+"""The implementation of `Pipe.save`, `Pipe.load`, `Pipe.export` and `Pipe.save_pretrained`.
+
+Every rank calls the same method, and each writes or reads only its own layers. A save may continue
+in the background: the tensors are copied to the CPU first, and a thread writes them while training
+goes on. The next save, load or export of the pipe waits for that thread.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +47,18 @@ from penstock.model.tied import find_tied_names
 from penstock.runtime.step_request import CheckpointPeers
 
 # -------------------------------------------------------------------------------------------------
-# A save that is under way, and the one that a pipe has to wait for.
+# A save in progress, and the one that a pipe has to wait for.
 # -------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger("penstock")
 
 
 class SaveHandle:
-    """A save on its way to the disk, or there. It counts when `wait` has returned."""
+    """A save that is complete or still being written. It is complete once `wait` has returned.
+
+    Attributes:
+        path: The directory of this save.
+    """
 
     def __init__(self, path: Path, write: Callable[[], None], background: bool) -> None:
         self.path = path
@@ -66,15 +75,16 @@ class SaveHandle:
             self._write()
         except BaseException as error:
             self._error = error
+            # The caller may never call `wait`, so the failure is also logged.
             _log.error("penstock: a save in the background failed: %s", error)
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """True if `wait` would return or raise at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Until it is on the disk; gives the path, or raises what went wrong."""
+        """Wait until the save is on the disk and return its path. Raise if it failed."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -83,45 +93,51 @@ class SaveHandle:
 
 
 class PendingSave:
-    """One pipe's last save, if it is in the background. A copy of the pipe has its own."""
+    """The last background save of one pipe, if it may still be running."""
 
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
 
     def wait(self) -> None:
-        """For the save that is under way; raises what went wrong with it."""
+        """Wait for the save in progress, if any. Raise if it failed."""
         last, self.handle = self.handle, None
         if last is not None:
             last.wait()
 
+    # A copied or unpickled pipe starts without a pending save. A running thread cannot be pickled.
     def __reduce__(self) -> tuple[type[PendingSave], tuple[()]]:
         return PendingSave, ()
 
 
+# -------------------------------------------------------------------------------------------------
+# Save, load and export.
 # -------------------------------------------------------------------------------------------------
 
 PathLike = str | os.PathLike[str]
 
 
 def build_saver(
-    module: nn.Module, split: PlacedPartition, fellows: CheckpointPeers, pending: PendingSave
+    module: nn.Module, placed: PlacedPartition, peers: CheckpointPeers, pending: PendingSave
 ) -> Saver:
-    """Of a pipe, which saves its part of a model with the processes of a group."""
-    same = {**find_tied_names(module), **split.tied_names}
-    savers = (
+    """Return the saver of a pipe, which saves its part of the model together with its peers."""
+    # Under torchrun the module has only the layers of this process. The partition then knows the
+    # tied names of the whole model.
+    tied_names = {**find_tied_names(module), **placed.tied_names}
+    save_group = (
         LocalSaveGroup()
-        if fellows.process_group is None
-        else DistributedSaveGroup(fellows.process_group)
+        if peers.process_group is None
+        else DistributedSaveGroup(peers.process_group)
     )
-    model = split.partition.model if is_pretrained(split.partition.model) else None
+    model = placed.partition.model if is_pretrained(placed.partition.model) else None
     return Saver(
-        LocalState(module, same, savers, fellows.replica, split.is_local(0), model), pending
+        LocalState(module, tied_names, save_group, peers.replica, placed.is_local(0), model),
+        pending,
     )
 
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves what a process holds. Each waits for the save before it."""
+    """Saves and loads the state of one process. Each method first waits for the pending save."""
 
     local_state: LocalState
     pending: PendingSave
@@ -129,81 +145,98 @@ class Saver:
     def save(
         self, folder: PathLike, optimizer: OptimizerArgument, extra: Any, background: bool
     ) -> SaveHandle:
-        """Plan and, for the background, copy; then write."""
+        """Write a checkpoint to a new directory in `folder`.
+
+        The plan and, for a background save, the copy to the CPU are made before this returns. Only
+        the writing moves to the background thread.
+        """
         self.pending.wait()
-        holding, savers, home = (
+        local_state, save_group, root = (
             self.local_state,
             self.local_state.save_group,
             Path(folder).absolute(),
         )
-        doing = f"saving to '{home}'"
-        state, packed = run_on_each_rank(
-            savers, doing, lambda: (_full_state(holding, optimizer), _serialize_extra(extra))
+        description = f"saving to '{root}'"
+        state, extra_bytes = run_on_each_rank(
+            save_group,
+            description,
+            lambda: (_full_state(local_state, optimizer), _serialize_extra(extra)),
         )
-        place = run_on_rank_zero(savers, doing, lambda: create_save_directory(home))
-        same = {
-            f"{MODEL_KEY}.{name}": f"{MODEL_KEY}.{kept}"
-            for name, kept in holding.tied_names.items()
+        save_directory = run_on_rank_zero(
+            save_group, description, lambda: create_save_directory(root)
+        )
+        tied_keys = {
+            f"{MODEL_KEY}.{alias}": f"{MODEL_KEY}.{saved_name}"
+            for alias, saved_name in local_state.tied_names.items()
         }
-        writer = CheckpointWriter(place, same, packed)
+        writer = CheckpointWriter(save_directory, tied_keys, extra_bytes)
 
         def cleanup() -> None:
-            remove_incomplete_saves(place.parent)
+            remove_incomplete_saves(save_directory.parent)
 
-        with _cleanup_on_failure(cleanup, savers):
-            planned = plan_save(savers, doing, writer, state)
+        with _cleanup_on_failure(cleanup, save_group):
+            planned = plan_save(save_group, description, writer, state)
             if background:
                 run_on_each_rank(
-                    savers, doing, lambda: planned.planner.take_snapshot(planned.local_plan)
+                    save_group,
+                    description,
+                    lambda: planned.planner.take_snapshot(planned.local_plan),
                 )
 
         def write() -> None:
-            with _cleanup_on_failure(cleanup, savers):
-                execute_save(savers, doing, writer, planned)
+            with _cleanup_on_failure(cleanup, save_group):
+                execute_save(save_group, description, writer, planned)
 
-        saving = SaveHandle(place, write, background)
-        self.pending.handle = saving if background else None
-        return saving
+        handle = SaveHandle(save_directory, write, background)
+        self.pending.handle = handle if background else None
+        return handle
 
     def load(self, path: PathLike, optimizer: OptimizerArgument) -> Any:
-        """Read what this process needs; gives what was saved as `extra`."""
+        """Read the tensors that this process needs. Return the object that was saved as `extra`."""
         self.pending.wait()
-        holding, savers = self.local_state, self.local_state.save_group
-        doing = f"loading '{path}'"
-        place = run_on_rank_zero(
-            savers, doing, lambda: reader.find_checkpoint(Path(path).absolute())
+        local_state, save_group = self.local_state, self.local_state.save_group
+        description = f"loading '{path}'"
+        # Rank 0 resolves the path: a save that ends meanwhile could move `latest` between ranks.
+        checkpoint = run_on_rank_zero(
+            save_group, description, lambda: reader.find_checkpoint(Path(path).absolute())
         )
-        told = run_and_gather(savers, doing, lambda: list(holding.unique_state()))
-        names = [name for those in told for name in those]
+        # One rank has only some of the names. Unknown names in the checkpoint can only be told
+        # from the names of other ranks if every rank knows the names of all.
+        gathered = run_and_gather(save_group, description, lambda: list(local_state.unique_state()))
+        names = [name for rank_names in gathered for name in rank_names]
 
         def work() -> Any:
-            source = reader.open_checkpoint(place, names, holding)
-            reader.check_stored_names(source, names, holding.tied_names)
-            reader.load_model(holding, source)
+            source = reader.open_checkpoint(checkpoint, names, local_state)
+            reader.check_stored_names(source, names, local_state.tied_names)
+            reader.load_model(local_state, source)
             optimizers = as_optimizer_list(optimizer)
+            # Restoring the optimizer means resuming a run, so the random state comes with it.
             if optimizers:
-                reader.load_optimizers(holding, source, optimizers)
-                reader.load_rng_state(holding, source)
+                reader.load_optimizers(local_state, source, optimizers)
+                reader.load_rng_state(local_state, source)
             return reader.load_extra(source)
 
-        return run_on_each_rank(savers, doing, work)
+        return run_on_each_rank(save_group, description, work)
 
     def export(self, file: PathLike) -> Path:
-        """Write the model's tensors to one file, each rank its own bytes."""
+        """Write the model's tensors to one safetensors file. Each rank writes its own bytes."""
         self.pending.wait()
         path = Path(file).absolute()
         if path.suffix != ".safetensors":
-            raise ArgumentError(f"export writes a .safetensors file, and not '{path.name}'")
-        savers, doing = self.local_state.save_group, f"exporting to '{path}'"
+            raise ArgumentError(
+                f"export writes a .safetensors file, not '{path.name}'. Pass a file name that ends "
+                "in .safetensors."
+            )
+        save_group, description = self.local_state.save_group, f"exporting to '{path}'"
         writer = SafetensorsWriter(path, self.local_state.tied_names)
-        state = run_on_each_rank(savers, doing, lambda: _model_state(self.local_state))
-        with _cleanup_on_failure(writer.remove_partial_file, savers):
-            planned = plan_save(savers, doing, writer, state)
-            execute_save(savers, doing, writer, planned)
+        state = run_on_each_rank(save_group, description, lambda: _model_state(self.local_state))
+        with _cleanup_on_failure(writer.remove_partial_file, save_group):
+            planned = plan_save(save_group, description, writer, state)
+            execute_save(save_group, description, writer, planned)
         return path
 
     def save_pretrained(self, folder: PathLike) -> Path:
-        """Write a folder as the model's own save_pretrained does."""
+        """Write the same folder as the model's own `save_pretrained`, and return its path."""
         self.pending.wait()
         path = Path(folder).absolute()
         pretrained.write_pretrained(
@@ -217,7 +250,7 @@ class Saver:
 
 @contextmanager
 def _cleanup_on_failure(cleanup: Callable[[], None], save_group: SaveGroup) -> Iterator[None]:
-    """What is half written when it fails is removed, by the first rank."""
+    """Context manager: if the block raises, rank 0 removes the files that are half written."""
     try:
         yield
     except BaseException:
@@ -227,7 +260,10 @@ def _cleanup_on_failure(cleanup: Callable[[], None], save_group: SaveGroup) -> I
 
 
 def _model_state(local_state: LocalState) -> dict[str, Any]:
-    """What this process saves of the model: no copies of what another rank saves."""
+    """Return the tensors of the model that this process saves.
+
+    A tied tensor that another rank saves under its first name is left out.
+    """
     return {
         n: value
         for n, (_, value) in local_state.unique_state().items()
@@ -236,7 +272,7 @@ def _model_state(local_state: LocalState) -> dict[str, Any]:
 
 
 def _full_state(local_state: LocalState, optimizer: OptimizerArgument) -> dict[str, Any]:
-    """All that this process saves."""
+    """Return everything that this process saves: model, optimizers and random state."""
     state: dict[str, Any] = {MODEL_KEY: _model_state(local_state)}
     optimizers = as_optimizer_list(optimizer)
     if optimizers:
@@ -247,15 +283,19 @@ def _full_state(local_state: LocalState, optimizer: OptimizerArgument) -> dict[s
 
 
 def _serialize_extra(extra: Any) -> bytes:
-    """As `torch.load` reads it back, with nothing in it that could run code."""
-    packed = BytesIO()
+    """Return the bytes of `torch.save(extra)`. Raise if `torch.load` could not read them safely.
+
+    `load` uses `weights_only=True`, which refuses pickles that could run code. Trying it here makes
+    the save fail instead of a later load.
+    """
+    buffer = BytesIO()
     try:
-        torch.save(extra, packed)
-        packed.seek(0)
-        torch.load(packed, weights_only=True)
+        torch.save(extra, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except (PicklingError, UnpicklingError, AttributeError, TypeError) as error:
         raise PenstockTypeError(
-            "extra takes numbers, strings, tensors, and lists and dicts of them, as "
-            f"torch.load(weights_only=True) does: {error}"
+            "extra takes numbers, strings, tensors, and lists and dicts of them. "
+            f"torch.load(weights_only=True) cannot read this value: {error}"
         ) from None
-    return packed.getvalue()
+    return buffer.getvalue()

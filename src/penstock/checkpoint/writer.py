@@ -1,8 +1,15 @@
-"""One save: planned together, then written by each process, then made to count by the first.
+"""One save: plan it with all ranks, write on each rank, commit on rank 0.
 
-The plans, the files and their format are torch.distributed.checkpoint's. It is driven from here,
-and not by its own `save`, so that only what this process will write is copied for the background,
-and so that a save of one process needs no torch.distributed.
+    every rank    make a local plan: the tensors that this rank has
+    rank 0        make the global plan: which rank writes which tensor, each tensor once
+    every rank    take a snapshot of its tensors, if the save runs in the background
+    every rank    write its tensors
+    rank 0        write the metadata and commit the save
+
+The plans, the files and their format are those of torch.distributed.checkpoint. This module calls
+its planner and its storage writer directly instead of `torch.distributed.checkpoint.save`, for two
+reasons. A background save copies only the tensors that this process will write, and a save of a
+single process does not need torch.distributed to be initialised.
 """
 
 from __future__ import annotations
@@ -29,20 +36,21 @@ EXTRA_FILE = "extra.pt"
 
 
 class SnapshotSavePlanner(DefaultSavePlanner):
-    """Gives the tensors as they are, or, after `copy`, as they were then."""
+    """A planner that returns the current tensors, or copies of them after `take_snapshot`."""
 
+    # Empty until `take_snapshot`. Then `resolve_data` returns the copies in it.
     _snapshot: Mapping[MetadataIndex, torch.Tensor | BytesIO] = {}
 
     def take_snapshot(self, plan: SavePlan) -> None:
-        """To the host, all that the plan writes."""
-        found = {item.index: self.resolve_data(item) for item in plan.items}
+        """Copy everything that the plan writes to the CPU, so that training may go on."""
+        data_by_index = {item.index: self.resolve_data(item) for item in plan.items}
         self._snapshot = {
             index: data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
-            for index, data in found.items()
+            for index, data in data_by_index.items()
         }
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
-        """What is to be written."""
+        """Return the tensor or the bytes to write for one item of the plan."""
         if write_item.index in self._snapshot:
             return self._snapshot[write_item.index]
         data = super().resolve_data(write_item)
@@ -51,7 +59,7 @@ class SnapshotSavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class AgreedSavePlan:
-    """What this process writes, and what all write together."""
+    """The plan of this process, and the metadata of what all processes write together."""
 
     planner: SnapshotSavePlanner
     local_plan: SavePlan
@@ -61,7 +69,7 @@ class AgreedSavePlan:
 def plan_save(
     save_group: SaveGroup, description: str, writer: StorageWriter, state: dict[str, Any]
 ) -> AgreedSavePlan:
-    """Agree who writes what: each tensor once, though several ranks have it."""
+    """Agree with all ranks on who writes what. A tensor that several ranks have is written once."""
     planner = SnapshotSavePlanner()
 
     def make_local_plan() -> SavePlan:
@@ -69,10 +77,12 @@ def plan_save(
         writer.set_up_storage_writer(save_group.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    locals_ = run_and_gather(save_group, description, make_local_plan)
+    # The protocol of torch.distributed.checkpoint: every rank describes what it has, rank 0 removes
+    # duplicates and fixes the layout of the files, and every rank gets its part of the result.
+    local_plans = run_and_gather(save_group, description, make_local_plan)
 
     def make_global_plan() -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = planner.create_global_plan(locals_)
+        plans, metadata = planner.create_global_plan(local_plans)
         return writer.prepare_global_plan(plans), metadata
 
     plans, metadata = run_on_rank_zero(save_group, description, make_global_plan)
@@ -82,7 +92,7 @@ def plan_save(
 def execute_save(
     save_group: SaveGroup, description: str, writer: StorageWriter, save_plan: AgreedSavePlan
 ) -> None:
-    """Write; if all could, it counts."""
+    """Write on every rank. If all ranks succeeded, rank 0 commits the save."""
     results = run_and_gather(
         save_group,
         description,
@@ -92,9 +102,10 @@ def execute_save(
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a folder that torch.distributed.checkpoint can read, with `extra.pt` in it.
+    """A writer of directories that torch.distributed.checkpoint can read, plus `extra.pt`.
 
-    same: further names of what is saved, which lead to the same bytes
+    `tied_names` maps further names of saved tensors to the name that each is saved under. Both
+    names lead to the same bytes.
     """
 
     def __init__(self, directory: Path, tied_names: Mapping[str, str], extra: bytes) -> None:
@@ -102,7 +113,10 @@ class CheckpointWriter(FileSystemWriter):
         self._directory, self._tied_names, self._extra = directory, tied_names, extra
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """By the first rank, when all have written."""
+        """Write the metadata and `extra.pt`, and commit the save. Rank 0 calls this last.
+
+        The commit comes last, because it makes the save current and removes the one before.
+        """
         self._check_files_visible(results)
         self._add_tied_names(metadata, results)
         super().finish(metadata, results)
@@ -110,22 +124,33 @@ class CheckpointWriter(FileSystemWriter):
         commit_save(self._directory)
 
     def _check_files_visible(self, results: list[list[WriteResult]]) -> None:
-        here = set(os.listdir(self._directory))
+        """Raise if rank 0 cannot see a file of another rank: they do not share a file system."""
+        file_names = set(os.listdir(self._directory))
         for rank, written in enumerate(results):
-            missing = {one.storage_data.relative_path for one in written} - here
+            missing = {result.storage_data.relative_path for result in written} - file_names
             if missing:
                 raise RunError(
-                    f"rank {rank} has written '{missing.pop()}', and rank 0 does not find it in "
-                    f"'{self._directory}': save to a folder that all machines share"
+                    f"rank {rank} wrote '{missing.pop()}', but rank 0 cannot find it in "
+                    f"'{self._directory}'. Save to a folder that all machines share."
                 )
 
     def _add_tied_names(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Under a further name, a tied tensor is read from where it stands under the first."""
-        for other, kept in self._tied_names.items():
-            if kept not in metadata.state_dict_metadata:  # a buffer that is in no state_dict
+        """Make each tied tensor readable under all its names, without writing it again.
+
+        The metadata has three tables by name: the shapes, the path of each key in the nested
+        state dict, and the place in the files. `FileSystemWriter.finish` builds the last one from
+        `results`, so each further name gets a copy of the result of the saved name.
+        """
+        for alias, saved_name in self._tied_names.items():
+            if saved_name not in metadata.state_dict_metadata:  # a non-persistent buffer
                 continue
-            metadata.state_dict_metadata[other] = metadata.state_dict_metadata[kept]
-            top = metadata.planner_data[kept][0]
-            metadata.planner_data[other] = (top, other.removeprefix(f"{top}."))
-            found = [one for written in results for one in written if one.index.fqn == kept]
-            results[0] += [replace(one, index=replace(one.index, fqn=other)) for one in found]
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[saved_name]
+            top = metadata.planner_data[saved_name][0]
+            metadata.planner_data[alias] = (top, alias.removeprefix(f"{top}."))
+            aliased = [
+                result
+                for written in results
+                for result in written
+                if result.index.fqn == saved_name
+            ]
+            results[0] += [replace(r, index=replace(r.index, fqn=alias)) for r in aliased]

@@ -1,11 +1,13 @@
-"""Timelines, drawn: simulated or measured, they look the same.
+"""Drawings of timelines, simulated or measured, and of a model that was cut into stages.
 
-text        lines of characters, for terminals and tests
-picture     SVG or PNG, as in the papers
-trace       Chrome trace events, for Perfetto
-gallery     every schedule's picture on one page
-memory      what was alive in a run, over what was forecast
-chain       no timeline, but a cut model: its units, the cuts, and what crosses them
+text           a timeline as lines of characters, for terminals and tests
+picture        a timeline as SVG or PNG, as in the papers
+trace          a timeline as Chrome trace events, for Perfetto
+write_gallery  the pictures of all schedules on one page
+memory         the measured memory of a step over the forecast, as SVG or PNG
+chain          a model: its units, the cuts and the values that cross them, as SVG or PNG
+
+This package does not import torch. See README.md.
 """
 
 from penstock.draw.gallery import Exhibit, exhibits, write_gallery

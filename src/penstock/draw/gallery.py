@@ -1,4 +1,4 @@
-"""The gallery: every schedule's picture, with its numbers, its source and when to use it."""
+"""The gallery: a page with the picture of every schedule, its numbers, source and use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from penstock.schedules.timeline import Timeline, simulate
 
 
 class Exhibit(NamedTuple):
-    """One schedule of the gallery."""
+    """One schedule of the gallery.
+
+    Attributes:
+        name: The name that `schedule=` takes.
+        function: The name of the function in `penstock.schedules`.
+        use: When to use it.
+        source: The paper or library that it comes from.
+        timeline: The simulated timeline that is drawn.
+    """
 
     name: str
     function: str
@@ -24,14 +32,26 @@ class Exhibit(NamedTuple):
 
     @property
     def figures(self) -> str:
-        """Bubble and peak, in words."""
+        """The bubble and the peak memory, in words."""
         peak = max(self.timeline.peak)
         unit = "micro-batch" if peak == 1 else "micro-batches"
         return f"bubble {self.timeline.bubble:.1%}, peak {peak:g} {unit}"
 
 
 def exhibits(ranks: int = 4, chunks: int = 8) -> Iterator[Exhibit]:
-    """Every named schedule, then `fit` on a V with the memory of 1F1B."""
+    """Yield an exhibit for every named schedule, then one for `fit` on a V with 1F1B's memory.
+
+    Args:
+        ranks: The number of ranks of each schedule.
+        chunks: The number of micro-batches.
+
+    Yields:
+        The exhibits, in the order of `schedules.FAMILIES`.
+
+    Example:
+        >>> print(next(exhibits(ranks=2, chunks=2)).figures)
+        bubble 50.0%, peak 1 micro-batch
+    """
     for name, family in FAMILIES.items():
         timeline = simulate(lower(make(name, ranks, chunks)))
         yield Exhibit(name, family.build.__name__, family.use, family.source, timeline)
@@ -46,7 +66,15 @@ def exhibits(ranks: int = 4, chunks: int = 8) -> Iterator[Exhibit]:
 
 
 def write_gallery(directory: str | PathLike[str], shown: Iterable[Exhibit]) -> None:
-    """Write a picture for each exhibit, and `index.md`."""
+    """Write a picture of each exhibit, and the page `index.md`.
+
+    Args:
+        directory: The folder to write to. It is created if it does not exist.
+        shown: The exhibits, such as `exhibits()`.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     page = [

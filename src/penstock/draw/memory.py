@@ -1,4 +1,4 @@
-"""What was alive in a step, measured, over what was forecast: a strip a rank, all to one scale."""
+"""Draw the measured memory of a step over the forecast: one strip per rank, all to one scale."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Curve = Sequence[tuple[float, float]]  # from each moment on, so many bytes
+Curve = Sequence[tuple[float, float]]  # (time, bytes that are alive from then on)
 
 LINE_COLOUR = SHADES[Op.F][0]
 LEFT, RIGHT, FOOT, PLOT = 0.75, 1.7, 0.55, 6.5  # inches
-PEAK_HEIGHT = 0.9  # of a strip, that the highest curve reaches
+PEAK_HEIGHT = 0.9  # the height of the highest curve, as a fraction of its strip
 
 
 def memory(
@@ -41,9 +41,17 @@ def memory(
     *,
     title: str | None = None,
 ) -> None:
-    """Draw the curves of all ranks into an SVG or PNG file, by the suffix of `path`.
+    """Draw the measured memory of all ranks over the forecast, into an SVG or PNG file.
 
-    `measured` has a curve for each rank, by the times of the forecast.
+    Args:
+        forecast: The simulated timeline.
+        measured: The curve of each rank, as pairs (time, bytes), by the times of the forecast.
+        path: The file to write. Its suffix, .svg or .png, decides the format.
+        title: A title above the picture.
+
+    Raises:
+        ArgumentError: The suffix is neither .svg nor .png.
+        MissingExtra: matplotlib is not installed.
     """
     path = Path(path)
     kind = check_suffix(path)
@@ -84,7 +92,7 @@ def _draw_legend(figure: Figure, left: float, top: float) -> None:
 def _draw_curves(
     axes: Axes, forecast: Timeline, measured: Sequence[Curve], max_size: float
 ) -> None:
-    """The forecast filled, the measured as a line over it; a strip's floor is its lower edge."""
+    """Draw the forecast as a filled curve and the measurement as a line over it."""
     start, end = forecast.start, forecast.start + (forecast.makespan or 1.0)
     axes.set_xlim(0, end - start)
     axes.set_ylim(max(forecast.ranks, 1) - 0.5, -0.5)
@@ -92,12 +100,13 @@ def _draw_curves(
     axes.set_yticks(range(forecast.ranks))
     axes.set_xlabel("time, if all actions take the same")
     for rank, curve in enumerate(measured):
-        floor = rank + 0.45
+        floor = rank + 0.45  # the lower edge of the strip; the y axis points down
         axes.axhspan(floor, floor - PEAK_HEIGHT, facecolor=IDLE)
         for points, line in ((forecast.memory(rank), False), (curve, True)):
-            known = dict(points)  # the last size of each moment, the one that stays
-            times = [*(time - start for time in known), end - start]
-            sizes = [*known.values(), 0.0]
+            # A dict keeps the last size of each moment, which is the one that stays.
+            size_by_time = dict(points)
+            times = [*(time - start for time in size_by_time), end - start]
+            sizes = [*size_by_time.values(), 0.0]
             heights = [floor - PEAK_HEIGHT * size / max_size for size in sizes]
             if line:
                 heights[-1] = heights[-2] if len(heights) > 1 else floor
@@ -107,13 +116,19 @@ def _draw_curves(
 
 
 def _draw_peaks(axes: Axes, forecast: Timeline, peaks: Sequence[float], height: float) -> None:
-    """At the right of each strip: its peak, and that on paper."""
+    """Write the measured and the forecast peak at the right of each strip."""
     beside = axes.get_yaxis_transform()
     above = 1 + 0.08 / height
     axes.text(1.01, above, "peak", transform=axes.transAxes, size=8, color=FAINT)
     axes.text(1.13, above, "forecast", transform=axes.transAxes, size=8, color=FAINT)
-    for rank, (peak, paper) in enumerate(zip(peaks, forecast.peak, strict=True)):
+    for rank, (peak, forecast_peak) in enumerate(zip(peaks, forecast.peak, strict=True)):
         axes.text(1.01, rank, format_bytes(peak), transform=beside, size=8, color=DARK, va="center")
         axes.text(
-            1.13, rank, format_bytes(paper), transform=beside, size=8, color=FAINT, va="center"
+            1.13,
+            rank,
+            format_bytes(forecast_peak),
+            transform=beside,
+            size=8,
+            color=FAINT,
+            va="center",
         )

@@ -1,7 +1,11 @@
-"""A cut model as a picture: its units in a chain, the cuts, and what goes across them.
+"""Draw a model that was cut into stages: its units, the cuts, and the values that cross them.
 
-A bar is a unit, as high as it is costly. Above the bars, each value that crosses a cut goes from
-the unit that made it to the one that uses it; the shorter its way, the lower it runs.
+A bar is a unit. Its height shows its cost. Above the bars, an arc for each value that crosses a cut
+leads from the unit that makes it to the unit that uses it. Shorter arcs run lower.
+
+    arcs       the transfers between stages, grouped and labelled, each on a level of its own
+    layout     the positions of all parts
+    drawing    stages, bars, names, arcs
 """
 
 from __future__ import annotations
@@ -40,16 +44,20 @@ if TYPE_CHECKING:
 
 
 # -------------------------------------------------------------------------------------------------
-# What goes across the cuts of a model, as lines to be drawn, and the lane of each.
+# Arcs: the values that cross a cut and the parameters that stages share, as lines to draw.
 # -------------------------------------------------------------------------------------------------
 
-MAX_ARCS = 14  # arcs, from which on those between two stages are one
-MAX_NAME_LENGTH = 34  # letters, from which on a name is shortened
+MAX_ARCS = 14  # with more arcs, all values between the same two stages share one arc
+MAX_NAME_LENGTH = 34  # letters; a longer name is shortened
 
 
 @dataclass(frozen=True)
 class Arc:
-    """A line above the units, from one to another. A tie is a parameter that both have."""
+    """A line above the units, from one unit to another.
+
+    `is_skip` marks a value that does not go to the next stage, `is_tie` a parameter that both units
+    share.
+    """
 
     start: int
     end: int
@@ -59,7 +67,10 @@ class Arc:
 
 
 def build_arcs(outline: ModelSummary) -> Iterator[Arc]:
-    """One for all values that go from a unit to another; of many, one for each two stages."""
+    """Yield one arc for all values that go from one unit to another.
+
+    If these would be too many, yield one arc for each pair of stages.
+    """
     groups: dict[tuple[int, ...], list[Transfer]] = {}
     for flow in outline.transfers:
         groups.setdefault((flow.src, flow.dst, flow.producer, flow.consumer), []).append(flow)
@@ -68,75 +79,95 @@ def build_arcs(outline: ModelSummary) -> Iterator[Arc]:
         for flow in outline.transfers:
             groups.setdefault((flow.src, flow.dst), []).append(flow)
     for flows in groups.values():
-        first = flows[0]
+        sample = flows[0]
         start = max(flow.producer for flow in flows)
         end = min(flow.consumer for flow in flows)
-        yield Arc(start, end, _arc_label(flows, len(groups) > MAX_ARCS), first.is_skip)
+        yield Arc(start, end, _arc_label(flows, len(groups) > MAX_ARCS), sample.is_skip)
     yield from _build_tie_arcs(outline)
 
 
 def _build_tie_arcs(outline: ModelSummary) -> Iterator[Arc]:
+    """Yield one arc from the first unit with a shared parameter to each other unit with it."""
     ties: dict[tuple[int, int], list[str]] = {}
-    for one in outline.shared_parameters:
-        first, *others = (
-            _find_unit_with_parameter(outline, stage, one.names) for stage in one.stages
+    for shared in outline.shared_parameters:
+        first_unit, *others = (
+            _find_unit_with_parameter(outline, stage, shared.names) for stage in shared.stages
         )
-        for home in others:
-            ties.setdefault((first, home), []).append(one.names[0])
-    for (first, home), names in ties.items():
-        what = shorten_name(names[0]) if len(names) == 1 else f"{len(names)} parameters"
-        yield Arc(first, home, f"shared: {what}", is_skip=False, is_tie=True)
+        for unit in others:
+            ties.setdefault((first_unit, unit), []).append(shared.names[0])
+    for (first_unit, unit), names in ties.items():
+        label = shorten_name(names[0]) if len(names) == 1 else f"{len(names)} parameters"
+        yield Arc(first_unit, unit, f"shared: {label}", is_skip=False, is_tie=True)
 
 
 def _arc_label(flows: Sequence[Transfer], crowded: bool) -> str:
     sizes = [flow.nbytes for flow in flows]
-    said = [] if None in sizes else [format_bytes(sum(size or 0 for size in sizes))]
-    what = shorten_name(flows[0].name) if len(flows) == 1 else f"{len(flows)} values"
-    if crowded and said and not flows[0].is_skip:
-        return said[0]
-    return ", ".join([what, *said])
+    size_label = [] if None in sizes else [format_bytes(sum(size or 0 for size in sizes))]
+    name = shorten_name(flows[0].name) if len(flows) == 1 else f"{len(flows)} values"
+    if crowded and size_label and not flows[0].is_skip:
+        return size_label[0]
+    return ", ".join([name, *size_label])
 
 
 def _find_unit_with_parameter(outline: ModelSummary, stage: int, names: Sequence[str]) -> int:
-    """The unit of a stage that has a parameter; the stage's first, if it is a parent's own."""
-    mine = [at for at, piece in enumerate(outline.units) if piece.stage == stage]
-    for at in mine:
-        if any(name.startswith(f"{outline.units[at].name}.") for name in names):
-            return at
-    return mine[0]
+    """Return the unit of a stage that has a parameter.
+
+    A parameter of a module around the units is in no unit. Then return the stage's first unit.
+    """
+    candidates = [unit for unit, piece in enumerate(outline.units) if piece.stage == stage]
+    for unit in candidates:
+        if any(name.startswith(f"{outline.units[unit].name}.") for name in names):
+            return unit
+    return candidates[0]
 
 
 def shorten_name(name: str) -> str:
-    """A name; of a long one its end."""
+    """Return a name, or the end of it if it is long."""
     return name if len(name) <= MAX_NAME_LENGTH else "…" + name[1 - MAX_NAME_LENGTH :]
 
 
 def assign_arc_levels(extents: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """A lane for each, so that no two meet; the shortest run lowest."""
-    taken: list[list[tuple[float, float]]] = []
-    found = [0] * len(extents)
-    for at in sorted(range(len(extents)), key=lambda at: extents[at][1] - extents[at][0]):
-        low, high = extents[at]
-        free = len(taken)
-        while free and all(high <= a or b <= low for a, b in taken[free - 1]):
+    """Return a level for each arc, so that no two on one level overlap.
+
+    The shortest arcs are placed first and lowest. Each later arc then goes down from the top as far
+    as nothing is in its way, so that it never runs below a shorter arc that it spans.
+    """
+    occupied: list[list[tuple[float, float]]] = []  # the extents on each level
+    levels = [0] * len(extents)
+    for arc in sorted(range(len(extents)), key=lambda i: extents[i][1] - extents[i][0]):
+        low, high = extents[arc]
+        free = len(occupied)
+        while free and all(high <= a or b <= low for a, b in occupied[free - 1]):
             free -= 1
-        if free == len(taken):
-            taken.append([])
-        taken[free].append((low, high))
-        found[at] = free
-    return tuple(found)
+        if free == len(occupied):
+            occupied.append([])
+        occupied[free].append((low, high))
+        levels[arc] = free
+    return tuple(levels)
 
 
 # -------------------------------------------------------------------------------------------------
+# The picture.
+# -------------------------------------------------------------------------------------------------
 
 OPS = (Op.F, Op.I, Op.W)
-MAX_BAR_HEIGHT = 1.3  # inches that the highest is high
-LETTER_WIDTH = 0.58 / 72  # inches that a letter is wide, for each point of the font's size
-FONT_SIZE = 7.0  # of most letters, in points
+MAX_BAR_HEIGHT = 1.3  # the height of the highest bar, in inches
+LETTER_WIDTH = 0.58 / 72  # the width of a letter in inches, per point of font size
+FONT_SIZE = 7.0  # the size of most letters, in points
 
 
 def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None = None) -> None:
-    """Draw it into an SVG or PNG file, by the suffix of `path`."""
+    """Draw a model that was cut into stages into an SVG or PNG file.
+
+    Args:
+        outline: The summary of the model, its cuts and its transfers.
+        path: The file to write. Its suffix, .svg or .png, decides the format.
+        title: A title above the picture; by default the model's name and its number of stages.
+
+    Raises:
+        ArgumentError: The suffix is neither .svg nor .png.
+        MissingExtra: matplotlib is not installed.
+    """
     path = Path(path)
     kind = check_suffix(path)
     try:
@@ -157,23 +188,33 @@ def chain(outline: ModelSummary, path: str | PathLike[str], *, title: str | None
         tops = _draw_bars(axes, sheet, outline)
         _draw_names(axes, sheet, outline)
         ports = _arc_endpoints(arcs, sheet)
-        for at, arc in enumerate(arcs):
-            _draw_arc(axes, sheet, arc, at, (ports[at, arc.start], ports[at, arc.end]), tops)
+        for index, arc in enumerate(arcs):
+            _draw_arc(
+                axes, sheet, arc, index, (ports[index, arc.start], ports[index, arc.end]), tops
+            )
         save_figure(figure, path, kind)
 
 
-# ---- the sheet ----------------------------------------------------------------------------
+# ---- the layout ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _ModelLayout:
-    """Where things go, in inches from the lower left."""
+    """The positions of all parts, in inches from the lower left corner.
 
-    pitch: float  # from unit to unit
+    pitch         the distance from unit to unit
+    units         the number of units
+    names_height  the height of the longest name, which is written upwards
+    arc_levels    the level of each arc
+    level_height  the distance from level to level
+    left, right   the margins
+    """
+
+    pitch: float
     units: int
-    names_height: float  # the height of the longest name
-    arc_levels: tuple[int, ...]  # of each arc
-    level_height: float  # from lane to lane
+    names_height: float
+    arc_levels: tuple[int, ...]
+    level_height: float
     left: float
     right: float
 
@@ -187,7 +228,7 @@ class _ModelLayout:
 
     @property
     def arcs_bottom(self) -> float:
-        """Where the arcs begin."""
+        """The height of the lowest level of arcs."""
         return self.bars_bottom + MAX_BAR_HEIGHT + 0.22
 
     @property
@@ -207,6 +248,8 @@ def _layout_model(outline: ModelSummary, arcs: Sequence[Arc]) -> _ModelLayout:
     pitch = min(0.62, max(13.2 / units, 0.05))
     longest = max((len(shorten_name(piece.name)) for piece in outline.units), default=0)
     names = longest * LETTER_WIDTH * FONT_SIZE + 0.1 if _has_room_for_names(pitch) else 0.1
+    # A first layout without arcs shows how far the arcs and their labels reach. The margins and
+    # the levels follow from that.
     bare = _ModelLayout(pitch, units, names, (), 0.0, 0.3, 0.3)
     reach = [_arc_extent(bare, arc) for arc in arcs]
     left = 0.3 - min((low for low, _ in reach), default=0.3) + 0.1
@@ -218,36 +261,39 @@ def _layout_model(outline: ModelSummary, arcs: Sequence[Arc]) -> _ModelLayout:
 
 
 def _has_room_for_names(pitch: float) -> bool:
-    """Is there room for a name under each unit?"""
+    """Return True if there is room for a name under each unit."""
     return pitch >= 0.11
 
 
 def _arc_extent(layout: _ModelLayout, arc: Arc) -> tuple[float, float]:
-    """From where to where an arc runs, its label included."""
+    """Return the left and right end of an arc, including its label."""
     start, end = layout.unit_center(arc.start), layout.unit_center(arc.end)
     half = len(arc.label) * LETTER_WIDTH * FONT_SIZE / 2 + 0.06
     return min(start, (start + end) / 2 - half), max(end, (start + end) / 2 + half)
 
 
-# ---- what goes across ---------------------------------------------------------------------
+# ---- arcs ---------------------------------------------------------------------------------
 
 
 def _arc_endpoints(arcs: Sequence[Arc], layout: _ModelLayout) -> dict[tuple[int, int], float]:
-    """Where each arc touches its two units: so that those of one unit do not cross.
+    """Return the position at which each arc touches each of its two units.
 
-    What comes is on the left, the highest rightmost; what goes is on the right, the highest first.
+    The arcs of one unit must not cross. So incoming arcs are on the left, the highest rightmost,
+    and outgoing arcs are on the right, the highest leftmost.
     """
     touching: dict[int, list[tuple[int, int]]] = {}
-    for at, arc in enumerate(arcs):
-        touching.setdefault(arc.end, []).append((layout.arc_levels[at], at))
-        touching.setdefault(arc.start, []).append((2 * len(arcs) - layout.arc_levels[at], at))
-    found = {}
-    for unit, those in touching.items():
+    for index, arc in enumerate(arcs):
+        touching.setdefault(arc.end, []).append((layout.arc_levels[index], index))
+        touching.setdefault(arc.start, []).append((2 * len(arcs) - layout.arc_levels[index], index))
+    endpoints = {}
+    for unit, unit_arcs in touching.items():
         room = 0.64 * layout.pitch
-        gap = min(room / max(len(those) - 1, 1), 0.1)
-        for turn, (_, at) in enumerate(sorted(those)):
-            found[at, unit] = layout.unit_center(unit) + gap * (turn - (len(those) - 1) / 2)
-    return found
+        gap = min(room / max(len(unit_arcs) - 1, 1), 0.1)
+        for turn, (_, index) in enumerate(sorted(unit_arcs)):
+            endpoints[index, unit] = layout.unit_center(unit) + gap * (
+                turn - (len(unit_arcs) - 1) / 2
+            )
+    return endpoints
 
 
 def _draw_arc(
@@ -258,7 +304,7 @@ def _draw_arc(
     ends: tuple[float, float],
     tops: Sequence[float],
 ) -> None:
-    """Up, across and down again, with round corners."""
+    """Draw an arc up, across and down again, with round corners."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outlined
 
@@ -295,19 +341,20 @@ def _draw_arc(
 
 
 def _draw_bars(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> list[float]:
-    """The units; gives where each ends above."""
+    """Draw a bar for each unit and return the height of its upper end."""
     most = max((sum(_unit_costs(outline, piece)) for piece in outline.units), default=0.0) or 1.0
     inner = layout.pitch * (0.84 if layout.pitch > 0.2 else 0.9)
     tops = []
-    for at, piece in enumerate(outline.units):
+    for index, piece in enumerate(outline.units):
         top = layout.bars_bottom
         loads = _unit_costs(outline, piece)
-        least = max(0.05 - MAX_BAR_HEIGHT * sum(loads) / most, 0.0)  # so that each is seen
+        # A unit that costs almost nothing still gets a visible bar.
+        least = max(0.05 - MAX_BAR_HEIGHT * sum(loads) / most, 0.0)
         for op, load in zip(OPS, loads, strict=False):
             height = MAX_BAR_HEIGHT * load / most + least
             least = 0.0
             axes.bar(
-                [layout.unit_center(at)],
+                [layout.unit_center(index)],
                 [height],
                 inner,
                 bottom=top,
@@ -321,6 +368,7 @@ def _draw_bars(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> list[
 
 
 def _unit_costs(outline: ModelSummary, piece: UnitSummary) -> tuple[float, ...]:
+    """Return the seconds of F, I and W if they were measured, else the bytes of the parameters."""
     if outline.is_measured and piece.seconds is not None:
         return piece.seconds
     return (float(piece.parameter_bytes),)
@@ -332,9 +380,9 @@ def _draw_names(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None
     if not _has_room_for_names(layout.pitch):
         return
     look = {"size": min(FONT_SIZE, 48 * layout.pitch), "rotation": 90, "ha": "center", "va": "top"}
-    for at, piece in enumerate(outline.units):
+    for index, piece in enumerate(outline.units):
         axes.text(
-            layout.unit_center(at),
+            layout.unit_center(index),
             layout.bars_bottom - 0.07,
             shorten_name(piece.name),
             look,
@@ -343,11 +391,11 @@ def _draw_names(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None
 
 
 def _draw_stages(axes: Axes, layout: _ModelLayout, outline: ModelSummary) -> None:
-    """A band for each, with its name on top, and a line at each cut."""
-    at = 0
+    """Draw a band for each stage, with its name on top, and a line at each cut."""
+    start = 0
     for stage, count in enumerate(outline.counts):
-        left, width = layout.left + layout.pitch * at, layout.pitch * count
-        at += count
+        left, width = layout.left + layout.pitch * start, layout.pitch * count
+        start += count
         top = layout.arcs_top + 0.52
         if stage % 2 == 0:
             axes.bar([left], [top - 0.1], width, bottom=0.1, color=IDLE, align="edge", zorder=0)
@@ -391,8 +439,8 @@ def _draw_header(
     head = title or f"{outline.model_name} in {outline.num_stages} stages"
     figure.text(left, 1 - 0.32 / top, head, size=12, weight="bold", color=DARK)
     what = "as high as its F, I and W take" if outline.is_measured else "as high as its parameters"
-    said = f"{format_count(outline.total_parameters)} parameters; a bar is a unit, {what}"
-    figure.text(left, 1 - 0.53 / top, said, size=8.5, color=FAINT)
+    note = f"{format_count(outline.total_parameters)} parameters; a bar is a unit, {what}"
+    figure.text(left, 1 - 0.53 / top, note, size=8.5, color=FAINT)
     if outline.is_measured:
         figure.legend(
             handles=[Patch(color=SHADES[op][0], label=style.OP_NAMES[op]) for op in OPS],

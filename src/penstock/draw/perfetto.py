@@ -1,6 +1,7 @@
-"""A timeline as Chrome trace events, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+"""Draw a timeline as Chrome trace events, for https://ui.perfetto.dev and chrome://tracing.
 
-One thread a rank, an arrow for each message between ranks, a counter of what is alive.
+Each rank is one thread. Each message between ranks is an arrow (a flow event). The live activations
+of each rank are a counter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ Event = dict[str, Any]  # a JSON object
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The whole trace, ready for `json.dump`. Time zero is the timeline's start."""
+    """Return a timeline as a Chrome trace. Time zero is the timeline's start.
+
+    Args:
+        timeline: The timeline, simulated or measured.
+
+    Returns:
+        The trace, ready for `json.dump`.
+
+    Example:
+        >>> from penstock import lower, schedules, simulate
+        >>> events = trace(simulate(lower(schedules.gpipe(ranks=1, chunks=1))))["traceEvents"]
+        >>> [event["name"] for event in events if event["ph"] == "X"]
+        ['0F0', '0B0']
+    """
     timeline = shift_to_zero(timeline)
     events = [*_slices(timeline), *_arrows(timeline), *_counters(timeline)]
     # The sort is stable: an arrow comes after the slice that starts with it, and so binds to it.
@@ -28,12 +42,17 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
-    """Write the trace as a JSON file, to be opened in https://ui.perfetto.dev."""
+    """Write a timeline as a JSON file that https://ui.perfetto.dev can open.
+
+    Args:
+        timeline: The timeline, simulated or measured.
+        path: The file to write.
+    """
     Path(path).write_text(json.dumps(trace(timeline), separators=(",", ":")), encoding="utf-8")
 
 
 def _micros(seconds: float) -> float:
-    """Microseconds, to the nanosecond, which is what Perfetto keeps."""
+    """Return microseconds, rounded to the nanosecond, which is the resolution of Perfetto."""
     return round(seconds * 1e6, 3)
 
 
@@ -63,15 +82,16 @@ def _slices(timeline: Timeline) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """From the slice that made a message to the slice that used it."""
-    for number, (message, maker, user) in enumerate(find_sent_messages(timeline)):
+    """Yield the arrow of each message, from the slice that made it to the slice that used it."""
+    for number, (message, producer, consumer) in enumerate(find_sent_messages(timeline)):
         arrow = {"name": str(message), "cat": "message", "id": number, "pid": 0}
-        start, end = _micros(maker.start), _micros(maker.end)
-        # A slice ends just before its end; at that moment the arrow would leave from the next.
+        start, end = _micros(producer.start), _micros(producer.end)
+        # Perfetto binds an arrow to the slice that is open at its time. At the end of the slice
+        # that is already the next one, so the arrow leaves a nanosecond earlier.
         leaves = max(start, round(end - 0.001, 3))
-        yield {"ph": "s", **arrow, "tid": maker.rank, "ts": leaves}
-        arrives = _micros(user.start)
-        yield {"ph": "f", "bp": "e", **arrow, "tid": user.rank, "ts": arrives}
+        yield {"ph": "s", **arrow, "tid": producer.rank, "ts": leaves}
+        arrives = _micros(consumer.start)
+        yield {"ph": "f", "bp": "e", **arrow, "tid": consumer.rank, "ts": arrives}
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:

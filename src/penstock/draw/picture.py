@@ -1,6 +1,7 @@
-"""A timeline as a picture, as in the papers: ranks down, time across, and below it what is alive.
+"""Draw a timeline as a picture, as in the papers: ranks down, time across, and memory below.
 
-All boxes of one colour are one path, not one artist each, so large pipelines stay quick and small.
+All boxes of one colour are one path instead of one matplotlib artist each. This keeps the pictures
+of large pipelines fast to draw and small.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.path import Path as Outline
 
-HALF_BOX_HEIGHT = 0.43  # of a row's height, from its middle to the edge of its boxes
-DIGIT_WIDTH = 0.64 / 72  # inches that a digit is wide, for each point of the font's size
+HALF_BOX_HEIGHT = 0.43  # from the middle of a row to the edge of its boxes; a row has height 1
+DIGIT_WIDTH = 0.64 / 72  # the width of a digit in inches, per point of font size
 
-Point = tuple[float, float]  # time, height in ranks
-Rect = tuple[float, float, int]  # from, until, rank
+Point = tuple[float, float]  # (time, height in ranks)
+Rect = tuple[float, float, int]  # (start, end, rank)
 
 
 def picture(
@@ -49,10 +50,24 @@ def picture(
     memory: bool = True,
     title: str | None = None,
 ) -> None:
-    """Draw a timeline into an SVG or PNG file, by the suffix of `path`.
+    """Draw a timeline into an SVG or PNG file.
 
-    `skips` draws the messages between stages that are no neighbours. `memory` adds the panel of
-    live activations: a strip a rank, all to one scale, with the rank's peak at the right.
+    Args:
+        timeline: The timeline, simulated or measured.
+        path: The file to write. Its suffix, .svg or .png, decides the format.
+        skips: Whether to draw the messages between stages that are not neighbours.
+        memory: Whether to add the panel of live activations: one strip per rank, all to one scale,
+            with the rank's peak at the right.
+        title: A title above the picture.
+
+    Raises:
+        ArgumentError: The suffix is neither .svg nor .png.
+        MissingExtra: matplotlib is not installed.
+
+    Example:
+        >>> from penstock import draw, lower, schedules, simulate
+        >>> timeline = simulate(lower(schedules.one_f_one_b(ranks=4, chunks=8)))
+        >>> draw.picture(timeline, "1f1b.svg")  # doctest: +SKIP
     """
     path = Path(path)
     kind = check_suffix(path)
@@ -79,12 +94,12 @@ def picture(
         save_figure(figure, path, kind)
 
 
-# ---- the sheet ----------------------------------------------------------------------------
+# ---- the layout ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _TimelineLayout:
-    """Where things go, in inches; `second` is how wide a second is. The font is in points."""
+    """The sizes and positions of the parts of a picture, in inches. The font size is in points."""
 
     inches_per_second: float
     plot_width: float
@@ -128,25 +143,26 @@ def _layout_timeline(timeline: Timeline, memory: bool, title: str | None) -> _Ti
 
 
 def _max_digits(timeline: Timeline) -> int:
-    """Of the largest micro-batch."""
+    """Return the number of digits of the largest micro-batch."""
     return len(str(max(timeline.program.schedule.chunks - 1, 0)))
 
 
 def _add_panel(figure: Figure, layout: _TimelineLayout, top: float, height: float) -> Axes:
-    """A panel that starts `top` inches below the sheet's upper edge."""
+    """Return new axes that start `top` inches below the upper edge of the figure."""
     low = layout.height - top - height
     across = (layout.left / layout.width, layout.plot_width / layout.width)
     return figure.add_axes((across[0], low / layout.height, across[1], height / layout.height))
 
 
 def _set_scales(axes: Axes, timeline: Timeline, label: str, row_height: float) -> None:
-    """The scales of a panel with a row of so many inches for each rank."""
+    """Set the scales of a panel that has a row of `row_height` inches for each rank."""
     axes.set_xlim(0, timeline.makespan or 1)
     unit = style.choose_time_unit(timeline.makespan)
     if unit.name:
         axes.xaxis.set_major_formatter(lambda time, _: style.format_number(time * unit.per_second))
     axes.set_ylim(max(timeline.ranks, 1) - 0.5, -0.5)
     axes.set_ylabel(label)
+    # A label needs 0.15 inches. With lower rows, only every second, fourth, ... rank has one.
     every = 2 ** ceil(log2(max(0.15 / row_height, 1)))
     axes.set_yticks(range(0, timeline.ranks, every))
 
@@ -162,7 +178,7 @@ def _draw_header(
 
 
 def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, skips: bool) -> None:
-    """Only what is in the picture."""
+    """Draw the legend, with entries only for what the picture shows."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -193,7 +209,7 @@ def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, sk
 
 
 def _visible_spans(timeline: Timeline) -> Iterator[Span]:
-    """Those that have a width."""
+    """Return the compute spans that have a width."""
     return (span for lane in timeline.computes for span in lane if span.end > span.start)
 
 
@@ -203,12 +219,12 @@ def _draw_path(
     from matplotlib.patches import PathPatch
 
     patch = PathPatch(outline, facecolor=fill, edgecolor=edge, linewidth=width, alpha=alpha)
-    # Not add_patch, which looks at each corner to find limits that _frame sets anyway.
+    # `add_patch` would visit each corner to find the data limits, which `_set_scales` sets anyway.
     axes.add_artist(patch)
 
 
 def _draw_boxes(axes: Axes, rects: Iterable[Rect], fill: str, edge: str, width: float) -> None:
-    """Many boxes as one path."""
+    """Draw many boxes as one path."""
     from matplotlib.path import Path as Outline
 
     corners: list[Point] = []
@@ -229,7 +245,7 @@ def _draw_lanes(axes: Axes, layout: _TimelineLayout, timeline: Timeline, skips: 
     for span in _visible_spans(timeline):
         assert isinstance(span.action, Compute)
         groups.setdefault(colours[span.action.op, span.action.stage], []).append(span)
-    # An edge around boxes of a pixel or two would leave nothing of them.
+    # A white edge around boxes that are one or two pixels wide would hide them.
     edge = 0.7 if style.shortest_drawn_action(timeline) * layout.inches_per_second > 0.055 else 0.0
     for colour, spans in sorted(groups.items()):
         rects = [(span.start, span.end, span.rank) for span in spans]
@@ -243,7 +259,7 @@ def _draw_lanes(axes: Axes, layout: _TimelineLayout, timeline: Timeline, skips: 
 def _draw_microbatch_numbers(
     axes: Axes, layout: _TimelineLayout, timeline: Timeline, spans: Sequence[Span], colour: str
 ) -> None:
-    """The micro-batch, in each box that would hold even the longest number."""
+    """Write the micro-batch into each box that has room for the longest number."""
     room = DIGIT_WIDTH * layout.font_size * _max_digits(timeline)
     look = {"size": layout.font_size, "color": colour, "ha": "center", "va": "center_baseline"}
     for span in spans:
@@ -254,18 +270,18 @@ def _draw_microbatch_numbers(
 
 
 def _draw_overlaps(axes: Axes, timeline: Timeline) -> None:
-    """One outline around each two actions that may run at the same time."""
+    """Draw one outline around each two actions that may run at the same time."""
     spans = {span.action: span for lane in timeline.computes for span in lane}
     rects: list[Rect] = []
     for pair in timeline.program.schedule.overlaps:
         if pair[0] in spans and pair[1] in spans:
-            one, two = (spans[action] for action in pair)
-            rects.append((min(one.start, two.start), max(one.end, two.end), one.rank))
+            left, right = (spans[action] for action in pair)
+            rects.append((min(left.start, right.start), max(left.end, right.end), left.rank))
     _draw_boxes(axes, sorted(rects), "none", DARK, 1.1)
 
 
 def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None:
-    """Messages between stages that are no neighbours: activations over fainter gradients."""
+    """Draw the messages between stages that are not neighbours. Gradients are fainter."""
     from matplotlib.path import Path as Outline
 
     skips = [
@@ -276,6 +292,7 @@ def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None
         if arcs:
             bezier = [Outline.MOVETO, *3 * [Outline.CURVE4]]
             outline = Outline([point for arc in arcs for point in arc], bezier * len(arcs))
+            # A wide white line below the thin dark one keeps it readable on top of the boxes.
             _draw_path(axes, outline, "none", "white", 2.6, 0.6 * strength)
             _draw_path(axes, outline, "none", DARK, 1.0, strength)
             times, heights = zip(*(arc[-1] for arc in arcs), strict=True)
@@ -283,13 +300,16 @@ def _draw_skips(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> None
 
 
 def _skip_curve(layout: _TimelineLayout, sent: SentMessage) -> list[Point]:
-    """From corner to corner. It leaves and arrives between the rows, where it hides no number."""
-    _, maker, user = sent
-    # Between neighbours that would be a flat line, so there it keeps closer to the middle.
-    half = 0.46 if abs(maker.rank - user.rank) > 1 else 0.2
-    half = half if maker.rank < user.rank else -half
-    near, far = maker.rank + half, user.rank - half
-    start, end = maker.end, user.start
+    """Return the Bezier points of a skip, from the corner of one box to the corner of another.
+
+    It leaves and arrives between the rows, where it does not hide a number.
+    """
+    _, producer, consumer = sent
+    # Between neighbouring ranks that would be a flat line, so there it is closer to the middle.
+    half = 0.46 if abs(producer.rank - consumer.rank) > 1 else 0.2
+    half = half if producer.rank < consumer.rank else -half
+    near, far = producer.rank + half, consumer.rank - half
+    start, end = producer.end, consumer.start
     bend = max((end - start) / 2, 0.12 / layout.inches_per_second)
     return [(start, near), (start + bend, near), (end - bend, far), (end, far)]
 
@@ -317,13 +337,17 @@ def _draw_memory(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> Non
 
 
 def _memory_curve(timeline: Timeline, rank: int, scale: float, min_gap: float) -> list[Point]:
-    """The corners of one rank's strip, without the dips between actions, as far as too narrow."""
+    """Return the corners of one rank's memory curve, without dips narrower than `min_gap`.
+
+    Between a backward and the next forward the memory dips for a moment. Drawn, such dips would be
+    a dark line each.
+    """
     floor = level = rank + HALF_BOX_HEIGHT
     corners = [(0.0, floor)]
     # A dict keeps the last size of each moment, the one that stays.
     points = list(dict(timeline.memory(rank)).items())
-    for at, (time, size) in enumerate(points):
-        later, after = points[min(at + 1, len(points) - 1)]
+    for index, (time, size) in enumerate(points):
+        later, after = points[min(index + 1, len(points) - 1)]
         if later - time < min_gap and after > size:
             continue
         before, level = level, floor - size * scale

@@ -1,4 +1,4 @@
-"""What the drawings share, so that they agree: colours, words, the caption, who told whom."""
+"""The parts that all drawings share: colours, names, captions, messages and the file format."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # ---- colours ------------------------------------------------------------------------------
 
-# For a rank's first, third, ... stage and for its second, fourth, ... one. Chosen so that any two
-# ops stay apart (CIELAB distance over 15) for each kind of colour-blind eyes.
+# The colours of a rank's first, third, ... stage and of its second, fourth, ... one. They are
+# chosen so that any two ops stay apart (CIELAB distance over 15) for each kind of colour blindness.
 SHADES: dict[Op, tuple[str, str]] = {
     Op.F: ("#2f5cb8", "#8fc6f7"),
     Op.B: ("#37803a", "#97c47c"),
@@ -28,24 +28,24 @@ SHADES: dict[Op, tuple[str, str]] = {
     Op.R: ("#8569a0", "#d3c6d6"),
 }
 
-# What is not an action: idle time, lines, small print, print, filled curves.
+# The colours of everything but actions: idle time, lines, small print, print, filled curves.
 IDLE, GRID, FAINT, DARK, FILL = "#eef0f3", "#c9ced6", "#5b6472", "#1d2430", "#b9c3d3"
 
 
 def stage_colours(schedule: Schedule) -> dict[tuple[Op, int], str]:
-    """The colour of each op of each stage."""
+    """Return the colour of each op of each stage."""
     owned = [0] * schedule.ranks
-    found: dict[tuple[Op, int], str] = {}
+    colours: dict[tuple[Op, int], str] = {}
     for stage, rank in enumerate(schedule.placement):
         for op, shades in SHADES.items():
-            found[op, stage] = shades[owned[rank] % 2]
+            colours[op, stage] = shades[owned[rank] % 2]
         owned[rank] += 1
-    return found
+    return colours
 
 
 def contrasting_ink(colour: str) -> str:
-    """Black or white, whichever reads better on the colour."""
-    rgb = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    """Return black or white, whichever reads better on the colour."""
+    rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
     # Relative luminance as in WCAG 2; at 0.18 black and white contrast alike.
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#ffffff"
@@ -63,7 +63,7 @@ OP_NAMES: dict[Op, str] = {
 
 
 def format_number(value: float) -> str:
-    """Four digits, and a prefix for what is large.
+    """Return a number with four significant digits, and with a prefix if it is large.
 
     >>> format_number(21.0), format_number(1 / 3), format_number(2_500_000_000)
     ('21', '0.3333', '2.5G')
@@ -75,13 +75,13 @@ def format_number(value: float) -> str:
 
 
 class TimeUnit(NamedTuple):
-    """What time is counted in: how many of them are a second, and their name."""
+    """A unit of time: how many of them are one second, and the name."""
 
     per_second: float
     name: str
 
     def format(self, seconds: float) -> str:
-        """So many seconds, in this unit.
+        """Return a time in this unit, as text.
 
         >>> choose_time_unit(0.25).format(0.0125), choose_time_unit(21.0).format(9.0)
         ('12.5 ms', '9')
@@ -90,14 +90,17 @@ class TimeUnit(NamedTuple):
 
 
 def choose_time_unit(makespan: float) -> TimeUnit:
-    """The unit for a timeline: a second has no name, as on paper it may stand for anything."""
+    """Return the unit for a timeline.
+
+    Seconds are written without a name, because in a simulation they may stand for anything.
+    """
     if makespan >= 1 or makespan == 0:
         return TimeUnit(1.0, "")
     return TimeUnit(1e3, "ms") if makespan >= 1e-3 else TimeUnit(1e6, "µs")
 
 
 def format_caption(timeline: Timeline) -> str:
-    """The three numbers that people compare schedules by."""
+    """Return the caption: makespan, bubble and peak memory."""
     makespan = choose_time_unit(timeline.makespan).format(timeline.makespan)
     peaks = [format_number(peak) for peak in timeline.peak]
     peak = format_number(max(timeline.peak, default=0.0))
@@ -108,11 +111,11 @@ def format_caption(timeline: Timeline) -> str:
     return f"makespan {makespan}, bubble {timeline.bubble:.1%}, peak {peak}"
 
 
-# ---- readings -----------------------------------------------------------------------------
+# ---- facts about a timeline ---------------------------------------------------------------
 
 
 def shift_to_zero(timeline: Timeline) -> Timeline:
-    """The same, with time counted from its start."""
+    """Return the timeline with its times counted from its start."""
     zero = timeline.start
     if zero == 0:
         return timeline
@@ -121,15 +124,15 @@ def shift_to_zero(timeline: Timeline) -> Timeline:
 
 
 def has_shared_ranks(schedule: Schedule) -> bool:
-    """Does any rank own more than one stage?"""
+    """Return True if any rank owns more than one stage."""
     return len(set(schedule.placement)) < schedule.stages
 
 
 def shortest_drawn_action(timeline: Timeline) -> float:
-    """The shortest action that a drawing has to make legible.
+    """Return the length of the shortest action that a drawing has to make legible.
 
-    A few specks, as in a measured run, must not stretch all the rest: what is under an eighth of
-    the median does not count.
+    A few very short actions, as in a measured run, must not stretch the whole drawing. So actions
+    under an eighth of the median do not count.
     """
     lengths = [span.end - span.start for lane in timeline.computes for span in lane]
     lengths = [length for length in lengths if length > 0]
@@ -146,24 +149,26 @@ class SentMessage(NamedTuple):
 
 
 def find_sent_messages(timeline: Timeline) -> Iterator[SentMessage]:
-    """Every message between ranks, in the order in which they were used."""
+    """Yield every message between ranks, in the order in which they were used."""
     graph = timeline.program.graph
     computes = [(s, s.action) for s in timeline.spans if isinstance(s.action, Compute)]
-    makers = {message: span for span, action in computes for message in produces(action, graph)}
-    for user, action in computes:
+    producers = {message: span for span, action in computes for message in produces(action, graph)}
+    for consumer, action in computes:
         for message in consumes(action, graph):
-            maker = makers.get(message, user)
-            if maker.rank != user.rank:
-                yield SentMessage(message, maker, user)
+            producer = producers.get(message, consumer)
+            if producer.rank != consumer.rank:
+                yield SentMessage(message, producer, consumer)
 
 
 # -------------------------------------------------------------------------------------------------
-# What pictures are drawn on: their style, and the file that they become.
+# The matplotlib style of all pictures, and the file format. Equal input gives equal bytes, so that
+# pictures can be kept under version control and compared in tests.
 # -------------------------------------------------------------------------------------------------
 
 SUFFIXES = (".svg", ".png")
 
-# Laid over matplotlib's defaults, so that the user's own settings do not change the bytes.
+# Applied on top of matplotlib's defaults, so that the user's own settings do not change the bytes.
+# The hash salt makes the ids in an SVG reproducible.
 MATPLOTLIB_STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -197,16 +202,16 @@ LEGEND_STYLE: dict[str, Any] = {
 
 
 def check_suffix(path: Path) -> str:
-    """Of a file that can be drawn."""
+    """Return the suffix of a picture file in lower case. Raise if it is not a known format."""
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
         raise ArgumentError(
-            f"'{path.name}' has no suffix that can be drawn: end it in {' or '.join(SUFFIXES)}"
+            f"cannot draw into '{path.name}': the file name must end in {' or '.join(SUFFIXES)}"
         )
     return kind
 
 
 def save_figure(figure: Figure, path: Path, suffix: str) -> None:
-    """Write it, with nothing in it that is another in the next run."""
+    """Write a figure without a date or a program version, so that equal figures are equal files."""
     unstamped = {"Date": None, "Creator": None} if suffix == ".svg" else {"Software": None}
     figure.savefig(path, format=suffix[1:], dpi=160, metadata=unstamped)

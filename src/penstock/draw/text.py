@@ -1,4 +1,4 @@
-"""A timeline as text: ranks down, time across. Stable to the character, so that tests assert it.
+"""Draw a timeline as text: ranks down, time across. Tests compare it character by character.
 
 rank 0  F0 F1 ······B0─── F2 B1─── ···B2───
 rank 1  ···F0 B0─── F1 B1─── F2 B2─── ······
@@ -25,15 +25,15 @@ from penstock.schedules.ir import Compute
 from penstock.schedules.timeline import Timeline
 
 MAX_BANDS = 6
-MIN_BAND_WIDTH = 24  # columns of a band
+MIN_BAND_WIDTH = 24  # columns
 IDLE_CHARACTER = "·"
 
-# Writes a piece of a box, given the action it belongs to.
+# A function that adds colour to a piece of a box, given the action it belongs to.
 Paint = Callable[[str, Compute], str]
 
 
 class _Box(NamedTuple):
-    """An action in the columns from `start` up to `end`."""
+    """The box of an action, in the columns from `start` up to `end`."""
 
     start: int
     end: int
@@ -41,10 +41,10 @@ class _Box(NamedTuple):
     label: str
 
     def render(self, start: int, end: int) -> str:
-        """The part from `start` up to `end`: label, a line for as long as it lasts, a blank.
+        """Return the part from `start` up to `end`: the label, a line to the end, a blank.
 
-        A label that is cut short would name another micro-batch. So it stands in the first part
-        that holds all of it, and where none does, the op stands alone.
+        A label that is cut short would name another micro-batch. So it goes into the first part
+        that has room for all of it. If no part has room, only the op is written.
         """
         inside = end - start - (end == self.end)
         unnamed = start - self.start < len(self.label)
@@ -54,17 +54,30 @@ class _Box(NamedTuple):
 
 
 def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
-    """Draw a timeline in rows of at most `width` characters; `color` adds ANSI colours.
+    """Return a timeline drawn as text.
 
-    A box holds op and micro-batch, and the stage too where a rank owns several. What is too wide
-    is folded into bands, each under the time at which it starts.
+    A box shows the op and the micro-batch, and also the stage if a rank owns several. A timeline
+    that is too wide is folded into bands, each with the time at which it starts.
 
-    >>> from penstock import lower, schedules, simulate
-    >>> schedule = schedules.one_f_one_b(ranks=2, chunks=2)
-    >>> print(text(simulate(lower(schedule))))
-    rank 0  F0 F1 ······B0─── ···B1───
-    rank 1  ···F0 B0─── F1 B1─── ······
-    makespan 9, bubble 33.3%, peak 2 (2 1)
+    Args:
+        timeline: The timeline, simulated or measured.
+        width: The largest number of characters in a row.
+        color: Whether to add ANSI colours.
+
+    Returns:
+        The rows, and a caption with makespan, bubble and peak memory.
+
+    Raises:
+        ArgumentError: The width is too small.
+        MissingExtra: `color` is True and rich is not installed.
+
+    Example:
+        >>> from penstock import lower, schedules, simulate
+        >>> schedule = schedules.one_f_one_b(ranks=2, chunks=2)
+        >>> print(text(simulate(lower(schedule))))
+        rank 0  F0 F1 ······B0─── ···B1───
+        rank 1  ···F0 B0─── F1 B1─── ······
+        makespan 9, bubble 33.3%, peak 2 (2 1)
     """
     digits = len(str(timeline.ranks - 1))
     heads = [f"rank {rank:<{digits}}  " for rank in range(timeline.ranks)]
@@ -93,10 +106,10 @@ def text(timeline: Timeline, width: int = 120, color: bool = False) -> str:
 
 
 def _footer_lines(timeline: Timeline, left_out: float, hidden: int) -> Iterator[str]:
-    """The lines under the rows."""
+    """Yield the lines under the rows."""
     if left_out:
-        said = choose_time_unit(timeline.makespan).format
-        share = f"{said(left_out)} of {said(timeline.makespan)}"
+        format_time = choose_time_unit(timeline.makespan).format
+        share = f"{format_time(left_out)} of {format_time(timeline.makespan)}"
         yield f"the last {share} is left out: give a larger width, or save a picture"
     if hidden:
         yield f"{hidden} {'actions are' if hidden > 1 else 'action is'} too short to draw"
@@ -104,16 +117,21 @@ def _footer_lines(timeline: Timeline, left_out: float, hidden: int) -> Iterator[
 
 
 # ---- from seconds to columns --------------------------------------------------------------
+#
+# In most simulated timelines all times are multiples of one quantum, such as 1 or 0.5 seconds. Then
+# the quantum gets a whole number of columns, so that equal actions are equally wide on all ranks.
+# In a measured timeline there is no such quantum, and times are rounded to columns.
 
 
 class _Grid(NamedTuple):
-    """`scale` columns a second; time goes in steps of `step` columns."""
+    """The grid of columns: `scale` columns per second, in steps of `quantum_columns`."""
 
     scale: float
     quantum_columns: int
 
     def column(self, seconds: float) -> int:
-        # Halves always up, so that equal lengths are equally wide.
+        # Halves always round up (`round` would go to even numbers), so that equal lengths are
+        # equally wide. The small number absorbs float errors just below a half.
         return floor(seconds * self.scale + 0.5 + 1e-6)
 
 
@@ -122,7 +140,7 @@ def _action_label(action: Compute, with_stage: bool) -> str:
 
 
 def _choose_grid(timeline: Timeline) -> _Grid:
-    """Such that each box holds its label, with whole columns for each quantum of time if any."""
+    """Return a grid on which each box has room for its label and a blank."""
     full = has_shared_ranks(timeline.program.schedule)
     least = shortest_drawn_action(timeline)
     scale = 1 / least
@@ -140,21 +158,24 @@ def _choose_grid(timeline: Timeline) -> _Grid:
 
 
 def _find_quantum(timeline: Timeline, least: float) -> float:
-    """What every start and end is a multiple of; 0 if that is next to nothing."""
+    """Return the time of which every start and end is a multiple, or 0 if it is too small.
+
+    This is Euclid's algorithm for the greatest common divisor, on floats with a tolerance.
+    """
     quantum = least
     for lane in timeline.computes:
         for span in lane:
             for time in (span.start, span.end):
-                rest = abs(remainder(time, quantum))
-                while rest > 1e-6 * least:
-                    quantum, rest = rest, abs(remainder(quantum, rest))
+                residue = abs(remainder(time, quantum))
+                while residue > 1e-6 * least:
+                    quantum, residue = residue, abs(remainder(quantum, residue))
                 if quantum < least / 8.5:
                     return 0.0
     return quantum
 
 
 def _build_boxes(timeline: Timeline, grid: _Grid) -> list[list[_Box]]:
-    """The boxes of each rank, in order and side by side; what has no width is not among them."""
+    """Return the boxes of each rank, in order and side by side, without those of no width."""
     full = has_shared_ranks(timeline.program.schedule)
     lanes: list[list[_Box]] = []
     for spans in timeline.computes:
@@ -177,7 +198,11 @@ def _build_boxes(timeline: Timeline, grid: _Grid) -> list[list[_Box]]:
 def _choose_band_edges(
     lanes: Sequence[Sequence[_Box]], columns: int, band_width: int, quantum_columns: int
 ) -> list[int]:
-    """Where the bands begin and end: where they tear the fewest boxes, and labels least of all."""
+    """Return the columns at which the bands begin and end.
+
+    Within the last third of the possible width, a band ends where it cuts the fewest boxes.
+    Cutting through a label counts a thousand times as much.
+    """
     drawn = min(columns, MAX_BANDS * band_width)
     harm = [0] * (drawn + 1)
     for lane in lanes:
@@ -195,16 +220,16 @@ def _choose_band_edges(
 
 
 def _render_row(lane: Sequence[_Box], left: int, right: int, paint: Paint) -> str:
-    """One rank's columns from `left` up to `right`."""
+    """Return the columns of one rank from `left` up to `right`."""
     pieces = []
-    at = left
+    column = left
     for box in lane:
         start, end = max(left, box.start), min(right, box.end)
         if start < end:
-            pieces.append(IDLE_CHARACTER * (start - at))
+            pieces.append(IDLE_CHARACTER * (start - column))
             pieces.append(paint(box.render(start, end), box.action))
-            at = end
-    return "".join([*pieces, IDLE_CHARACTER * (right - at)])
+            column = end
+    return "".join([*pieces, IDLE_CHARACTER * (right - column)])
 
 
 def _plain(piece: str, action: Compute) -> str:
@@ -212,7 +237,10 @@ def _plain(piece: str, action: Compute) -> str:
 
 
 def _painter(timeline: Timeline) -> Paint:
-    """Paint boxes in the colours of the palette, which then need no line to show their length."""
+    """Return a function that paints boxes in the colours of the palette.
+
+    A coloured box does not need the line that shows its length.
+    """
     try:
         from rich.color import ColorSystem
         from rich.style import Style

@@ -1,4 +1,8 @@
-"""Schedules: sizes in, a `Schedule` out. One family a file; `registry` lists them all."""
+"""Schedules: named families, a search for a fitting one, and the tools that work on them.
+
+A family is a function of sizes that returns a `Schedule`; `registry` lists them all. This package
+does not import torch. See README.md.
+"""
 
 from __future__ import annotations
 

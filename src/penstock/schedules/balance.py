@@ -1,9 +1,14 @@
-"""The best cut under the memory of each rank, and what to say if none fits.
+"""The exact search for the best cut of a model into stages, under the memory of each rank.
 
-Stages that share a rank share its memory, so what one may keep depends on the others. The search
-is first let loose as if each had all of it. If the best cut is too much for a rank, then in every
-cut that fits one of its stages keeps no more than in proportion to what is there: each such case
-is searched, and the best of all is gone on with, until one fits.
+    find_best_cut                the best cut under the memory of each rank
+    search_under_stage_memory    the best cut under a memory limit for each stage
+    balance_costs                the best cut by cost alone, for equal devices
+
+Stages that share a rank share its memory, so the limit of one depends on the others. The first
+search gives each stage the whole memory of its rank. If its best cut needs too much on a rank, then
+in every cut that fits, at least one stage of that rank needs no more than its proportional share.
+Each of these cases is searched with that tighter limit, always continuing with the best cut so far,
+until a cut fits (best-first branch and bound).
 """
 
 from __future__ import annotations
@@ -27,43 +32,52 @@ from penstock.schedules.balance_problem import (
 )
 
 # -------------------------------------------------------------------------------------------------
-# The search for the best cut: exact, under what each stage may keep in memory.
+# The search under a memory limit for each stage. It is exact, and has two passes:
 #
-# First the least cost of the slowest stage, then, among the cuts of which that is true, the most
-# even one. Both go stage by stage: what is best for the units before `end`, if the last of so many
-# stages ends there. A cap on what a stage may cost keeps the search to starts that are not far off.
+#     1. _minimize_max_cost      the least possible cost of the slowest stage
+#     2. _minimize_unevenness    among the cuts with that cost, the most even one
+#
+# Both are dynamic programs over the stages. `before[end]` is the best value for the units before
+# `end`, if the stages so far end there. A cap on the cost of a stage limits the search to starts
+# that are not far from the end. The cap starts at a lower bound and is raised until a cut is found.
 # -------------------------------------------------------------------------------------------------
 
-_BLOCK_SIZE = 16  # starts that are passed over together
-_FRACTION_SCALE = 1 << 128
+_BLOCK_SIZE = 16  # the number of starts that are skipped together
+_FRACTION_SCALE = 1 << 128  # for fractions in whole numbers
 
 
 @dataclass(frozen=True, order=True)
 class CutCandidate:
-    """The less, the better."""
+    """A cut with its quality. The smaller of two candidates is the better one.
+
+    max_cost         the cost of the slowest stage
+    unevenness       the sum of the squared costs, and with far less weight that of squared counts
+    reversed_counts  the number of units of each stage, from the last; comparing from the last stage
+                     prefers cuts with larger stages first
+    """
 
     max_cost: int
-    unevenness: int  # the sum of the stages' costs squared, then of their numbers of units
-    reversed_counts: tuple[
-        int, ...
-    ]  # numbers of units from the last stage: large stages come first
+    unevenness: int
+    reversed_counts: tuple[int, ...]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many units each stage takes."""
+        """The number of units of each stage."""
         return self.reversed_counts[::-1]
 
 
 def search_under_stage_memory(
     problem: IntegerCutProblem, stage_memory: Sequence[int]
 ) -> CutCandidate | None:
-    """The best cut of which each stage keeps to its room; None if there is none."""
+    """Return the best cut in which no stage needs more than its memory, or None."""
     if not problem.is_feasible(stage_memory):
         return None
     low = _cost_lower_bound(problem)
     top = problem.prefix_costs[-1] * max(problem.slowness) + 2 * sum(
         cost for values in problem.message_costs.produced_at for _, _, cost in values
     )
+    # A low cap makes a pass quick, but it may find nothing. The steps double, so that few passes
+    # are needed even if the best cost is far above the lower bound.
     step = max(1, low // 16, top // 4096)
     cap = low
     while (slowest := _minimize_max_cost(_CappedProblem(problem, stage_memory, cap), low)) is None:
@@ -75,7 +89,11 @@ def search_under_stage_memory(
 
 
 def _cost_lower_bound(problem: IntegerCutProblem) -> int:
-    """No cut can do better: the work is divided by speed, and no unit is divided."""
+    """Return a cost that the slowest stage of every cut reaches.
+
+    It is the larger of two bounds: all work shared in proportion to speed, and the largest unit on
+    the fastest device.
+    """
     shared = Fraction(problem.prefix_costs[-1]) / sum(
         Fraction(1, slow) for slow in problem.slowness
     )
@@ -85,7 +103,7 @@ def _cost_lower_bound(problem: IntegerCutProblem) -> int:
 
 @dataclass
 class _CappedProblem:
-    """The stages that cost no more than the cap."""
+    """The problem with a cap on the cost of a stage, which limits its possible starts and ends."""
 
     problem: IntegerCutProblem
     stage_memory: Sequence[int]
@@ -93,25 +111,32 @@ class _CappedProblem:
     _message_cost_cache: dict[int, list[int]] = field(default_factory=dict)
 
     def possible_ends(self, stage: int) -> Iterator[int]:
-        """Where it may end, so that those after it can take what is left."""
+        """Return the ends of a stage that leave no more units than the later stages can take."""
         whole = self.problem
         after = whole.slowness[stage + 1 :]
         most = sum(self.cap // slow for slow in after)
-        first = bisect_left(whole.prefix_costs, whole.prefix_costs[-1] - most)
-        last = whole.unit_count - len(after)
+        first_end = bisect_left(whole.prefix_costs, whole.prefix_costs[-1] - most)
+        last_end = whole.unit_count - len(after)
         if not after:
-            first = last
-        return (end for end in range(max(stage + 1, first), last + 1) if whole.can_cut_before[end])
+            first_end = last_end
+        return (
+            end
+            for end in range(max(stage + 1, first_end), last_end + 1)
+            if whole.can_cut_before[end]
+        )
 
     def first_start(self, stage: int, end: int) -> int:
-        """Of those from which it may reach that end, messages aside."""
-        sums, kept = self.problem.prefix_costs, self.problem.prefix_memory[stage]
-        by_cost = bisect_left(sums, sums[end] - self.cap // self.problem.slowness[stage])
-        by_room = bisect_left(kept, kept[end] - self.stage_memory[stage])
-        return max(stage, by_cost, by_room)
+        """Return the first start from which a stage may reach that end, without its messages."""
+        costs, memory = self.problem.prefix_costs, self.problem.prefix_memory[stage]
+        by_cost = bisect_left(costs, costs[end] - self.cap // self.problem.slowness[stage])
+        by_memory = bisect_left(memory, memory[end] - self.stage_memory[stage])
+        return max(stage, by_cost, by_memory)
 
     def message_costs(self, end: int) -> list[int]:
-        """What they cost a stage that ends there, from each start: end - 1, end - 2 and so on."""
+        """Return the message costs of a stage that ends there, for each start from end - 1 down.
+
+        They do not depend on the stage, so all stages share the cache.
+        """
         if end not in self._message_cost_cache:
             sums = self.problem.prefix_costs
             low = bisect_left(sums, sums[end] - self.cap // min(self.problem.slowness))
@@ -120,28 +145,28 @@ class _CappedProblem:
 
 
 def _minimize_max_cost(capped: _CappedProblem, low: int) -> int | None:
-    """The least cost of the most expensive stage, or None if it is above the cap.
+    """Return the least possible cost of the slowest stage, or None if it is above the cap.
 
-    It is `low` at least, which lets the search for a start end early.
+    `low` is a lower bound. It lets the search for a start end early.
     """
     sums, never = capped.problem.prefix_costs, capped.cap + 1
     before = [low] + [never] * capped.problem.unit_count
-    highest = 0  # of the starts that can be reached
+    highest = 0  # the last start that can be reached
     for stage, slow in enumerate(capped.problem.slowness):
         after = [never] * len(sums)
         reached = -1
         for end in capped.possible_ends(stage):
-            first, top = capped.first_start(stage, end), min(highest, end - 1)
-            if first > top:
+            low_start, top = capped.first_start(stage, end), min(highest, end - 1)
+            if low_start > top:
                 continue
-            least = min(before[first : top + 1])
+            least = min(before[low_start : top + 1])
             if least == never:
                 continue
-            best, messages, here = never, capped.message_costs(end), sums[end]
-            for start in range(top, first - 1, -1):
-                cost = slow * (here - sums[start])
+            best, messages, end_sum = never, capped.message_costs(end), sums[end]
+            for start in range(top, low_start - 1, -1):
+                cost = slow * (end_sum - sums[start])
                 if cost >= best:
-                    break  # and it grows with each earlier start
+                    break  # earlier starts cost even more
                 cost = max(cost + messages[end - 1 - start], before[start])
                 if cost < best:
                     best = cost
@@ -156,33 +181,42 @@ def _minimize_max_cost(capped: _CappedProblem, low: int) -> int | None:
 
 
 def _minimize_unevenness(capped: _CappedProblem) -> tuple[int, list[int]]:
-    """The least unevenness, and where each stage ends; of equals, the latest ends.
+    """Return the least unevenness and where each stage ends. Of equal cuts, the latest ends win.
 
-    First only cuts are looked for that come near to what no cut can beat.
+    The first pass looks only for cuts close to the lower bound, which is quick. The limit grows
+    until a cut is found.
     """
-    rest = _UnevennessBound.from_problem(capped.problem)
-    low = rest.min_after(-1, 0)
+    bound = _UnevennessBound.from_problem(capped.problem)
+    low = bound.min_after(-1, 0)
     more = low // 64 + 1
-    while (found := _minimize_unevenness_within(capped, rest, low + more)) is None:
+    while (result := _minimize_unevenness_within(capped, bound, low + more)) is None:
         more *= 4
-    return found
+    return result
 
 
 @dataclass(frozen=True)
 class _UnevennessBound:
-    """What the stages after one can not do better than, whatever they take of the units left.
+    """A lower bound on the unevenness of the stages after a given one.
 
-    They are at their most even if each takes in proportion to its speed. If the largest unit left
-    is more than that, it alone costs what it does.
+    They are most even if each takes units in proportion to its speed. If the largest unit that is
+    left is more than such a share, the stage with that unit costs at least as much as the unit.
+
+    weight           the factor of the squared costs; it is so large that no difference in the
+                     numbers of units can outweigh a difference in costs
+    suffix_speeds    by stage: the sum of the squared speeds from that stage on, in parts of
+                     _FRACTION_SCALE
+    suffix_max_cost  by unit: the cost of the largest unit from there on
     """
 
     problem: IntegerCutProblem
-    weight: int  # no numbers of units outweigh a difference of costs
-    suffix_speeds: list[int]  # by stage: those after it, squared and added, in parts of _PART
-    suffix_max_cost: list[int]  # by unit: of those from there on
+    weight: int
+    suffix_speeds: list[int]
+    suffix_max_cost: list[int]
 
     @staticmethod
     def from_problem(problem: IntegerCutProblem) -> _UnevennessBound:
+        # Rounding up makes the speeds a little too large, and the bound a little too small: it
+        # stays a lower bound.
         squares = [-(-_FRACTION_SCALE // slow**2) for slow in problem.slowness]
         units = [b - a for a, b in pairwise(problem.prefix_costs)]
         return _UnevennessBound(
@@ -193,7 +227,7 @@ class _UnevennessBound:
         )
 
     def min_after(self, stage: int, end: int) -> int:
-        """Of the stages after that one, which ends there."""
+        """Return the bound for the stages after `stage`, if that one ends before unit `end`."""
         whole = self.problem
         after = whole.stages - 1 - stage
         if not after:
@@ -208,25 +242,31 @@ class _UnevennessBound:
 
     @cached_property
     def min_slowness(self) -> int:
-        """What it takes least."""
+        """The slowness of the fastest device."""
         return min(self.problem.slowness)
 
 
 def _minimize_unevenness_within(
     capped: _CappedProblem, bound: _UnevennessBound, max_unevenness: int
 ) -> tuple[int, list[int]] | None:
-    """The same, or None if the least is more than that."""
+    """Return the least unevenness and where each stage ends, or None if it is above the maximum.
+
+    `starts[stage][end]` is the best start of a stage that ends there. Following these from the last
+    unit back gives the cut.
+    """
     whole, never = capped.problem, max_unevenness + 1
     before = [0] + [never] * whole.unit_count
     starts = []
     for stage in range(whole.stages):
         after, start = [never] * len(before), [0] * len(before)
-        lows = [min(before[at : at + _BLOCK_SIZE]) for at in range(0, len(before), _BLOCK_SIZE)]
+        lows = [min(before[i : i + _BLOCK_SIZE]) for i in range(0, len(before), _BLOCK_SIZE)]
         for end in capped.possible_ends(stage):
             limit = max_unevenness - bound.min_after(stage, end)
-            best, at = _find_best_start(capped, stage, end, before, lows, bound.weight, limit + 1)
+            best, best_start = _find_best_start(
+                capped, stage, end, before, lows, bound.weight, limit + 1
+            )
             if best <= limit:
-                after[end], start[end] = best, at
+                after[end], start[end] = best, best_start
         before = after
         starts.append(start)
     if before[-1] == never:
@@ -246,80 +286,91 @@ def _find_best_start(
     weight: int,
     best: int,
 ) -> tuple[int, int]:
-    """The least unevenness of what comes before that end, if it is less than `best`, and the start.
+    """Return the least unevenness of the units before `end`, if below `best`, and its start.
 
-    A block of starts is passed over if even the least of what comes before them, with the cheapest
-    stage from there, would be too much; and so are all earlier ones if that is so for the least
-    of all blocks.
+    Starts are searched in blocks. A block is skipped if its smallest prefix, together with the
+    cheapest stage that starts in the block, is already too much. If that holds for the smallest
+    prefix of all blocks, all earlier blocks are skipped too, because their stages cost more.
     """
     sums, slow, cap = capped.problem.prefix_costs, capped.problem.slowness[stage], capped.cap
-    first, at = capped.first_start(stage, end), 0
-    low, high = first // _BLOCK_SIZE, (end - 1) // _BLOCK_SIZE
+    first_start, best_start = capped.first_start(stage, end), 0
+    low, high = first_start // _BLOCK_SIZE, (end - 1) // _BLOCK_SIZE
     least = min(block_minima[low : high + 1])
     if least >= best:
-        return best, at
-    messages, here = capped.message_costs(end), sums[end]
+        return best, best_start
+    messages, end_sum = capped.message_costs(end), sums[end]
     for block in range(high, low - 1, -1):
         top = min(end - 1, block * _BLOCK_SIZE + _BLOCK_SIZE - 1)
-        cost = slow * (here - sums[top])
+        cost = slow * (end_sum - sums[top])
         price = cost * cost * weight + (end - top) ** 2
         if least + price >= best:
             break
         if block_minima[block] + price >= best:
             continue
-        for start in range(top, max(first, block * _BLOCK_SIZE) - 1, -1):
-            cost = slow * (here - sums[start]) + messages[end - 1 - start]
+        for start in range(top, max(first_start, block * _BLOCK_SIZE) - 1, -1):
+            cost = slow * (end_sum - sums[start]) + messages[end - 1 - start]
             if cost <= cap:
                 total = prefix_unevenness[start] + cost * cost * weight + (end - start) ** 2
                 if total < best:
-                    best, at = total, start
-    return best, at
+                    best, best_start = total, start
+    return best, best_start
 
 
 # -------------------------------------------------------------------------------------------------
+# The search under the memory of each rank, which its stages share.
+# -------------------------------------------------------------------------------------------------
 
-_MAX_CASES = 256  # after so many, the stages of a rank get equal shares of its memory
+# After this many cases, each stage of a rank gets an equal share of its memory.
+_MAX_CASES = 256
 
 
 def find_best_cut(problem: CutProblem) -> EvaluatedCut:
-    """The cut whose slowest stage, its messages included, is as fast as it can be.
+    """Return the cut whose slowest stage, with its messages, is as fast as possible.
 
-    Every rank has memory enough for its stages. Among equals the stages' seconds are as even as
-    they can be (the least sum of squares), then their numbers of units, and then the larger stages
-    come first. It is exact; only where ranks with several stages are so short of memory that
-    hundreds of searches find no cut does each of their stages get an equal share of it.
+    The stages of each rank fit in its memory. Among equal cuts the seconds of the stages are as
+    even as possible (the least sum of squares), then their numbers of units, and then the larger
+    stages come first. The result is exact, with one exception: if ranks with several stages are so
+    short of memory that hundreds of searches find no cut, each of their stages gets an equal share
+    of the memory.
 
     >>> units = (UnitLoad(seconds=1.0, static_bytes=10),) * 6
-    >>> find_best_cut(CutProblem(units, (DeviceCapacity(speed=2.0), DeviceCapacity()))).counts
+    >>> slow, fast = DeviceCapacity(), DeviceCapacity(speed=2.0)
+    >>> find_best_cut(CutProblem(units, (fast, slow))).counts
     (4, 2)
-    >>> find_best_cut(CutProblem(units, (DeviceCapacity(speed=2.0, memory=30), DeviceCapacity()))).counts
+    >>> small = DeviceCapacity(speed=2.0, memory=30)
+    >>> find_best_cut(CutProblem(units, (small, slow))).counts
     (3, 3)
     """
     whole = IntegerCutProblem.from_problem(problem)
-    found = _search_under_rank_memory(whole)
-    if found is None:
+    candidate = _search_under_rank_memory(whole)
+    if candidate is None:
         raise ArgumentError(_explain_infeasible(problem, whole))
-    return problem.evaluate(found.counts)
+    return problem.evaluate(candidate.counts)
 
 
 def _search_under_rank_memory(problem: IntegerCutProblem) -> CutCandidate | None:
-    rooms = tuple(problem.rank_memory[rank] for rank in problem.placement)
-    seen = {rooms}
+    """Return the best cut under the memory of each rank, or None, by branch and bound.
+
+    A case is one memory limit per stage. The heap yields the case with the best cut first. A cut
+    that fits is therefore the best of all: tighter limits never lead to better cuts.
+    """
+    limits = tuple(problem.rank_memory[rank] for rank in problem.placement)
+    visited = {limits}
     cases: list[tuple[CutCandidate, tuple[int, ...]]] = []
-    _push_candidate(cases, problem, rooms)
+    _push_candidate(cases, problem, limits)
     while cases:
-        found, rooms = heappop(cases)
-        tight = list(_find_tighter_limits(problem, found.counts))
-        if not tight:
-            return found
-        if len(seen) > _MAX_CASES:
+        candidate, limits = heappop(cases)
+        tighter = list(_find_tighter_limits(problem, candidate.counts))
+        if not tighter:
+            return candidate
+        if len(visited) > _MAX_CASES:
             return search_under_stage_memory(
                 problem, _equal_memory_shares(problem, problem.rank_memory)
             )
-        for stage, most in tight:
-            case = (*rooms[:stage], most, *rooms[stage + 1 :])
-            if case not in seen:
-                seen.add(case)
+        for stage, limit in tighter:
+            case = (*limits[:stage], limit, *limits[stage + 1 :])
+            if case not in visited:
+                visited.add(case)
                 _push_candidate(cases, problem, case)
     return None
 
@@ -329,30 +380,36 @@ def _push_candidate(
     problem: IntegerCutProblem,
     stage_memory: tuple[int, ...],
 ) -> None:
-    found = search_under_stage_memory(problem, stage_memory)
-    if found is not None:
-        heappush(cases, (found, stage_memory))
+    """Search one case and push its best cut, if there is one."""
+    candidate = search_under_stage_memory(problem, stage_memory)
+    if candidate is not None:
+        heappush(cases, (candidate, stage_memory))
 
 
 def _find_tighter_limits(
     problem: IntegerCutProblem, counts: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """For the first rank that is given too much: its stages, and what one of them may keep."""
-    kept = _memory_by_stage(problem, counts)
+    """Return (stage, tighter limit) for each stage of the first rank whose memory is exceeded.
+
+    If all stages of the rank needed more than their proportional shares, the rank would be over its
+    memory. So in a cut that fits, at least one of them stays within its share. Return an empty list
+    if the cut fits.
+    """
+    needs = _memory_by_stage(problem, counts)
     for rank, room in enumerate(problem.rank_memory):
-        own = [stage for stage, at in enumerate(problem.placement) if at == rank]
-        wanted = sum(kept[stage] for stage in own)
-        if wanted > room:
-            return [(stage, kept[stage] * room // wanted) for stage in own if kept[stage]]
+        stages = [stage for stage, owner in enumerate(problem.placement) if owner == rank]
+        total = sum(needs[stage] for stage in stages)
+        if total > room:
+            return [(stage, needs[stage] * room // total) for stage in stages if needs[stage]]
     return []
 
 
 def _memory_by_stage(problem: IntegerCutProblem, counts: Sequence[int]) -> list[int]:
-    found, start = [], 0
+    needs, start = [], 0
     for sums, count in zip(problem.prefix_memory, counts, strict=True):
-        found.append(sums[start + count] - sums[start])
+        needs.append(sums[start + count] - sums[start])
         start += count
-    return found
+    return needs
 
 
 def _equal_memory_shares(problem: IntegerCutProblem, rank_memory: Sequence[int]) -> list[int]:
@@ -360,7 +417,11 @@ def _equal_memory_shares(problem: IntegerCutProblem, rank_memory: Sequence[int])
 
 
 def _explain_infeasible(problem: CutProblem, integer_problem: IntegerCutProblem) -> str:
-    """What every rank would need more, if all got as much more, and who needs it."""
+    """Return the message for a problem without a cut: the nearest cut, and what each rank lacks.
+
+    The nearest cut is the one that needs the least additional memory, if every rank got the same.
+    A binary search finds that amount.
+    """
     low, high = 0, sum(sums[-1] for sums in integer_problem.prefix_memory) * integer_problem.stages
     while low < high:
         more = (low + high) // 2
@@ -372,27 +433,27 @@ def _explain_infeasible(problem: CutProblem, integer_problem: IntegerCutProblem)
             high = more
         else:
             low = more + 1
-    found = search_under_stage_memory(
+    candidate = search_under_stage_memory(
         integer_problem,
         _equal_memory_shares(integer_problem, [room + low for room in integer_problem.rank_memory]),
     )
-    assert found is not None
-    cut = problem.evaluate(found.counts)
+    assert candidate is not None
+    cut = problem.evaluate(candidate.counts)
     lacks = []
     for rank, device in enumerate(problem.devices):
-        own = [stage for stage, at in enumerate(problem.placement) if at == rank]
-        wanted = sum(cut.loads[stage].memory for stage in own)
-        if wanted > device.memory:
-            stages = f"stage{'s' * (len(own) > 1)} {' and '.join(map(str, own))}"
+        stages = [stage for stage, owner in enumerate(problem.placement) if owner == rank]
+        need = sum(cut.loads[stage].memory for stage in stages)
+        if need > device.memory:
+            names = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
             lacks.append(
-                f"{stages} would need {_format_bytes(wanted)} on rank {rank}, which has "
-                f"{_format_bytes(device.memory)}: {_format_bytes(wanted - device.memory)} too much"
+                f"{names} would need {_format_bytes(need)} on rank {rank}, which has "
+                f"{_format_bytes(device.memory)}: {_format_bytes(need - device.memory)} too much"
             )
     return (
-        f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The nearest "
-        f"is {list(cut.counts)}, and there {'; '.join(lacks)}. Take more stages or devices with "
-        "more memory, cut the batch into more chunks, recompute (checkpoint='always'), or take a "
-        "schedule with fewer micro-batches in flight"
+        f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The "
+        f"nearest is {list(cut.counts)}, and there {'; '.join(lacks)}. Use more stages or devices "
+        "with more memory, cut the batch into more chunks, recompute (checkpoint='always'), or use "
+        "a schedule with fewer micro-batches in flight."
     )
 
 

@@ -1,4 +1,9 @@
-"""What is to be cut, and for which devices; what a cut comes to, stage by stage."""
+"""The problem of cutting a model into stages: units in order, the values between them, devices.
+
+A cut gives each stage some neighbouring units. `CutProblem.evaluate` says what a cut costs, stage
+by stage; `balance.find_best_cut` searches for the best one. `IntegerCutProblem` is the same problem
+in whole numbers, in the form that the search needs.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +19,36 @@ from penstock.errors import ArgumentError
 
 @dataclass(frozen=True)
 class UnitLoad:
-    """One of the pieces that a stage takes some neighbours of."""
+    """The cost of one unit, the smallest piece of a model that a stage can take.
 
-    seconds: float  # of F, I and W of one micro-batch, on a device of speed 1
-    static_bytes: float = 0.0  # bytes, always: parameters, their gradients, an optimizer's state
-    activation_bytes: float = 0.0  # bytes, for each micro-batch whose backward is still to come
-    joined_to_previous: bool = False  # to the unit before: both go to one stage
+    seconds             of F, I and W of one micro-batch together, on a device of speed 1
+    static_bytes        memory that is always needed: parameters, gradients, optimizer state
+    activation_bytes    memory for each micro-batch whose backward is still to come
+    joined_to_previous  True if this unit must be on the same stage as the unit before
+    """
+
+    seconds: float
+    static_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    joined_to_previous: bool = False
 
 
 @dataclass(frozen=True)
 class UnitOutput:
-    """What one unit makes and later ones use. A skip connection is one more of these.
+    """A value that one unit makes and later units use. A skip connection is one more of these.
 
-    It goes straight to each stage that uses it, once, and not at all to the one that makes it.
+    The value is sent directly to each other stage that uses it, once. `size` counts the bytes of
+    the value and of its gradient on the way back.
     """
 
     src: int
     dsts: tuple[int, ...]
-    size: float  # bytes: its own, and those of its gradient on the way back
+    size: float
 
 
 @dataclass(frozen=True)
 class DeviceCapacity:
-    """What a rank computes with: how fast, against the seconds of the units, and its bytes."""
+    """The device of a rank: its speed, by which the units' seconds are divided, and its memory."""
 
     speed: float = 1.0
     memory: float = inf
@@ -44,45 +56,49 @@ class DeviceCapacity:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one stage takes upon it.
+    """The load of one stage.
 
-    `seconds` are those of its units and of its messages: what arrives from stages before, and
-    what leaves for stages after. A value leaves once, however many of them use it: if each
-    counted, what a stage costs would hang on where the stages after it are cut.
+    `seconds` includes the messages: values that arrive from stages before, and values that leave
+    for stages after. A value that leaves counts once, however many stages use it. Otherwise the
+    cost of a stage would depend on where the stages after it are cut, and the search could not go
+    stage by stage. `memory` counts the static bytes and the activations of all micro-batches in
+    flight.
     """
 
     units: range
     seconds: float
-    received_bytes: float  # bytes
+    received_bytes: float
     sent_bytes: float
-    memory: float  # bytes: what it holds, and what its micro-batches in flight keep
+    memory: float
 
 
 @dataclass(frozen=True)
 class EvaluatedCut:
-    """How many neighbouring units each stage takes, and what that comes to."""
+    """A cut (the number of units of each stage) and the load of each stage."""
 
     counts: tuple[int, ...]
     loads: tuple[StageLoad, ...]
 
     @property
     def slowest_stage(self) -> int:
-        """The stage that all others wait for; the first of several."""
+        """The stage that takes longest; the first one if several do."""
         return max(range(len(self.loads)), key=lambda stage: self.loads[stage].seconds)
 
     @property
     def bottleneck_seconds(self) -> float:
-        """Its seconds."""
+        """The seconds of the slowest stage."""
         return self.loads[self.slowest_stage].seconds
 
 
 @dataclass(frozen=True)
 class CutProblem:
-    """Units in order, the values between them, and a device for each rank.
+    """The units in order, the values between them, and a device for each rank.
 
-    `placement` is the rank of each stage (left out: one stage a rank); the stages of a rank share
-    its memory. `in_flight` is how many micro-batches a stage keeps at once (left out: what 1f1b
-    keeps if there are enough of them). A byte of a message takes `second_a_byte`.
+    placement         the rank of each stage; by default one stage per rank. The stages of a rank
+                      share its memory.
+    in_flight         how many micro-batches each stage keeps at once; by default as many as 1F1B
+                      keeps if there are enough of them
+    seconds_per_byte  the time that one byte of a message takes
     """
 
     units: tuple[UnitLoad, ...]
@@ -107,24 +123,27 @@ class CutProblem:
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """The number of stages."""
         return len(self.placement)
 
     def device_of(self, stage: int) -> DeviceCapacity:
-        """The device that computes it."""
+        """Return the device that computes a stage."""
         return self.devices[self.placement[stage]]
 
     def evaluate(self, counts: Sequence[int]) -> EvaluatedCut:
-        """What a cut comes to, whether or not it fits or is any good."""
+        """Return a cut with its loads, whether or not it fits in memory."""
         check_cut(counts, len(self.units))
         if len(counts) != self.stages:
             raise ArgumentError(f"{list(counts)} makes {len(counts)} stages, not {self.stages}")
         ends = list(accumulate(counts, initial=0))
-        loads = (self._stage_load(at, range(a, ends[at + 1])) for at, a in enumerate(ends[:-1]))
+        loads = (
+            self._stage_load(stage, range(start, ends[stage + 1]))
+            for stage, start in enumerate(ends[:-1])
+        )
         return EvaluatedCut(tuple(counts), tuple(loads))
 
     def _stage_load(self, stage: int, units: range) -> StageLoad:
-        own = [self.units[unit] for unit in units]
+        stage_units = [self.units[unit] for unit in units]
         received = [
             v for v in self.values if v.src < units.start and _has_consumer_in(v.dsts, units)
         ]
@@ -132,24 +151,24 @@ class CutProblem:
         arrives, leaves = sum(v.size for v in received), sum(v.size for v in sent)
         return StageLoad(
             units,
-            sum(unit.seconds for unit in own) / self.device_of(stage).speed
+            sum(unit.seconds for unit in stage_units) / self.device_of(stage).speed
             + self.seconds_per_byte * (arrives + leaves),
             arrives,
             leaves,
-            sum(unit.static_bytes for unit in own)
-            + self.in_flight[stage] * sum(u.activation_bytes for u in own),
+            sum(unit.static_bytes for unit in stage_units)
+            + self.in_flight[stage] * sum(u.activation_bytes for u in stage_units),
         )
 
     def _find_invalid_numbers(self) -> Iterator[str]:
-        found = [(f"unit {at} costs", unit.seconds) for at, unit in enumerate(self.units)]
-        for at, unit in enumerate(self.units):
-            found += [
-                (f"unit {at} holds", unit.static_bytes),
-                (f"unit {at} keeps", unit.activation_bytes),
+        numbers = [(f"unit {index} costs", unit.seconds) for index, unit in enumerate(self.units)]
+        for index, unit in enumerate(self.units):
+            numbers += [
+                (f"unit {index} holds", unit.static_bytes),
+                (f"unit {index} keeps", unit.activation_bytes),
             ]
-        found += [(f"the value of unit {v.src} has a size of", v.size) for v in self.values]
-        found.append(("a byte takes", self.seconds_per_byte))
-        wrong = [f"{what} {number}" for what, number in found if not 0 <= number < inf]
+        numbers += [(f"the value of unit {v.src} has a size of", v.size) for v in self.values]
+        numbers.append(("a byte takes", self.seconds_per_byte))
+        wrong = [f"{label} {number}" for label, number in numbers if not 0 <= number < inf]
         if wrong:
             yield f"{', '.join(wrong)}: a cost is a number from 0 up"
         for rank, device in enumerate(self.devices):
@@ -164,11 +183,11 @@ class CutProblem:
             if not all(0 <= value.src < dst < len(self.units) for dst in value.dsts):
                 yield (
                     f"a value goes from unit {value.src} to {list(value.dsts)} of "
-                    f"{len(self.units)} units: it goes to later ones"
+                    f"{len(self.units)} units: a value only goes to later units"
                 )
-        strange = sorted({rank for rank in self.placement if not 0 <= rank < len(self.devices)})
-        if strange:
-            yield f"placement names ranks {strange}, and there are {len(self.devices)} devices"
+        unknown = sorted({rank for rank in self.placement if not 0 <= rank < len(self.devices)})
+        if unknown:
+            yield f"placement names ranks {unknown}, but there are {len(self.devices)} devices"
         if len(self.in_flight) != len(self.placement) or min(self.in_flight, default=1) < 1:
             yield (
                 f"in_flight is {list(self.in_flight)} for {len(self.placement)} stages: give each "
@@ -177,12 +196,12 @@ class CutProblem:
 
 
 def check_cut(counts: Sequence[int], units: int) -> None:
-    """Refuse counts that are no cut of so many units.
+    """Raise if the counts are not a cut of this number of units.
 
     >>> check_cut([3, 1, 2], units=6)
     >>> check_cut([3, 2], units=6)
     Traceback (most recent call last):
-    penstock.errors.ArgumentError: [3, 2] is no cut of 6 units: they take 5 together
+    penstock.errors.ArgumentError: [3, 2] is not a cut of 6 units: the stages take 5 together
     """
     problems = [
         f"stage {stage} takes {count}, and each takes at least one"
@@ -190,13 +209,13 @@ def check_cut(counts: Sequence[int], units: int) -> None:
         if count < 1
     ]
     if sum(counts) != units:
-        problems.append(f"they take {sum(counts)} together")
+        problems.append(f"the stages take {sum(counts)} together")
     if problems:
-        raise ArgumentError(f"{list(counts)} is no cut of {units} units: {'; '.join(problems)}")
+        raise ArgumentError(f"{list(counts)} is not a cut of {units} units: {'; '.join(problems)}")
 
 
 def check_stage_count(units: Sequence[UnitLoad], stages: int) -> None:
-    """Refuse more stages than can be cut, or none."""
+    """Raise if the units cannot be cut into this number of stages."""
     apart = sum(not unit.joined_to_previous for unit in units[1:]) + bool(units)
     if not 1 <= stages <= apart:
         joined = f" ({len(units) - apart} of them joined to the one before)"
@@ -211,11 +230,11 @@ def _has_consumer_in(dsts: Sequence[int], units: range) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# A task in whole numbers, as sums up to each unit.
+# The same problem in whole numbers, as sums up to each unit.
 #
-# Sums of floats would decide by their rounding between cuts that are equally good. So seconds and
-# bytes are written as whole numbers of one common fraction. Only the ratio of two devices' speeds is
-# rounded, to a part in 2**40.
+# With floats, rounding errors would decide between cuts that are equally good. So seconds and bytes
+# are scaled by a common denominator, which makes them whole numbers. Only the ratio of the speeds
+# of two devices is rounded, to one part in 2**40.
 # -------------------------------------------------------------------------------------------------
 
 _SPEED_SCALE = 1 << 40
@@ -223,64 +242,78 @@ _SPEED_SCALE = 1 << 40
 
 @dataclass(frozen=True)
 class IntegerCutProblem:
-    """A stage that takes the units from a to b costs slow * (sums[b] - sums[a]) + its messages."""
+    """The problem in whole numbers.
+
+    A stage that takes the units a to b - 1 costs
+
+        slowness[stage] * (prefix_costs[b] - prefix_costs[a]) + the cost of its messages
+
+    and needs prefix_memory[stage][b] - prefix_memory[stage][a] of memory.
+
+    prefix_costs    the cost of all units before each unit
+    slowness        by stage, the inverse of its device's speed
+    prefix_memory   by stage, because stages keep different numbers of micro-batches
+    rank_memory     by rank; a device without a limit has as much as all units could need
+    placement       the rank of each stage
+    can_cut_before  for each unit, whether a stage may end before it
+    """
 
     prefix_costs: list[int]
-    slowness: list[int]  # by stage
+    slowness: list[int]
     message_costs: MessageCosts
-    prefix_memory: list[
-        list[int]
-    ]  # by stage: kept[b] - kept[a] is the memory that units a to b take
-    rank_memory: list[int]  # by rank; what is no limit is all there could be
-    placement: tuple[int, ...]  # of the stages
-    can_cut_before: list[bool]  # can a stage end before this unit?
+    prefix_memory: list[list[int]]
+    rank_memory: list[int]
+    placement: tuple[int, ...]
+    can_cut_before: list[bool]
 
     @property
     def unit_count(self) -> int:
-        """How many."""
+        """The number of units."""
         return len(self.prefix_costs) - 1
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """The number of stages."""
         return len(self.slowness)
 
     @staticmethod
     def from_problem(problem: CutProblem) -> IntegerCutProblem:
-        """The same task."""
+        """Return a problem in whole numbers."""
         fastest = max(device.speed for device in problem.devices)
-        slow = [
+        slowness = [
             round(Fraction(fastest) / Fraction(d.speed) * _SPEED_SCALE) for d in problem.devices
         ]
-        shrink = gcd(_SPEED_SCALE, *slow)
-        # all seconds times the fastest speed, and times what makes them whole
+        # Equal devices have slowness _SPEED_SCALE each. Dividing by the common factor makes it 1.
+        shrink = gcd(_SPEED_SCALE, *slowness)
+        # A unit costs its seconds times the slowness, which is relative to the fastest device.
+        # Messages do not depend on the device, so they are scaled to match here.
         seconds = [Fraction(unit.seconds) for unit in problem.units]
         byte = Fraction(problem.seconds_per_byte) * Fraction(fastest) * (_SPEED_SCALE // shrink)
         sizes = [Fraction(value.size) * byte for value in problem.values]
         scale = _common_denominator(seconds + sizes)
-        kept, room = _scale_memory(problem)
+        prefix_memory, rank_memory = _scale_memory(problem)
         return IntegerCutProblem(
             prefix_costs=_prefix_sums(scale * second for second in seconds),
-            slowness=[slow[rank] // shrink for rank in problem.placement],
+            slowness=[slowness[rank] // shrink for rank in problem.placement],
             message_costs=MessageCosts.from_problem(problem, [int(scale * size) for size in sizes]),
-            prefix_memory=kept,
-            rank_memory=room,
+            prefix_memory=prefix_memory,
+            rank_memory=rank_memory,
             placement=problem.placement,
             can_cut_before=[not unit.joined_to_previous for unit in problem.units] + [True],
         )
 
     def is_feasible(self, stage_memory: Sequence[int]) -> bool:
-        """Is there any cut of which each stage keeps to its room?
+        """Return True if there is a cut in which no stage needs more than its memory.
 
-        What a stage can take from a later start reaches as far or further, so the ends that can be
-        reached are found from left to right.
+        This finds, stage by stage, all ends that the stages so far can reach. A stage that starts
+        later reaches as far or further, so each end is visited once, from left to right.
         """
         starts = [0]
-        for kept, most in zip(self.prefix_memory, stage_memory, strict=True):
+        for sums, limit in zip(self.prefix_memory, stage_memory, strict=True):
             ends: list[int] = []
             done = 0
             for start in starts:
-                far = bisect_right(kept, kept[start] + most)
+                far = bisect_right(sums, sums[start] + limit)
                 ends += [e for e in range(max(start + 1, done), far) if self.can_cut_before[e]]
                 done = max(done, far)
             starts = ends
@@ -289,61 +322,69 @@ class IntegerCutProblem:
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """What the messages of a stage cost, wherever it starts and ends."""
+    """The cost of a stage's messages, wherever the stage starts and ends.
 
-    produced_at: list[
-        list[tuple[int, int, int]]
-    ]  # by unit: (first use, last use, cost) of each value
-    consumed_at: list[list[tuple[int, int]]]  # by unit: (next use, cost) of each value that it uses
+    produced_at  by unit: (first use, last use, cost) of each value that it makes
+    consumed_at  by unit: (next use, cost) of each value that it uses
+    """
+
+    produced_at: list[list[tuple[int, int, int]]]
+    consumed_at: list[list[tuple[int, int]]]
 
     @staticmethod
     def from_problem(problem: CutProblem, costs: Sequence[int]) -> MessageCosts:
-        """Of the values that cost anything to send."""
+        """Return the message costs, given the cost of each value. Free values are left out."""
         never = len(problem.units)
-        made: list[list[tuple[int, int, int]]] = [[] for _ in problem.units]
+        produced: list[list[tuple[int, int, int]]] = [[] for _ in problem.units]
         used: list[list[tuple[int, int]]] = [[] for _ in problem.units]
         for value, cost in zip(problem.values, costs, strict=True):
             if cost and value.dsts:
                 dsts = sorted(set(value.dsts))
-                made[value.src].append((dsts[0], dsts[-1], cost))
+                produced[value.src].append((dsts[0], dsts[-1], cost))
                 for dst, later in pairwise((*dsts, never)):
                     used[dst].append((later, cost))
-        return MessageCosts(made, used)
+        return MessageCosts(produced, used)
 
     def stage_costs(self, end: int, first_start: int) -> list[int]:
-        """For stages that end there and start at end - 1, end - 2 and so on, down to low."""
-        found = []
+        """Return the message costs of the stages that end before unit `end`.
+
+        They start at end - 1, end - 2 and so on, down to `first_start`, in this order. Each step
+        adds one unit at the front of the stage and updates the cost.
+        """
+        costs = []
         cost = 0
         for start in range(end - 1, first_start - 1, -1):
-            for first, last, size in self.produced_at[start]:
-                if first < end:
-                    cost -= size  # it came from before, and now is the stage's own
-                if last >= end:
-                    cost += size
+            for first_use, last_use, size in self.produced_at[start]:
+                if first_use < end:
+                    cost -= size  # it was received, and now the stage makes it itself
+                if last_use >= end:
+                    cost += size  # a later stage uses it, so it is sent
             for later, size in self.consumed_at[start]:
                 if later >= end:
-                    cost += size
-            found.append(cost)
-        return found
+                    cost += size  # the last use within the stage counts, so each value counts once
+            costs.append(cost)
+        return costs
 
 
 def _scale_memory(problem: CutProblem) -> tuple[list[list[int]], list[int]]:
-    holds = [Fraction(unit.static_bytes) for unit in problem.units]
-    keeps = [Fraction(unit.activation_bytes) for unit in problem.units]
-    scale = _common_denominator(holds + keeps)
-    held, one = (
-        _prefix_sums(scale * size for size in holds),
-        _prefix_sums(scale * size for size in keeps),
+    """Return `prefix_memory` and `rank_memory` of the problem in whole numbers."""
+    static = [Fraction(unit.static_bytes) for unit in problem.units]
+    activations = [Fraction(unit.activation_bytes) for unit in problem.units]
+    scale = _common_denominator(static + activations)
+    static_sums, activation_sums = (
+        _prefix_sums(scale * size for size in static),
+        _prefix_sums(scale * size for size in activations),
     )
-    kept = [
-        [h + number * k for h, k in zip(held, one, strict=True)] for number in problem.in_flight
+    prefix_memory = [
+        [s + number * a for s, a in zip(static_sums, activation_sums, strict=True)]
+        for number in problem.in_flight
     ]
-    most = sum(found[-1] for found in kept)
-    room = [
+    most = sum(sums[-1] for sums in prefix_memory)
+    rank_memory = [
         most if device.memory == inf else min(most, int(scale * Fraction(device.memory)))
         for device in problem.devices
     ]
-    return kept, room
+    return prefix_memory, rank_memory
 
 
 def _common_denominator(numbers: Iterable[Fraction]) -> int:

@@ -1,4 +1,7 @@
-"""What actions cost: seconds, and bytes (or any unit) of activations; and what that adds up to."""
+"""The cost of actions: seconds, and activation memory in bytes or any other unit.
+
+The memory functions at the end add up which activations of a lane are alive at the same time.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,24 @@ from penstock.schedules.ir import Compute, Op, lifetimes
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of F, I and W and the size of the activations, one entry a stage.
+    """The cost of each action, with one entry per stage.
 
-    B takes I + W, R takes F. A message arrives `send` seconds after it was made and occupies
-    nobody. `activation` is what one micro-batch keeps on the stage for its backward.
+    B takes as long as I and W together, and R as long as F.
+
+    Attributes:
+        F: Seconds of a forward.
+        I: Seconds of the gradient of the inputs.
+        W: Seconds of the gradient of the weights.
+        activation: The size of what one micro-batch keeps on the stage for its backward.
+        send: Seconds from the moment a message is made until it arrives. A message in flight does
+            not occupy any rank.
+
+    Raises:
+        ArgumentError: The entries are not one per stage, or a number is negative or not finite.
+
+    Example:
+        >>> Cost(F=(1, 2), I=(1, 2), W=(1, 2), activation=(1, 1)).seconds(Compute(Op.B, 1, 0))
+        4
     """
 
     F: tuple[float, ...]
@@ -31,8 +48,8 @@ class Cost:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         columns = {"F": self.F, "I": self.I, "W": self.W, "activation": self.activation}
         if len({len(column) for column in columns.values()}) > 1:
-            found = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
-            raise ArgumentError(f"each needs one entry for every stage, but {found}")
+            sizes = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
+            raise ArgumentError(f"each column needs one entry per stage, but {sizes}")
         for name, column in (*columns.items(), ("send", (self.send,))):
             for stage, number in enumerate(column):
                 if not 0 <= number < float("inf"):
@@ -47,7 +64,19 @@ class Cost:
         W: float = 1.0,
         send: float = 0.0,
     ) -> Cost:
-        """F, I and W of a rank's whole share, divided evenly among the stages it owns."""
+        """Return the cost in which every rank has the same share of the model.
+
+        Args:
+            placement: The rank of each stage.
+            F: Seconds of a forward through all stages of one rank.
+            I: The same for the gradient of the inputs.
+            W: The same for the gradient of the weights.
+            send: Seconds until a message arrives.
+
+        Returns:
+            The cost, with each rank's seconds divided evenly among the stages it owns. The
+            activations of a rank's stages add up to 1.
+        """
         owned = Counter(placement)
 
         def divided(share: float) -> tuple[float, ...]:
@@ -56,7 +85,7 @@ class Cost:
         return Cost(divided(F), divided(I), divided(W), divided(1.0), send)
 
     def scaled(self, factors: Sequence[float]) -> Cost:
-        """The same, with each stage's seconds times its factor.
+        """Return this cost with the seconds of each stage multiplied by its factor.
 
         >>> Cost.even((0, 1)).scaled([1, 1.5]).F
         (1.0, 1.5)
@@ -68,7 +97,7 @@ class Cost:
         return Cost(columns[0], columns[1], columns[2], self.activation, self.send)
 
     def seconds(self, action: Compute) -> float:
-        """How long the action occupies its rank."""
+        """Return how long the action occupies its rank."""
         return self._seconds_by_op[action.op][action.stage]
 
     @cached_property
@@ -78,35 +107,38 @@ class Cost:
 
 
 def exceeds(size: float, cap: float) -> bool:
-    """Is it more, by more than the dust that sums of fractions gather?"""
+    """Return True if `size` is above `cap` by more than rounding errors of sums."""
     return size > cap and not isclose(size, cap, rel_tol=1e-9)
 
 
 def track_live_memory(lane: Sequence[Compute], cost: Cost) -> Iterator[tuple[int, bool, float]]:
-    """How much is alive after each change: (step, at its end or at its start, size).
+    """Yield how much is alive after each change in a lane: (index, at its end, size).
 
-    A rank does one thing at a time, so the order of its lane says it all; seconds do not matter.
+    The second item is True if the change happens at the end of that action, False at its start.
+    A rank does one thing at a time, so the order of its lane decides and seconds do not matter.
     """
     changes = []
     for (stage, _), (born, last) in lifetimes(lane).items():
         changes += [(born, False, cost.activation[stage]), (last, True, -cost.activation[stage])]
+    # Sorting puts a start (False) before an end (True) of the same action: both are alive in it.
     size = 0.0
     for step, at_end, change in sorted(changes):
         size += change
+        # Rounding removes float errors of the sum; adding 0.0 turns -0.0 into 0.0.
         yield step, at_end, round(size, 12) + 0.0
 
 
 def fits_in_memory(lane: Sequence[Compute], cost: Cost, cap: float) -> bool:
-    """Does a lane never hold more than its cap?"""
+    """Return True if the lane never holds more than `cap`."""
     return not any(exceeds(size, cap) for _, _, size in track_live_memory(lane, cost))
 
 
 def expand_memory_caps(memory: float | Sequence[float], ranks: int) -> list[float]:
-    """A cap for each rank, from one for all or one for each."""
+    """Return the cap of each rank, from one number for all ranks or one per rank."""
     caps = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
     if len(caps) != ranks:
         raise ArgumentError(
             f"memory has {len(caps)} entries for {ranks} ranks: give one number for all, or one "
-            "a rank"
+            "per rank"
         )
     return caps

@@ -1,9 +1,9 @@
-"""A schedule made to measure: for these costs, under this memory cap.
+"""The search for a fast schedule for given costs, under a memory cap: schedule="fit".
 
-Many ways to choose what a rank does next are tried, each a list scheduling of the whole step, and
-the quickest result wins. Some follow the order of a named schedule of the same placement and only
-place the Ws anew; others choose the order too. None is best everywhere, none costs much to try.
-Small repairs to the winner come last.
+`fit` tries many strategies. Each is one list scheduling of the whole training step with its own
+rule for what a rank does next, and the fastest result wins. Some strategies follow the order of a
+named schedule of the same placement and only place the Ws anew; others choose the order too. No
+strategy is best everywhere, and each costs little. Finally, a local search improves the winner.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from penstock.schedules.list_scheduler import (
 from penstock.schedules.simulator import Deadlock, Span, check_stages_match, play
 
 # -------------------------------------------------------------------------------------------------
-# Small repairs: swap neighbours on the critical path as long as that helps.
+# The local search: swap neighbours on the critical path as long as that helps.
 #
-# The critical path is the chain of actions, back from the last one, in which each starts when the
-# one before it ends or its message arrives. Only a change to it can make a schedule quicker.
+# The critical path is the chain of actions, back from the last one, in which each starts exactly
+# when the one before it ends or its message arrives. Only a change to it makes a schedule faster.
 # -------------------------------------------------------------------------------------------------
 
 _TIME_TOLERANCE = 1e-9
@@ -48,13 +48,14 @@ _TIME_TOLERANCE = 1e-9
 def improve_by_swaps(
     schedule: Schedule, graph: StageGraph, cost: Cost, caps: Sequence[float], swaps: int
 ) -> Schedule:
-    """Try up to `swaps` swaps; keep those that help, and some that change nothing.
+    """Try up to `swaps` swaps of neighbours and return the improved schedule.
 
-    The latter get past a plateau. The draws are always the same, and so is the result.
+    A swap that helps is kept. One that changes nothing is sometimes kept, which gets the search
+    past a plateau. The seed is fixed, so the result is always the same.
     """
     draw = Random(0)
     spans = _simulate_spans(schedule, graph, cost)
-    assert spans, "only a schedule that ends can be polished"
+    assert spans, "only a schedule that ends can be improved"
     improving = True
     while improving and swaps > 0:
         improving = False
@@ -65,16 +66,16 @@ def improve_by_swaps(
             if not _is_legal_swap(candidate.lanes[rank], step, cost, caps[rank]):
                 continue
             swaps -= 1
-            found = _simulate_spans(candidate, graph, cost)
-            gain = _last_end(spans) - _last_end(found) if found else -1.0
+            new_spans = _simulate_spans(candidate, graph, cost)
+            gain = _last_end(spans) - _last_end(new_spans) if new_spans else -1.0
             if gain > _TIME_TOLERANCE or (gain > -_TIME_TOLERANCE and draw.random() < 0.2):
-                schedule, spans, improving = candidate, found, True
+                schedule, spans, improving = candidate, new_spans, True
                 break
     return schedule
 
 
 def _simulate_spans(schedule: Schedule, graph: StageGraph, cost: Cost) -> list[Span]:
-    """The spans; none if the schedule deadlocks."""
+    """Return the spans of a simulation, or an empty list if the schedule deadlocks."""
     try:
         return list(play(schedule, graph, cost))
     except Deadlock:
@@ -93,9 +94,9 @@ def _swap_neighbours(schedule: Schedule, rank: int, index: int) -> Schedule:
 
 
 def _is_legal_swap(lane: Sequence[Compute], index: int, cost: Cost, cap: float) -> bool:
-    """After a swap at `step`: is the first independent of the second, and does the lane fit?"""
-    first, second = lane[index : index + 2]
-    if second in follows(first):
+    """Return True if a lane with two actions swapped at `index` is valid and fits in memory."""
+    earlier, later = lane[index : index + 2]
+    if later in follows(earlier):
         return False
     return fits_in_memory(lane, cost, cap)
 
@@ -103,29 +104,38 @@ def _is_legal_swap(lane: Sequence[Compute], index: int, cost: Cost, cap: float) 
 def _swaps_on_critical_path(
     schedule: Schedule, graph: StageGraph, cost: Cost, spans: Sequence[Span]
 ) -> Iterator[tuple[int, int]]:
-    """Each action of the critical path with its neighbours: (rank, step of the first of two)."""
+    """Yield the swaps of each action on the critical path with its neighbours.
+
+    A swap is (rank, index of the first of the two actions in its lane).
+    """
     by_action: dict[Compute, Span] = {}
-    makers = {}
+    producers = {}
     for span in spans:
         assert isinstance(span.action, Compute)
         by_action[span.action] = span
-        makers.update(dict.fromkeys(produces(span.action, graph), span))
-    here: Span | None = max(spans, key=lambda span: span.end)
-    while here is not None:
-        lane = schedule.lanes[here.rank]
-        yield from ((here.rank, s) for s in (here.step - 1, here.step) if 0 <= s < len(lane) - 1)
-        assert isinstance(here.action, Compute)
-        causes = [(by_action[lane[here.step - 1]], 0.0)] if here.step else []
-        for message in consumes(here.action, graph):
-            maker = makers[message]
-            causes.append((maker, cost.send if maker.rank != here.rank else 0.0))
-        start = here.start
+        producers.update(dict.fromkeys(produces(span.action, graph), span))
+    # Walk back from the last action. The cause of an action is whatever ended at its start: the
+    # action before it in its lane, or the arrival of a message.
+    current: Span | None = max(spans, key=lambda span: span.end)
+    while current is not None:
+        lane = schedule.lanes[current.rank]
+        yield from (
+            (current.rank, s) for s in (current.step - 1, current.step) if 0 <= s < len(lane) - 1
+        )
+        assert isinstance(current.action, Compute)
+        causes = [(by_action[lane[current.step - 1]], 0.0)] if current.step else []
+        for message in consumes(current.action, graph):
+            producer = producers[message]
+            causes.append((producer, cost.send if producer.rank != current.rank else 0.0))
+        start = current.start
         late = (
             cause for cause, delay in causes if abs(cause.end + delay - start) < _TIME_TOLERANCE
         )
-        here = next(late, None)
+        current = next(late, None)
 
 
+# -------------------------------------------------------------------------------------------------
+# The search.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -137,37 +147,53 @@ def fit(
     graph: StageGraph | None = None,
     effort: int = 400_000,
 ) -> Schedule:
-    """The quickest schedule found for `placement` under `memory`.
+    """Search for a fast schedule for a placement, under a memory cap.
 
-    `memory` caps the live activations of every rank, or of each rank; by default it is 1F1B's,
-    as many micro-batches as there are ranks. `effort` bounds the work: how many actions may be
-    placed in all attempts together, of which there is at least one. It ends early at the lower
-    bound, and is never worse than a named schedule of the placement that fits.
+    The result is never slower than a named schedule of the placement that fits in memory. The
+    search ends early if it reaches the lower bound.
 
-    >>> from penstock import lower, simulate
-    >>> schedule = fit(placement=(0, 1, 1, 0), chunks=4, memory=1.5)
-    >>> simulate(lower(schedule)).peak
-    (1.5, 1.5)
+    Args:
+        placement: The rank of each stage.
+        chunks: The number of micro-batches.
+        cost: The cost of the actions; by default `Cost.even`.
+        memory: The cap on the live activations, one number for all ranks or one per rank. By
+            default it is what 1F1B needs: as many micro-batches as there are ranks.
+        graph: The stage graph; by default a chain.
+        effort: A bound on the work: how many actions all attempts together may place. There is at
+            least one attempt.
+
+    Returns:
+        The fastest schedule found.
+
+    Raises:
+        ArgumentError: The sizes do not match, or one micro-batch alone exceeds the memory.
+
+    Example:
+        >>> from penstock import lower, simulate
+        >>> schedule = fit(placement=(0, 1, 1, 0), chunks=4, memory=1.5)
+        >>> simulate(lower(schedule)).peak
+        (1.5, 1.5)
     """
     placement = tuple(placement)
     cost = cost or Cost.even(placement)
     graph = graph or StageGraph.chain(len(placement))
     caps = _memory_caps(placement, chunks, cost, graph, memory)
+    # The bound is a sum of floats; the factor allows for its rounding errors.
     goal = lower_bound(placement, chunks, cost, graph) * (1 + 1e-12)
-    size = 3 * len(placement) * chunks
-    relatives = list(_named_schedules(placement, chunks))
-    best = _BestSchedule(graph, cost, [s for s in relatives if _fits_caps(s, cost, caps)])
-    for way in _strategies(placement, relatives, cost):
+    size = 3 * len(placement) * chunks  # the number of actions of one attempt: F, I and W
+    named_schedules = list(_named_schedules(placement, chunks))
+    best = _BestSchedule(graph, cost, [s for s in named_schedules if _fits_caps(s, cost, caps)])
+    for strategy in _strategies(placement, named_schedules, cost):
         if best.schedule and (best.makespan <= goal or effort < size):
             return best.schedule
         effort -= size
-        best.consider(way.build(placement, chunks, caps, graph))
-    assert best.schedule, "some way that looks out for memory always ends"
+        best.consider(strategy.build(placement, chunks, caps, graph))
+    assert best.schedule, "the strategies that check is_safe always end"
     return improve_by_swaps(best.schedule, graph, cost, caps, swaps=min(200, effort // size))
 
 
 class _BestSchedule:
-    """The quickest so far."""
+    """The fastest schedule so far."""
 
     def __init__(self, graph: StageGraph, cost: Cost, schedules: Sequence[Schedule]) -> None:
         self._graph, self._cost = graph, cost
@@ -177,7 +203,7 @@ class _BestSchedule:
             self.consider(schedule)
 
     def consider(self, schedule: Schedule | None) -> None:
-        """Keep it if it is quicker. (None: that way got stuck.)"""
+        """Keep a schedule if it is faster than the best. None means that a strategy got stuck."""
         if schedule:
             end = max(span.end for span in play(schedule, self._graph, self._cost))
             if end < self.makespan:
@@ -187,37 +213,52 @@ class _BestSchedule:
 def lower_bound(
     placement: Sequence[int], chunks: int, cost: Cost, graph: StageGraph | None = None
 ) -> float:
-    """No schedule is quicker than this, whatever memory it has.
+    """Return a makespan that no schedule can beat, whatever memory it has.
 
-    A rank can start when the first micro-batch reaches it, and then has all its work to do; and
-    one micro-batch has to go all the way down and up again.
+    It is the larger of two bounds. A rank can start when the first micro-batch reaches it, and then
+    has all its work to do. And a single micro-batch has to go through all stages and back.
+
+    Args:
+        placement: The rank of each stage.
+        chunks: The number of micro-batches.
+        cost: The cost of the actions.
+        graph: The stage graph; by default a chain.
+
+    Returns:
+        The bound, in seconds.
+
+    Example:
+        >>> from penstock import Cost
+        >>> lower_bound((0, 1), chunks=4, cost=Cost.even((0, 1)))
+        13.0
     """
     graph = graph or StageGraph.chain(len(placement))
 
     def hop(a: int, b: int) -> float:
         return cost.send if placement[a] != placement[b] else 0.0
 
+    # down[s]: when the first forward reaches stage s. up[s]: when the first gradient reaches it.
     down: list[float] = []
     for s in range(len(placement)):
         down.append(max((down[b] + cost.F[b] + hop(b, s) for b in graph.before(s)), default=0.0))
     up = [down[s] + cost.F[s] for s in range(len(placement))]
     for s in reversed(range(len(placement))):
         up[s] = max([up[s], *(up[a] + cost.I[a] + hop(a, s) for a in graph.after(s))])
-    first = [float("inf")] * (max(placement) + 1)
+    first_starts = [float("inf")] * (max(placement) + 1)
     for s, rank in enumerate(placement):
-        first[rank] = min(first[rank], down[s])
+        first_starts[rank] = min(first_starts[rank], down[s])
     loads = _seconds_per_rank(placement, cost)
-    busiest = max(start + chunks * load for start, load in zip(first, loads, strict=True))
+    busiest = max(start + chunks * load for start, load in zip(first_starts, loads, strict=True))
     return max(busiest, *(up[s] + cost.I[s] + cost.W[s] for s in range(len(placement))))
 
 
 def _seconds_per_rank(placement: Sequence[int], cost: Cost) -> list[float]:
-    """The time that one micro-batch takes each rank."""
+    """Return the seconds that each rank spends on one micro-batch."""
     return _sum_per_rank(placement, [sum(fiw) for fiw in zip(cost.F, cost.I, cost.W, strict=True)])
 
 
 def _sum_per_rank(placement: Sequence[int], numbers: Sequence[float]) -> list[float]:
-    """What the numbers of its stages add up to, for each rank."""
+    """Return the sum of the numbers of its stages, for each rank."""
     totals = [0.0] * (max(placement) + 1)
     for rank, number in zip(placement, numbers, strict=True):
         totals[rank] += number
@@ -231,7 +272,7 @@ def _memory_caps(
     graph: StageGraph,
     memory: float | Sequence[float] | None,
 ) -> list[float]:
-    """A cap for each rank; what cannot be is refused here, before any work."""
+    """Return the memory cap of each rank. Raise early if no schedule can fit."""
     ranks = max(placement, default=-1) + 1
     check_sizes(ranks, chunks)
     if set(placement) != set(range(ranks)):
@@ -254,33 +295,39 @@ def _memory_caps(
     return caps
 
 
-# ---- ways to choose -----------------------------------------------------------------------
+# ---- strategies ---------------------------------------------------------------------------
 
 
 class OrderPolicy(NamedTuple):
-    """One way to choose an order.
+    """A rule that chooses the order of F, I and W.
 
-    `pace` 1 starts micro-batches as far apart as the busiest rank needs for one of them; 0 starts
-    them as soon as memory allows, which is better where memory is plenty.
+    pace               1 starts micro-batches as far apart as the busiest rank needs for one; 0
+                       starts them as soon as memory allows, which is better if memory is plenty
+    prefer             "F", "I", "turns" (F after I, I after F) or "either"
+    deepest_first      prefer the last stage; otherwise the oldest micro-batch
+    weights_when_full  run Ws when memory is full; otherwise only when nothing else can run
     """
 
     pace: float
-    prefer: str  # "F", "I", "turns" (F after I, I after F), or "either"
-    deepest_first: bool  # or the oldest micro-batch first
-    weights_when_full: bool  # or only when there is nothing else
+    prefer: str
+    deepest_first: bool
+    weights_when_full: bool
 
 
 ORDER_POLICIES = (
     *(
-        OrderPolicy(0.0, *rest)
-        for rest in product(("turns", "F", "I", "either"), (False, True), (False, True))
+        OrderPolicy(0.0, *options)
+        for options in product(("turns", "F", "I", "either"), (False, True), (False, True))
     ),
     *(OrderPolicy(pace, "F", deepest, False) for pace in (0.8, 0.9) for deepest in (False, True)),
 )
 
 
 class _Strategy(NamedTuple):
-    """A way to choose, and the costs to plan with: an order made for others may still be best."""
+    """A chooser, and the costs to plan with.
+
+    The costs may differ from the real ones: an order planned with even costs is sometimes best.
+    """
 
     choose: ActionChooser
     cost: Cost
@@ -290,12 +337,12 @@ class _Strategy(NamedTuple):
     def build(
         self, placement: Placement, chunks: int, caps: Sequence[float], graph: StageGraph
     ) -> Schedule | None:
-        """The schedule, unless this way gets stuck under the caps."""
-        bench = SchedulerState(placement, chunks, self.cost, caps, graph, self.pace)
-        run_list_scheduler(bench, self.choose, self.patience)
-        if not bench.is_complete():
+        """Return the schedule, or None if this strategy gets stuck under the caps."""
+        state = SchedulerState(placement, chunks, self.cost, caps, graph, self.pace)
+        run_list_scheduler(state, self.choose, self.patience)
+        if not state.is_complete():
             return None
-        return Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
+        return Schedule(placement, chunks, tuple(map(tuple, state.lanes)))
 
 
 def _fits_caps(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
@@ -306,6 +353,7 @@ def _fits_caps(schedule: Schedule, cost: Cost, caps: Sequence[float]) -> bool:
 def _strategies(
     placement: Placement, named_schedules: list[Schedule], cost: Cost
 ) -> Iterator[_Strategy]:
+    """Yield all strategies: first the orders of the named schedules, then the order policies."""
     even = replace(Cost.even(placement), activation=cost.activation)
     plans = [cost] if cost == even else [cost, even]
     for schedule, plan in product(named_schedules, plans):
@@ -325,7 +373,7 @@ def _strategies(
 
 
 def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:
-    """The named schedules of the same placement."""
+    """Yield the named schedules of the same placement."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
     if placement == vee(ranks):
@@ -340,8 +388,11 @@ def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:
 
 
 def _choose_by_policy(policy: OrderPolicy) -> ActionChooser:
+    """Return the chooser of a policy. It starts an F only if that is safe under the memory cap."""
+
     def choose(state: SchedulerState, rank: int, options: list[Compute]) -> Compute | None:
         preferred = _preferred_ops(policy, state.lanes[rank])
+        # The turn of a W among preferred ops (0) and others (1): before or after all of them.
         weights = -1 if policy.weights_when_full and state.is_full(rank) else 2
 
         def key(action: Compute) -> tuple[int, int, int]:

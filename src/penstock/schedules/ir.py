@@ -1,8 +1,8 @@
-"""What a pipeline does, as plain values.
+"""The intermediate representation: the actions of a pipeline as plain values.
 
 A `Schedule` says which rank computes what, in which order. A `Program` is a schedule with its
-messages written in. What an action needs and gives is said once, under "the one rule" below:
-whoever verifies, lowers, plays or draws asks it.
+messages written in. What an action needs and produces is defined once, in the section "the one
+rule" below. The verifier, the lowering, the simulator and the drawings all use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import ArgumentError
 
 
 class Op(StrEnum):
-    """What a compute action does with one stage and one micro-batch."""
+    """The kinds of compute actions on one stage and one micro-batch."""
 
     F = "F"  # forward
     B = "B"  # full backward: I and W in one
@@ -29,7 +29,13 @@ class Op(StrEnum):
 
 
 class Compute(NamedTuple):
-    """`op` of `stage` on `microbatch`. In text `2F0`: stage 2, forward, micro-batch 0."""
+    """An action that computes `op` of `stage` on `microbatch`.
+
+    Its text form is `2F0`: stage 2, forward, micro-batch 0.
+
+    >>> str(Compute(Op.F, stage=2, microbatch=0))
+    '2F0'
+    """
 
     op: Op
     stage: int
@@ -40,9 +46,9 @@ class Compute(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What stage `src` tells stage `dst` about a micro-batch. In text `0>1:3`.
+    """A message from stage `src` to stage `dst` about one micro-batch. Its text form is `0>1:3`.
 
-    To a later stage it carries activations, to an earlier one gradients.
+    A message to a later stage carries activations, one to an earlier stage carries gradients.
     """
 
     src: int
@@ -55,7 +61,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Send:
-    """Hand a message to the transport. In text `!0>1:3`."""
+    """An action that hands a message to the transport. Its text form is `!0>1:3`."""
 
     message: Message
 
@@ -65,7 +71,7 @@ class Send:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Recv:
-    """Ask the transport for a message. In text `?0>1:3`."""
+    """An action that gets a message from the transport. Its text form is `?0>1:3`."""
 
     message: Message
 
@@ -80,11 +86,18 @@ Action = Compute | Send | Recv
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Who feeds whom. A skip connection is one more edge.
+    """The graph of which stage feeds which. A skip connection is one more edge.
 
-    >>> graph = StageGraph.chain(4, skips=[(0, 3)])
-    >>> graph.after(0), graph.before(3)
-    ((1, 3), (0, 2))
+    Attributes:
+        edges: Pairs (source stage, target stage). The source always has the smaller number.
+
+    Raises:
+        ArgumentError: An edge does not lead to a later stage.
+
+    Example:
+        >>> graph = StageGraph.chain(4, skips=[(0, 3)])
+        >>> graph.after(0), graph.before(3)
+        ((1, 3), (0, 2))
     """
 
     edges: tuple[tuple[int, int], ...]
@@ -100,7 +113,7 @@ class StageGraph:
 
     @staticmethod
     def chain(stages: int, skips: Iterable[tuple[int, int]] = ()) -> StageGraph:
-        """Each stage feeds the next; `skips` come on top."""
+        """Return the graph in which each stage feeds the next, with `skips` as further edges."""
         skips = tuple(skips)
         wrong = [f"{src}:{dst}" for src, dst in skips if not 0 <= src < dst < stages]
         if wrong:
@@ -111,7 +124,7 @@ class StageGraph:
         return StageGraph(tuple((s, s + 1) for s in range(stages - 1)) + skips)
 
     def strays(self, stages: int) -> list[str]:
-        """The edges that lead to a stage that is not there, each with what is wrong."""
+        """Return one message for each edge that leads to a stage that does not exist."""
         return [
             f"edge {src}>{dst} names stage {dst}, but there are {stages}"
             for src, dst in self.edges
@@ -119,11 +132,11 @@ class StageGraph:
         ]
 
     def before(self, stage: int) -> tuple[int, ...]:
-        """The stages that feed this one."""
+        """Return the stages that feed this one."""
         return self._neighbours[0].get(stage, ())
 
     def after(self, stage: int) -> tuple[int, ...]:
-        """The stages that this one feeds."""
+        """Return the stages that this one feeds."""
         return self._neighbours[1].get(stage, ())
 
     @cached_property
@@ -137,10 +150,19 @@ class StageGraph:
 
 
 # ---- the one rule -------------------------------------------------------------------------
+#
+#     op   needs messages from        makes messages for         comes after, on the same cell
+#     F    the stages before          the stages after           -
+#     R    -                          -                          F
+#     B    the stages after           the stages before          F, and R if there is one
+#     I    the stages after           the stages before          F, and R if there is one
+#     W    -                          -                          I
+#
+# A cell is one stage on one micro-batch.
 
 
 def consumes(action: Compute, graph: StageGraph) -> list[Message]:
-    """The messages that must be there before the action starts."""
+    """Return the messages that must have arrived before the action starts."""
     if action.op is Op.F:
         sources = graph.before(action.stage)
     elif action.op is Op.B or action.op is Op.I:
@@ -151,7 +173,7 @@ def consumes(action: Compute, graph: StageGraph) -> list[Message]:
 
 
 def produces(action: Compute, graph: StageGraph) -> list[Message]:
-    """The messages that the action makes."""
+    """Return the messages that the action makes."""
     if action.op is Op.F:
         targets = graph.after(action.stage)
     elif action.op is Op.B or action.op is Op.I:
@@ -162,7 +184,10 @@ def produces(action: Compute, graph: StageGraph) -> list[Message]:
 
 
 def follows(action: Compute) -> list[Compute]:
-    """What comes first on the same stage and micro-batch. (R: only where one is scheduled.)"""
+    """Return the actions that come first on the same stage and micro-batch.
+
+    The list includes R, which counts only if the schedule has that R.
+    """
     return [Compute(op, action.stage, action.microbatch) for op in _FOLLOWS[action.op]]
 
 
@@ -176,13 +201,15 @@ _FOLLOWS: dict[Op, tuple[Op, ...]] = {
 
 
 def lifetimes(lane: Sequence[Compute]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Where the activations of each (stage, micro-batch) live: first and last step in the lane.
+    """Return where in a lane the activations of each (stage, micro-batch) live.
 
-    From its F, or its R if it has one, to the last action that uses them.
+    They live from the index of its F, or of its R if it has one, to the index of the last action
+    that uses them.
     """
     lives: dict[tuple[int, int], tuple[int, int]] = {}
     for step, action in enumerate(lane):
         key = action.stage, action.microbatch
+        # An R replaces the start that its F set: between the two, only the inputs are kept.
         born = step if action.op is Op.F or action.op is Op.R else lives.get(key, (step, step))[0]
         lives[key] = born, step
     return lives
@@ -195,8 +222,16 @@ def lifetimes(lane: Sequence[Compute]) -> dict[tuple[int, int], tuple[int, int]]
 class Schedule:
     """The compute actions of every rank, in order, and which rank owns which stage.
 
-    `placement[stage]` is a rank. `overlaps` names neighbours in a lane that may run at the same
-    time (a forward and a backward, in DualPipe); everything else treats them as two actions.
+    Attributes:
+        placement: The rank of each stage.
+        chunks: The number of micro-batches.
+        lanes: The actions of each rank, in order.
+        overlaps: Neighbours in a lane that may run at the same time (a forward and a backward, in
+            DualPipe). The simulator and the drawings treat them as two actions in a row.
+
+    Raises:
+        ArgumentError: There is no micro-batch or no lane, or the placement names a rank without
+            a lane.
     """
 
     placement: tuple[int, ...]
@@ -219,16 +254,16 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.lanes)
 
     @property
     def stages(self) -> int:
-        """How many there are, over all ranks."""
+        """The number of stages of all ranks together."""
         return len(self.placement)
 
     def crosses(self, message: Message) -> bool:
-        """Between ranks? Within one rank there is nothing to send."""
+        """Return True if the message goes to another rank. Within one rank nothing is sent."""
         return self.placement[message.src] != self.placement[message.dst]
 
     @cached_property
@@ -247,7 +282,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule lowered: the same lanes, with every message that crosses ranks written in."""
+    """A lowered schedule: the same lanes, with every message that crosses ranks written in.
+
+    Attributes:
+        schedule: The schedule that was lowered.
+        graph: The stage graph that says which messages there are.
+        lanes: The compute, send and receive actions of each rank, in order.
+    """
 
     schedule: Schedule
     graph: StageGraph
@@ -261,5 +302,5 @@ class Program:
 
 
 def schedule_of(work: Schedule | Program) -> Schedule:
-    """The schedule itself, or the one that a program was lowered from."""
+    """Return the schedule itself, or the schedule that a program was lowered from."""
     return work if isinstance(work, Schedule) else work.schedule

@@ -1,7 +1,9 @@
 """List scheduling: whenever a rank is free, it picks one of the actions that it could start.
 
-A `Bench` is a half-made schedule: what every rank has done, holds and could start. Backwards
-are split into I and W here. `fill` weaves the Ws into lanes whose order of F and I is given.
+`SchedulerState` is a schedule under construction: what every rank has done, what it holds in memory
+and what it could start. Backwards are always split into I and W here. `run_list_scheduler` runs the
+loop with any rule for the choice. `insert_weight_grads` uses it to place the Ws in lanes whose
+order of F and I is given.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ _OPS = (Op.F, Op.I, Op.W)
 
 
 class _OpQueue:
-    """One op of one stage: it takes the micro-batches in order."""
+    """One op of one stage, which takes the micro-batches in order."""
 
     def __init__(self, op: Op, stage: int, rank: int, chunks: int) -> None:
         self.op, self.stage, self.rank = op, stage, rank
-        self.done = 0  # micro-batches
-        self.ready_times: list[float] = []  # when each one's inputs are there
-        self.input_count = 0  # inputs of each
+        self.done = 0  # how many micro-batches are done
+        self.ready_times: list[float] = []  # when all inputs of each micro-batch are there
+        self.input_count = 0  # how many inputs each micro-batch has
         self.dependents: list[_OpQueue] = []
         self._arrived_inputs = [0] * chunks
         self._latest_arrival = [0.0] * chunks
 
     def add_input(self, microbatch: int, time: float) -> bool:
-        """One more input is there at `time`; is it the last?"""
+        """Record an input that arrives at `time`. Return True if it was the last one missing."""
         self._latest_arrival[microbatch] = max(self._latest_arrival[microbatch], time)
         self._arrived_inputs[microbatch] += 1
         if self._arrived_inputs[microbatch] < self.input_count:
@@ -41,7 +43,8 @@ class _OpQueue:
 class SchedulerState:
     """The state of one run of list scheduling, under a memory cap for each rank.
 
-    Micro-batches are there every `pace` seconds, or all at once.
+    A new micro-batch becomes available every `pace` seconds, or all at once if `pace` is 0. The
+    heap `events` has pairs (time, rank): moments at which a rank may be able to start something.
     """
 
     def __init__(
@@ -58,12 +61,11 @@ class SchedulerState:
         self.lanes: list[list[Compute]] = [[] for _ in ranks]
         self.free_at = [0.0 for _ in ranks]
         self.live = [0.0 for _ in ranks]
-        self.ordered_actions_done = [0 for _ in ranks]  # Fs and Is done
-        self.pending_weight_grads = [0 for _ in ranks]  # Ws that could run
+        self.ordered_actions_done = [0 for _ in ranks]  # how many Fs and Is are done
+        self.pending_weight_grads = [0 for _ in ranks]  # how many Ws could run
         self._live_by_microbatch = [[0.0] * chunks for _ in ranks]
-        self._oldest_unfinished = [
-            0 for _ in ranks
-        ]  # the first micro-batch that still needs the rank
+        # The first micro-batch that still needs the rank.
+        self._oldest_unfinished = [0 for _ in ranks]
         self._queues = _build_queues(placement, chunks, graph)
         self._queues_by_rank = [
             [n for n in self._queues.values() if n.rank == rank] for rank in ranks
@@ -82,7 +84,7 @@ class SchedulerState:
         heapify(self.events)
 
     def startable_actions(self, rank: int, now: float) -> list[Compute]:
-        """What the rank could start by `now`, as far as inputs go: each stage's next F, I and W."""
+        """Return the actions whose inputs are there by `now`: at most one F, I and W per stage."""
         return [
             Compute(node.op, node.stage, node.done)
             for node in self._queues_by_rank[rank]
@@ -90,22 +92,24 @@ class SchedulerState:
         ]
 
     def ready_at(self, action: Compute) -> float:
-        """When the inputs of one of the `options` are there."""
+        """Return when the inputs of a startable action are there."""
         return self._queues[action.op, action.stage].ready_times[action.microbatch]
 
     def has_room(self, rank: int, stage: int) -> bool:
-        """May the stage's activations come on top of what is alive?"""
+        """Return True if the activations of one more micro-batch of the stage fit."""
         return not exceeds(self.live[rank] + self.cost.activation[stage], self.memory[rank])
 
     def is_full(self, rank: int) -> bool:
-        """Is there no room for any F?"""
+        """Return True if there is no room for any F of the rank."""
         return not any(self.has_room(rank, node.stage) for node in self._forward_queues[rank])
 
     def is_safe(self, rank: int, action: Compute) -> bool:
-        """After this F, can every micro-batch still finish on the rank, oldest first?
+        """Return True if, after this F, every micro-batch can still finish on the rank.
 
-        It can if, with all older ones gone, what it and the younger ones hold plus what it has
-        yet to take fits. (The banker's rule; without it the young ones starve the old.)
+        This is the banker's algorithm. Micro-batches finish in order, oldest first. For each one,
+        assume that all older ones are gone. What is alive then, plus what this one has yet to
+        allocate, must fit. Without this rule young micro-batches fill the memory that an old one
+        needs for its next stage, and the rank is stuck.
         """
         size, cap = self.cost.activation, self.memory[rank]
         alive = self.live[rank] + size[action.stage]
@@ -118,6 +122,7 @@ class SchedulerState:
             ]
             if exceeds(alive + sum([size[stage] for stage in ahead]), cap):
                 return False
+            # No stage of the rank has started this micro-batch, nor any younger one.
             if len(ahead) == len(self._forward_queues[rank]):
                 return True
             alive -= self._live_by_microbatch[rank][microbatch] + (
@@ -126,11 +131,11 @@ class SchedulerState:
         return True
 
     def is_complete(self) -> bool:
-        """Has everything been done?"""
+        """Return True if every action has been done."""
         return all(node.done == self.chunks for node in self._queues.values())
 
     def start(self, action: Compute, now: float) -> None:
-        """Let the action's rank do it, and tell whom it enables."""
+        """Run an action on its rank, and pass its result to the actions that wait for it."""
         op, stage, microbatch = action
         node = self._queues[op, stage]
         rank = node.rank
@@ -144,6 +149,7 @@ class SchedulerState:
                 heappush(self.events, (other.ready_times[-1], other.rank))
 
     def _update_memory(self, rank: int, action: Compute) -> None:
+        # Activations live from F to W. An I only makes its W possible.
         op, stage, microbatch = action
         self.ordered_actions_done[rank] += op is not Op.W
         if op is Op.I:
@@ -164,16 +170,16 @@ class SchedulerState:
 def _build_queues(
     placement: Placement, chunks: int, graph: StageGraph
 ) -> dict[tuple[Op, int], _OpQueue]:
-    """The nodes, each knowing how many inputs it has and whom it enables: by the one rule."""
+    """Return a queue for each op and stage, linked by the rule of `ir` (what needs what)."""
     nodes = {
         (op, stage): _OpQueue(op, stage, rank, chunks)
         for stage, rank in enumerate(placement)
         for op in _OPS
     }
     actions = [Compute(op, stage, 0) for op, stage in nodes]
-    makers = {message: action for action in actions for message in produces(action, graph)}
+    producers = {message: action for action in actions for message in produces(action, graph)}
     for action in actions:
-        sources = [makers[message] for message in consumes(action, graph)]
+        sources = [producers[message] for message in consumes(action, graph)]
         sources += [earlier for earlier in follows(action) if earlier.op is not Op.R]
         node = nodes[action.op, action.stage]
         node.input_count = len(sources)
@@ -182,15 +188,15 @@ def _build_queues(
     return nodes
 
 
-# Which of these options does the rank take now? None: it waits.
+# A rule that picks one of the startable actions of a rank, or None to wait.
 ActionChooser = Callable[[SchedulerState, int, list[Compute]], Compute | None]
 
 
 def run_list_scheduler(state: SchedulerState, choose: ActionChooser, patience: float = 0.0) -> None:
-    """Run the bench until nothing can start.
+    """Run until nothing can start any more.
 
-    A rank rather waits up to `patience` for what it would choose then than start something else
-    now.
+    With `patience`, a rank also considers actions that become possible within so many seconds. If
+    it chooses one of those, it waits for it instead of starting something else now.
     """
     while state.events:
         now, rank = heappop(state.events)
@@ -198,31 +204,35 @@ def run_list_scheduler(state: SchedulerState, choose: ActionChooser, patience: f
             continue
         options = state.startable_actions(rank, now + patience)
         action = choose(state, rank, options) if options else None
+        # An action that is not ready yet starts later: its inputs make another event.
         if action is not None and state.ready_at(action) <= now:
             state.start(action, now)
 
 
-# Do Ws go before the next F or I now?
+# A rule that says whether Ws go before the next F or I of a rank now.
 WeightGradRule = Callable[[SchedulerState, int], bool]
 
 
 def never(state: SchedulerState, rank: int) -> bool:
-    """Ws wait until the rank has nothing else to do, or no room."""
+    """Run Ws only when the rank has nothing else to do, or no room (a `WeightGradRule`)."""
     return False
 
 
 def when_full(state: SchedulerState, rank: int) -> bool:
-    """Ws run as soon as there is no room for another F."""
+    """Run Ws as soon as there is no room for another F (a `WeightGradRule`)."""
     return state.is_full(rank)
 
 
 def when_lagging(lag: Callable[[int], int]) -> WeightGradRule:
-    """At most `lag(rank)` Ws are put off."""
-    return lambda bench, rank: bench.pending_weight_grads[rank] > lag(rank)
+    """Return the rule that postpones at most `lag(rank)` Ws."""
+    return lambda state, rank: state.pending_weight_grads[rank] > lag(rank)
 
 
 def follow_order(orders: Sequence[Sequence[Compute]], due: WeightGradRule) -> ActionChooser:
-    """Take F and I in this order; a W when it is due, or when its rank would otherwise wait."""
+    """Return the chooser that takes F and I in a given order.
+
+    A W runs when it is due, or when its rank would otherwise wait.
+    """
 
     def choose(state: SchedulerState, rank: int, options: list[Compute]) -> Compute | None:
         weight = next((action for action in options if action.op is Op.W), None)
@@ -250,10 +260,13 @@ def insert_weight_grads(
     due: WeightGradRule,
     memory: float = float("inf"),
 ) -> Schedule:
-    """Weave the Ws into lanes of F and I, at unit costs, under a memory cap for every rank."""
+    """Return a schedule: lanes of F and I with the Ws added, under a memory cap for every rank.
+
+    Every rank's F, I and W take one second each.
+    """
     caps = [memory] * len(orders)
     chain = StageGraph.chain(len(placement))
-    bench = SchedulerState(placement, chunks, Cost.even(placement), caps, chain)
-    run_list_scheduler(bench, follow_order(orders, due))
-    assert bench.is_complete(), "each F and I takes micro-batches in order, and fits under the cap"
-    return Schedule(placement, chunks, tuple(map(tuple, bench.lanes)))
+    state = SchedulerState(placement, chunks, Cost.even(placement), caps, chain)
+    run_list_scheduler(state, follow_order(orders, due))
+    assert state.is_complete(), "each F and I takes micro-batches in order, and fits under the cap"
+    return Schedule(placement, chunks, tuple(map(tuple, state.lanes)))

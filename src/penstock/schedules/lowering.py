@@ -1,10 +1,10 @@
-"""From a schedule to a program; one function a pass.
+"""The passes from a schedule to a program. Each is one function and returns a new value.
 
-forwards_first     Schedule -> Schedule   what can run behind `loss.backward()`
-joined             Schedule -> Schedule   whole backwards in the place of split ones
-recompute          Schedule -> Schedule   put an R before every backward that needs one
-without_recompute  Schedule -> Schedule   none of those
-lower              Schedule -> Program    write the messages in
+forwards_first        Schedule -> Schedule   move all forwards to the front, for `loss.backward()`
+join_split_backwards  Schedule -> Schedule   replace each I and its W by one B
+recompute             Schedule -> Schedule   put an R before every backward that needs one
+remove_recompute      Schedule -> Schedule   remove every R
+lower                 Schedule -> Program    write the messages in
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from penstock.schedules.ir import (
 )
 from penstock.schedules.simulator import play
 
-# Is this (stage, micro-batch) to be recomputed?
+# A function of (stage, micro-batch) that returns True if that cell is to be recomputed.
 RecomputePredicate = Callable[[int, int], bool]
 
-# Of so many micro-batches, the first so many are recomputed.
+# Each mode recomputes the first so many of `chunks` micro-batches. Under GPipe the last micro-batch
+# goes backward right after its forward, so "except_last" saves a recomputation for little memory.
 _RECOMPUTED_COUNT: dict[str, Callable[[int], int]] = {
     "always": lambda chunks: chunks,
     "except_last": lambda chunks: chunks - 1,
@@ -42,7 +43,23 @@ CHECKPOINT_MODES = tuple(_RECOMPUTED_COUNT)
 
 
 def recompute_mode(mode: str, chunks: int) -> RecomputePredicate:
-    """The modes of checkpointing of torchgpipe and PyTorch's Pipe, as a predicate."""
+    """Return the predicate of a checkpointing mode of torchgpipe and PyTorch's Pipe.
+
+    Args:
+        mode: "always", "except_last" or "never".
+        chunks: The number of micro-batches.
+
+    Returns:
+        A function of (stage, micro-batch), for `recompute`.
+
+    Raises:
+        ArgumentError: The mode is unknown.
+
+    Example:
+        >>> wanted = recompute_mode("except_last", chunks=4)
+        >>> [wanted(0, microbatch) for microbatch in range(4)]
+        [True, True, True, False]
+    """
     if mode not in CHECKPOINT_MODES:
         raise ArgumentError(f"checkpoint is one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'")
     recomputed = _RECOMPUTED_COUNT[mode](chunks)
@@ -50,9 +67,9 @@ def recompute_mode(mode: str, chunks: int) -> RecomputePredicate:
 
 
 def forwards_first(schedule: Schedule) -> Schedule:
-    """Every forward before every backward, both in the schedule's own order.
+    """Return the schedule with every forward before every backward, each in its own order.
 
-    A loss that is computed outside needs all outputs before the first gradient.
+    A loss that the caller computes needs all outputs before there is the first gradient.
     """
     lanes = [
         (*(a for a in lane if a.op is Op.F), *(a for a in lane if a.op is not Op.F))
@@ -62,7 +79,7 @@ def forwards_first(schedule: Schedule) -> Schedule:
 
 
 def join_split_backwards(schedule: Schedule) -> Schedule:
-    """Each I and its W in one: a whole backward, where the I was."""
+    """Return the schedule with a full backward in the place of each I, and without the Ws."""
     lanes = [
         tuple(Compute(Op.B, *a[1:]) if a.op is Op.I else a for a in lane if a.op is not Op.W)
         for lane in schedule.lanes
@@ -71,10 +88,22 @@ def join_split_backwards(schedule: Schedule) -> Schedule:
 
 
 def recompute(schedule: Schedule, wanted: RecomputePredicate) -> Schedule:
-    """Put an R right before each backward that `wanted` asks it for, unless it has one.
+    """Return the schedule with an R right before each backward that needs one.
 
-    An R waits for no gradient, so it fills the time in which the gradient is on its way. It goes
-    before a pair that may overlap, so that the pair stays together.
+    An R does not wait for a gradient, so it fills the time in which the gradient is in flight.
+
+    Args:
+        schedule: The schedule. Its own Rs stay.
+        wanted: A function of (stage, micro-batch) that says whether to recompute it.
+
+    Returns:
+        A new schedule.
+
+    Example:
+        >>> from penstock import schedules
+        >>> schedule = schedules.gpipe(ranks=1, chunks=2)
+        >>> print(*recompute(schedule, recompute_mode("always", chunks=2)).lanes[0])
+        0F0 0F1 0R1 0B1 0R0 0B0
     """
     lanes = []
     for lane in schedule.lanes:
@@ -83,36 +112,54 @@ def recompute(schedule: Schedule, wanted: RecomputePredicate) -> Schedule:
             out.append(action)
             cell = (action.stage, action.microbatch)
             if action.op in (Op.B, Op.I) and cell not in schedule.recomputed and wanted(*cell):
-                at = len(out) - 1
-                while at and (out[at - 1], out[at]) in schedule.overlaps:
-                    at -= 1
-                out.insert(at, Compute(Op.R, *cell))
+                # The R goes before a pair that may overlap, so that the pair stays together.
+                index = len(out) - 1
+                while index and (out[index - 1], out[index]) in schedule.overlaps:
+                    index -= 1
+                out.insert(index, Compute(Op.R, *cell))
         lanes.append(tuple(out))
     return replace(schedule, lanes=tuple(lanes))
 
 
 def remove_recompute(schedule: Schedule) -> Schedule:
-    """The same without its Rs."""
+    """Return the schedule without its Rs."""
     lanes = [tuple(a for a in lane if a.op is not Op.R) for lane in schedule.lanes]
     return replace(schedule, lanes=tuple(lanes))
 
 
 def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
-    """Write the messages in: both ends of each at one moment of one global order.
+    """Return the program of a schedule, with a send and a receive for every message between ranks.
 
-    The order is that of `play`. When an action ends, each message it made is written as the next
-    thing its two ranks do. So, whatever the ranks have done so far, the earliest event not yet
-    done can be done: an action has all it needs, a message has both its ranks standing before
-    it. That is why the program ends even if a send blocks until it is received.
+    Args:
+        schedule: The schedule.
+        graph: The stage graph, which says which messages there are; a chain if it is left out.
+
+    Returns:
+        A program that cannot deadlock, even if a send blocks until it is received (NCCL).
+
+    Raises:
+        Deadlock: The order of the schedule's own actions cannot be carried out.
+
+    Example:
+        >>> from penstock import schedules
+        >>> for lane in lower(schedules.gpipe(ranks=2, chunks=1)).lanes:
+        ...     print(*lane)
+        0F0 !0>1:0 ?1>0:0 0B0
+        ?0>1:0 1F0 1B0 !1>0:0
     """
+    # Why the program cannot deadlock: the schedule is simulated, and both ends of each message are
+    # written at one moment of that one global order. When an action ends, each message it made
+    # becomes the next thing that its two ranks do. So whatever the ranks have done so far, the
+    # earliest event that is not done yet can be done. If it is a compute action, everything it
+    # needs is there. If it is a message, both of its ranks have reached it.
     graph = graph or StageGraph.chain(schedule.stages)
     lanes: list[list[Action]] = [[] for _ in schedule.lanes]
-    made: list[tuple[float, int, Message]] = []  # a heap: when, in which order, what
-    order = count()
+    messages: list[tuple[float, int, Message]] = []  # a heap of (time made, order, message)
+    order = count()  # keeps messages of one time in the order in which they were made
 
     def write_messages(until: float) -> None:
-        while made and made[0][0] <= until:
-            message = heappop(made)[2]
+        while messages and messages[0][0] <= until:
+            message = heappop(messages)[2]
             lanes[schedule.placement[message.src]].append(Send(message))
             lanes[schedule.placement[message.dst]].append(Recv(message))
 
@@ -121,6 +168,6 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
         write_messages(until=span.start)
         lanes[span.rank].append(span.action)
         for message in filter(schedule.crosses, produces(span.action, graph)):
-            heappush(made, (span.end, next(order), message))
+            heappush(messages, (span.end, next(order), message))
     write_messages(until=float("inf"))
     return Program(schedule, graph, tuple(map(tuple, lanes)))

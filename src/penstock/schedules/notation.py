@@ -30,12 +30,27 @@ from penstock.schedules.ir import (
 
 
 def dumps(work: Schedule | Program) -> str:
-    """The text form; `loads` gives the same value back."""
+    """Return the text form of a schedule or program.
+
+    Args:
+        work: The schedule or program.
+
+    Returns:
+        The text, from which `loads` makes an equal value.
+
+    Example:
+        >>> from penstock import schedules
+        >>> print(dumps(schedules.one_f_one_b(ranks=2, chunks=2)), end="")
+        placement: 0 1
+        chunks: 2
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
+    """
     schedule = schedule_of(work)
     lines = ["placement: " + " ".join(map(str, schedule.placement)), f"chunks: {schedule.chunks}"]
     if schedule.overlaps:
         pairs = sorted(schedule.overlaps)
-        lines.append("overlaps: " + " ".join(f"{first}+{second}" for first, second in pairs))
+        lines.append("overlaps: " + " ".join(f"{left}+{right}" for left, right in pairs))
     if isinstance(work, Program):
         lines.append("edges: " + " ".join(f"{src}>{dst}" for src, dst in work.graph.edges))
     lines += [" ".join(map(str, lane)) or "-" for lane in work.lanes]
@@ -43,10 +58,20 @@ def dumps(work: Schedule | Program) -> str:
 
 
 def loads(text: str) -> Schedule | Program:
-    """Read the text form, also one written by hand; a `FormatError` lists every bad word.
+    """Parse the text form of a schedule or program, which may be written by hand.
 
-    >>> loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").placement
-    (0, 1)
+    Args:
+        text: The text form, as described in the docstring of this module.
+
+    Returns:
+        A `Program` if the text has an `edges:` line, else a `Schedule`.
+
+    Raises:
+        FormatError: The text is not valid. The error lists every problem with its line.
+
+    Example:
+        >>> loads("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").placement
+        (0, 1)
     """
     problems: list[str] = []
     head: dict[str, str] = {}
@@ -57,21 +82,23 @@ def loads(text: str) -> Schedule | Program:
         if name in _HEADERS and colon:
             pattern, example = _HEADERS[name]
             if name in head:
-                problems.append(f"line {number}: '{name}:' stands above already; keep one of them")
+                problems.append(f"line {number}: '{name}:' is given twice; keep one of them")
             head[name] = value
             if not re.fullmatch(rf"(\s*{pattern})*\s*", value):
-                problems.append(f"line {number}: '{line}' does not read; write '{name}: {example}'")
+                problems.append(f"line {number}: '{line}' is not valid; write '{name}: {example}'")
         elif line:
             words = [] if line == "-" else line.split()
             typos = [
-                f"line {number}: '{word}' is no action" for word in words if not _match_action(word)
+                f"line {number}: '{word}' is not an action"
+                for word in words
+                if not _match_action(word)
             ]
             problems += typos
             lanes.append(tuple(_parse_action(word) for word in words if _match_action(word)))
-    if any(problem.endswith("is no action") for problem in problems):
+    if any(problem.endswith("is not an action") for problem in problems):
         problems.append(_ACTION_HELP)
     if not lanes:
-        problems.append("it has no lanes: write one line a rank, such as '0F0 0F1 0B0 0B1'")
+        problems.append("it has no lanes: write one line per rank, such as '0F0 0F1 0B0 0B1'")
     if problems:
         raise FormatError("this is not a schedule:", problems)
     try:
@@ -80,6 +107,7 @@ def loads(text: str) -> Schedule | Program:
         raise FormatError("this is not a schedule:", [str(error)]) from None
 
 
+# At most nine digits. A longer number is a typo, and int() refuses very long ones.
 _NUMBER = r"\d{1,9}"
 _COMPUTE = rf"{_NUMBER}[FBIWR]{_NUMBER}"
 _EDGE = rf"{_NUMBER}>{_NUMBER}"
@@ -114,6 +142,7 @@ def _parse_compute(word: str) -> Compute:
     return Compute(Op(op), int(stage), int(microbatch))
 
 
+# Build the schedule or program from parsed lines, with defaults for the headers that are missing.
 def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Schedule | Program:
     computes = tuple(tuple(a for a in lane if isinstance(a, Compute)) for lane in lanes)
     placement = (
@@ -126,7 +155,7 @@ def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Sc
     if len(chunks) != 1:
         raise ArgumentError(f"chunks is one number, not {len(chunks)}: write 'chunks: {used}'")
     pairs = [word.split("+") for word in headers.get("overlaps", "").split()]
-    overlaps = frozenset((_parse_compute(first), _parse_compute(second)) for first, second in pairs)
+    overlaps = frozenset((_parse_compute(left), _parse_compute(right)) for left, right in pairs)
     schedule = Schedule(placement, chunks[0], computes, overlaps)
     if "edges" in headers:
         ends = _parse_numbers(headers["edges"])
@@ -138,11 +167,12 @@ def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Sc
 
 
 def _infer_placement(lanes: tuple[tuple[Compute, ...], ...]) -> tuple[int, ...]:
-    """Each stage's rank: the first that runs it. (Verifying tells if there are two.)"""
+    """Return each stage's rank: the first rank that runs it. `verify` reports a second one."""
     owners: dict[int, int] = {}
     for rank, lane in enumerate(lanes):
         for action in lane:
             owners.setdefault(action.stage, rank)
+    # Only the first three gaps are listed: a typo such as 999999999F0 leaves a billion of them.
     if len(owners) <= max(owners, default=-1):
         gaps = islice((stage for stage in range(max(owners)) if stage not in owners), 3)
         raise ArgumentError(

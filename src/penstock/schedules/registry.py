@@ -1,4 +1,8 @@
-"""The schedule that was asked for: a name, a value or a file, made for the sizes at hand."""
+"""The table of named schedules, and the schedule of a pipe: a name, a value or a file.
+
+A pipe may see batches of any size, so it keeps a `ScheduleFactory`, which makes the requested
+schedule for any number of micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,23 @@ from penstock.schedules.ir import Op, Program, Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import loads
 
 # -------------------------------------------------------------------------------------------------
-# The list of all families.
+# The table of all families.
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Family:
-    """A named schedule: how to make it from sizes, and what to know about it.
+    """A named schedule: the function that makes it from sizes, and what to know about it.
 
-    A family without a `free` number of stages a rank has the one number that is given.
-    `peak(p, m, v)` bounds the live activations of the worst rank, in micro-batches of a rank's
-    whole share; the bound is met once there are enough micro-batches.
+    build            the function of (ranks, chunks) or, if `free`, (ranks, chunks, stages_per_rank)
+    peak             a function of (ranks, chunks, stages_per_rank): the largest amount of live
+                     activations on any rank, where 1 is one micro-batch of a rank's whole share;
+                     with enough micro-batches this bound is reached
+    use              when to use it, in one or two sentences
+    source           the paper or library that it comes from
+    stages_per_rank  the number of stages per rank: a default if `free`, else the only possible one
+    free             whether the caller may choose the number of stages per rank
+    trains           whether it has backwards
     """
 
     build: Callable[..., Schedule]
@@ -151,12 +161,25 @@ FAMILIES = {
 
 
 def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None) -> Schedule:
-    """The named schedule of these sizes.
+    """Return the named schedule of these sizes.
 
-    >>> for lane in make("1f1b", ranks=2, chunks=2).lanes:
-    ...     print(*lane)
-    0F0 0F1 0B0 0B1
-    1F0 1B0 1F1 1B1
+    Args:
+        name: A key of `FAMILIES`, such as "1f1b".
+        ranks: The number of ranks.
+        chunks: The number of micro-batches.
+        stages_per_rank: The number of stages per rank; by default that of the family.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ArgumentError: The name is unknown, or the family does not exist in these sizes.
+
+    Example:
+        >>> for lane in make("1f1b", ranks=2, chunks=2).lanes:
+        ...     print(*lane)
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
     """
     family = family_of(name)
     per_rank = family.stages_per_rank if stages_per_rank is None else stages_per_rank
@@ -173,7 +196,7 @@ def make(name: str, ranks: int, chunks: int, stages_per_rank: int | None = None)
 
 
 def family_of(name: str) -> Family:
-    """The family of that name."""
+    """Return the family of that name. The error for an unknown name suggests a similar one."""
     if name in FAMILIES:
         return FAMILIES[name]
     close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
@@ -183,15 +206,24 @@ def family_of(name: str) -> Family:
 
 
 # -------------------------------------------------------------------------------------------------
+# The schedule of a pipe.
+#
+#     resolve_schedule         what the user passed -> a name, a Schedule or None (GPipe)
+#     default_stages_per_rank  how many stages to cut the model into
+#     choose_placement         which rank gets which stage
+#     build_schedule_factory   check that it all fits, and return the factory
+# -------------------------------------------------------------------------------------------------
 
 ScheduleLike = str | PathLike[str] | Schedule | Program | None
 
 
 @dataclass(frozen=True)
 class ScheduleFactory:
-    """Makes the schedule for any number of micro-batches.
+    """A factory that makes the requested schedule for any number of micro-batches.
 
-    `None`, gpipe and fit run over any placement; the others have placements of their own.
+    `None` (which means GPipe), "gpipe" and "fit" run over any placement. The other families have
+    placements of their own. A schedule that the user passed runs as it is, cut to the micro-batches
+    that the batch yields.
     """
 
     requested: str | Schedule | None
@@ -200,11 +232,11 @@ class ScheduleFactory:
 
     @property
     def name(self) -> str:
-        """What it is called in print."""
+        """The name of the schedule in reports."""
         return "your own" if isinstance(self.requested, Schedule) else self.requested or "gpipe"
 
     def __call__(self, chunks: int) -> Schedule:
-        """For so many micro-batches."""
+        """Return the schedule for this number of micro-batches."""
         if isinstance(self.requested, Schedule):
             return schedule_from_lanes(self.requested.placement, chunks, self.requested.lanes)
         if self.requested is None or self.requested == "gpipe":
@@ -216,7 +248,10 @@ class ScheduleFactory:
 
 
 def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
-    """A name or a schedule; a file is read, and a program's messages are left out."""
+    """Return the requested schedule as a name, a `Schedule` or None.
+
+    A path is read. A program loses its messages, because the pipe lowers the schedule itself.
+    """
     if requested is None:
         return None
     if isinstance(requested, Schedule | Program):
@@ -225,6 +260,8 @@ def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
         raise ArgumentError(
             f"schedule is a name, a Schedule or the path of a file, not {requested!r}"
         )
+    # A string with a suffix, such as "mine.txt", is a path. Any other string is a name, so that a
+    # misspelt name gets the error that lists the names.
     if isinstance(requested, str) and (requested in FAMILIES or not Path(requested).suffix):
         return requested
     if not Path(requested).is_file():
@@ -233,19 +270,24 @@ def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
 
 
 def default_stages_per_rank(requested: str | Schedule | None) -> int:
-    """How many stages a rank gets if nobody says; a schedule of one's own may give one fewer."""
+    """Return the number of stages per rank if the user does not choose it.
+
+    A user's schedule may have a number of stages that is not a multiple of its ranks. Then this is
+    the larger number.
+    """
     if isinstance(requested, Schedule):
         return -(-requested.stages // requested.ranks)
     return 1 if requested is None or requested == "fit" else family_of(requested).stages_per_rank
 
 
 def choose_placement(requested: str | Schedule | None, ranks: int, stages: int) -> tuple[int, ...]:
-    """Which rank gets which stage, where the schedule may decide."""
+    """Return the rank of each stage, as the schedule needs it."""
     if isinstance(requested, Schedule):
         if (requested.ranks, requested.stages) != (ranks, stages):
             raise ArgumentError(
-                f"the schedule is for {requested.stages} stages on {requested.ranks} ranks, but there are "
-                f"{stages} on {ranks}: set stages={requested.stages} and as many devices as ranks"
+                f"the schedule is for {requested.stages} stages on {requested.ranks} ranks, but "
+                f"there are {stages} on {ranks}: set stages={requested.stages} and give one device "
+                "per rank"
             )
         return requested.placement
     if stages % ranks:
@@ -271,24 +313,24 @@ def build_schedule_factory(
     chunks: int,
     graph: StageGraph | None = None,
 ) -> ScheduleFactory:
-    """Check that the schedule suits the placement and the number of micro-batches.
+    """Return the factory, after a check that it suits the placement and number of micro-batches.
 
-    `graph` says who feeds whom, for a schedule that is made to measure; without it, a chain.
+    `graph` is the stage graph that schedule="fit" plans for; a chain if it is left out.
     """
-    choice = ScheduleFactory(requested, placement, graph)
-    made = choice(chunks)
-    if made.placement != placement:
+    factory = ScheduleFactory(requested, placement, graph)
+    schedule = factory(chunks)
+    if schedule.placement != placement:
         raise ArgumentError(
-            f"the layers stand on ranks {_format_placement(placement)}, stage by stage, but the schedule is "
-            f"for {_format_placement(made.placement)}: place them so, or give stages= and devices= and let "
-            "the schedule place them"
+            f"the stages are on ranks {_format_placement(placement)}, but the schedule needs them "
+            f"on ranks {_format_placement(schedule.placement)}. Place them so, or give stages= and "
+            "devices= and let the schedule place them."
         )
     if isinstance(requested, Schedule) and requested.chunks != chunks:
         raise ArgumentError(
             f"the schedule is for {requested.chunks} micro-batches, not {chunks}: "
             f"set chunks={requested.chunks}"
         )
-    return choice
+    return factory
 
 
 def _format_placement(placement: tuple[int, ...]) -> str:
@@ -296,8 +338,9 @@ def _format_placement(placement: tuple[int, ...]) -> str:
 
 
 def check_has_backward(schedule: Schedule, name: str) -> None:
-    """It has backwards."""
+    """Raise if the schedule has no backward actions."""
     if not any(action.op in (Op.B, Op.I) for lane in schedule.lanes for action in lane):
         raise ArgumentError(
-            f"{name} has no backwards: a pipe trains, and runs forwards alone under no_grad"
+            f"{name} has no backwards, so a pipe cannot train with it. Choose another schedule. "
+            "For inference, call the pipe under torch.no_grad(): it then runs only the forwards."
         )

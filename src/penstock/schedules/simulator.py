@@ -1,8 +1,9 @@
-"""The one clock: `play` runs a schedule or a program on paper and says when each action runs.
+"""The event-driven simulator: `play` says when each action of a schedule or program runs.
 
-Every rank works through its lane in order; the head of a lane starts when the rank is free and
-all that it needs has come. A heap holds the heads that may start, earliest first, so n actions
-cost O(n log n) whatever the number of ranks. A rank that can never go on is a `Deadlock`.
+Every rank works through its lane in order. The next action of a lane starts when its rank is free
+and everything it needs has arrived. A heap holds the actions that may start, earliest first, so n
+actions cost O(n log n) whatever the number of ranks is. If some ranks can never go on, the
+simulator raises `Deadlock`. Verifying, lowering, timing and drawing all use this one clock.
 """
 
 from __future__ import annotations
@@ -33,14 +34,22 @@ from penstock.schedules.ir import (
 
 
 class Sends(Enum):
-    """When a send lets its rank go on."""
+    """The moment at which a send lets its rank go on."""
 
     BUFFERED = auto()  # at once: the transport keeps the message (gloo, threads)
     RENDEZVOUS = auto()  # when the receiver has reached its receive (NCCL)
 
 
 class Span(NamedTuple):
-    """When an action ran: simulated, or measured."""
+    """The time at which an action ran, simulated or measured.
+
+    Attributes:
+        rank: The rank that ran it.
+        step: The index of the action in the lane of that rank.
+        action: The action.
+        start: When it started, in seconds.
+        end: When it ended, in seconds.
+    """
 
     rank: int
     step: int
@@ -51,7 +60,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that cannot go on, and the action it waits for with the places where that stands."""
+    """A rank that cannot go on, and the action it waits for.
+
+    Attributes:
+        rank: The rank that waits.
+        step: The index of the waiting action in its lane.
+        action: The action that cannot start.
+        needs: The action that it waits for.
+        places: Where `needs` is in the lanes, as pairs (rank, index). Empty if it is nowhere.
+    """
 
     rank: int
     step: int
@@ -66,18 +83,23 @@ class Wait:
 
 
 class Deadlock(PenstockError, RuntimeError):
-    """Some ranks wait for ever; `.waits` says for whom."""
+    """An error raised when some ranks would wait for ever.
+
+    Attributes:
+        waits: One `Wait` for each rank that is stuck.
+    """
 
     def __init__(self, waits: Sequence[Wait]) -> None:
         self.waits = tuple(waits)
         super().__init__("\n".join(["deadlock:", *(f"  {wait}" for wait in self.waits)]))
 
+    # Exceptions are pickled with their message by default, but `__init__` takes the waits.
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.waits,)
 
 
 def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) -> None:
-    """A graph and a cost are for as many stages as there are."""
+    """Raise if a graph or a cost is for another number of stages than the placement has."""
     stages = len(placement)
     if len(cost.F) != stages:
         raise ArgumentError(f"the cost is for {len(cost.F)} stages, but there are {stages}")
@@ -85,19 +107,29 @@ def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) 
         raise ArgumentError(stray)
 
 
-# ---- wiring: what each action waits for and gives -----------------------------------------
+# ---- transitions: what each action waits for and gives ------------------------------------
+#
+# Actions communicate by tokens. A token stands for one fact, such as "2F0 is done" or "message
+# 0>1:3 has arrived". An action starts when all tokens it needs have been given.
+#
+#     action      needs                                                   gives
+#     Compute     DONE of earlier actions, ARRIVED of its messages        DONE; MADE of its messages
+#     Recv        with blocking sends, waits on for ARRIVED               AWAITED, at once
+#     Send        MADE; with blocking sends also AWAITED                  ARRIVED, after cost.send
+#
+# A schedule has no sends and receives. There a Compute gives ARRIVED itself, after cost.send.
 
-# How far a thing has come.
 _DONE = 0  # a Compute has been done
 _MADE = 1  # a Message can be sent
-_AWAITED = 2  # a Message can be received: its receiver has come to the receive
-_ARRIVED = 3  # a Message is where it is consumed
+_AWAITED = 2  # the receiver of a Message has reached its Recv
+_ARRIVED = 3  # a Message is at the stage that consumes it
 
-_TOKEN_STRIDE = 1 << 32  # between kinds of tokens: more micro-batches than anybody has
+# The distance between two kinds of tokens. It is larger than any number of micro-batches.
+_TOKEN_STRIDE = 1 << 32
 
 
 class _Transition(NamedTuple):
-    """Wait for `needs`, spend `seconds`, give each token, some of them after a delay."""
+    """A part of an action: wait for `needs`, take `seconds`, give each token after its delay."""
 
     seconds: float
     needs: tuple[int, ...]
@@ -105,18 +137,18 @@ class _Transition(NamedTuple):
 
 
 class _TransitionTable:
-    """Tells the moves of an action: one, or two when its rank must show up and then wait.
+    """The transitions of each action. A Recv has two if sends block: post the receive, then wait.
 
-    A token is a number: a kind, which stands for (phase, thing of micro-batch 0), plus the
-    micro-batch. Micro-batches are all alike, so the rule is asked once for each op and stage,
-    and to play a million actions makes no objects that outlive their turn.
+    A token is a number: its kind times the stride, plus the micro-batch. A kind stands for (phase,
+    compute or message of micro-batch 0). Micro-batches are all alike, so transitions are built once
+    for each op and stage. A simulation of a million actions then allocates almost nothing.
     """
 
     def __init__(
         self, work: Schedule | Program, graph: StageGraph, cost: Cost, sends: Sends
     ) -> None:
         self._schedule = schedule_of(work)
-        self._has_messages = isinstance(work, Program)  # messages go through sends and receives
+        self._has_messages = isinstance(work, Program)
         self._blocking = sends is Sends.RENDEZVOUS
         self._graph, self._cost = graph, cost
         check_stages_match(self._schedule.placement, graph, cost)
@@ -124,24 +156,30 @@ class _TransitionTable:
         self._transition_cache: dict[tuple[str | type, int, int], tuple[_Transition, ...]] = {}
 
     def transitions(self, action: Action) -> tuple[tuple[_Transition, ...], int]:
-        """In order, with the tokens of micro-batch 0; and the micro-batch, to add to each."""
+        """Return the transitions of an action, in order, and its micro-batch.
+
+        The tokens are those of micro-batch 0. The caller adds the micro-batch to each.
+        """
         if isinstance(action, Compute):
             op, stage, microbatch = action
-            again = (stage, microbatch) in self._schedule.recomputed
-            moves = self._transition_cache.get((op, stage, again))
-            if moves is None:
-                moves = (self._compute_transition(Compute(op, stage, 0), again),)
-                self._transition_cache[op, stage, again] = moves
+            recomputed = (stage, microbatch) in self._schedule.recomputed
+            transitions = self._transition_cache.get((op, stage, recomputed))
+            if transitions is None:
+                transitions = (self._compute_transition(Compute(op, stage, 0), recomputed),)
+                self._transition_cache[op, stage, recomputed] = transitions
         else:
             src, dst, microbatch = action.message
-            moves = self._transition_cache.get((type(action), src, dst))
-            if moves is None:
-                moves = self._message_transitions(type(action), Message(src, dst, 0))
-                self._transition_cache[type(action), src, dst] = moves
-        return moves, microbatch
+            transitions = self._transition_cache.get((type(action), src, dst))
+            if transitions is None:
+                transitions = self._message_transitions(type(action), Message(src, dst, 0))
+                self._transition_cache[type(action), src, dst] = transitions
+        return transitions, microbatch
 
     def find_producer(self, token: int, positions: Mapping[Action, object]) -> Action:
-        """The action that would give the token: the first that exists, of those that could."""
+        """Return the action that would give a token, to explain a deadlock.
+
+        Several actions may give the same token (B and I). The first that exists is returned.
+        """
         kind, microbatch = divmod(token, _TOKEN_STRIDE)
         phase, pattern = list(self._token_kinds)[kind]
         thing = pattern._replace(microbatch=microbatch)
@@ -152,15 +190,17 @@ class _TransitionTable:
         if phase == _ARRIVED and self._has_messages and self._schedule.crosses(thing):
             return Send(thing)
         actions = [Compute(op, thing.src, microbatch) for op in Op]
-        makers = [action for action in actions if thing in produces(action, self._graph)]
-        return next((maker for maker in makers if maker in positions), makers[0])
+        producers = [action for action in actions if thing in produces(action, self._graph)]
+        return next((action for action in producers if action in positions), producers[0])
 
     def _token(self, phase: int, thing: Compute | Message) -> int:
         return self._token_kinds.setdefault((phase, thing), len(self._token_kinds)) * _TOKEN_STRIDE
 
     def _compute_transition(self, action: Compute, recomputed: bool) -> _Transition:
         if not 0 <= action.stage < self._schedule.stages:
-            raise ArgumentError(f"{action} names a stage that is not there: `verify` tells where")
+            raise ArgumentError(
+                f"{action} names a stage that does not exist. Call verify to see where it is."
+            )
         needs, gives = [], [(self._token(_DONE, action), 0.0)]
         for message in consumes(action, self._graph):
             needs.append(self._token(_ARRIVED, message))
@@ -182,9 +222,9 @@ class _TransitionTable:
         self, action_type: type[Send | Recv], message: Message
     ) -> tuple[_Transition, ...]:
         phases = (_MADE, _AWAITED, _ARRIVED)
-        made, awaited, arrived = (self._token(phase, message) for phase in phases)
+        ready, awaited, arrived = (self._token(phase, message) for phase in phases)
         if action_type is Send:
-            needs = (made, awaited) if self._blocking else (made,)
+            needs = (ready, awaited) if self._blocking else (ready,)
             return (_Transition(0.0, needs, ((arrived, self._cost.send),)),)
         post = _Transition(0.0, (), ((awaited, 0.0),))
         return (post, _Transition(0.0, (arrived,), ())) if self._blocking else (post,)
@@ -199,18 +239,31 @@ def play(
     cost: Cost | None = None,
     sends: Sends = Sends.BUFFERED,
 ) -> Iterator[Span]:
-    """Yield the span of every action, by start time; at the end, raise `Deadlock` if stuck.
+    """Simulate a schedule or program, and yield the span of every action by start time.
 
-    A schedule is played over `graph` (a chain, if none is given) and what it makes arrives by
-    itself; a program is played over its own graph, and messages go through sends and receives.
+    In a schedule the messages arrive by themselves. In a program they go through the sends and
+    receives of its lanes.
 
-    >>> from penstock.schedules.notation import loads
-    >>> for span in play(loads("0F0 0B0 \\n 1F0 1B0")):
-    ...     print(span.start, span.action)
-    0.0 0F0
-    1.0 1F0
-    2.0 1B0
-    4.0 0B0
+    Args:
+        work: The schedule or program.
+        graph: The stage graph of a schedule; a chain if it is left out. A program has its own.
+        cost: The cost of the actions; by default `Cost.even`.
+        sends: Whether a send blocks its rank until the receiver is there.
+
+    Yields:
+        The span of each action.
+
+    Raises:
+        Deadlock: Some ranks cannot finish their lanes. It is raised after the last span.
+
+    Example:
+        >>> from penstock.schedules.notation import loads
+        >>> for span in play(loads("0F0 0B0 \\n 1F0 1B0")):
+        ...     print(span.start, span.action)
+        0.0 0F0
+        1.0 1F0
+        2.0 1B0
+        4.0 0B0
     """
     if isinstance(work, Schedule):
         graph = graph or StageGraph.chain(work.stages)
@@ -218,24 +271,29 @@ def play(
     else:
         graph = work.graph
         placement = work.schedule.placement
-    wiring = _TransitionTable(work, graph, cost or Cost.even(placement), sends)
-    yield from _run_lanes(work.lanes, wiring)
+    table = _TransitionTable(work, graph, cost or Cost.even(placement), sends)
+    yield from _run_lanes(work.lanes, table)
 
 
 def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> Iterator[Span]:
-    steps = [-1] * len(lanes)
-    todo: list[tuple[_Transition, ...]] = [()] * len(lanes)  # what is left of the lane's head
+    """Run all lanes to their ends. This is the event loop of the simulator.
+
+    Each unfinished rank is in one of two places: in the heap, with the time at which its next
+    transition starts, or in `waiting`, under the first token that it lacks.
+    """
+    steps = [-1] * len(lanes)  # the index of each lane's current action
+    todo: list[tuple[_Transition, ...]] = [()] * len(lanes)  # its transitions that are left
     microbatches = [0] * len(lanes)
-    clock = [0.0] * len(lanes)
-    given: dict[int, float] = {}
-    waiting: dict[int, list[int]] = {}
+    clock = [0.0] * len(lanes)  # when each rank is free
+    token_times: dict[int, float] = {}  # when each token was given
+    waiting: dict[int, list[int]] = {}  # the ranks that wait for a token
     heap: list[tuple[float, int]] = []
 
     def queue_or_wait(rank: int) -> None:
-        """Queue the rank's next move, or wait for the first thing that is missing."""
+        """Queue the rank's next transition, or register it under the first missing token."""
         start, microbatch = clock[rank], microbatches[rank]
         for kind in todo[rank][0].needs:
-            time = given.get(kind + microbatch)
+            time = token_times.get(kind + microbatch)
             if time is None:
                 waiting.setdefault(kind + microbatch, []).append(rank)
                 return
@@ -244,7 +302,7 @@ def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> It
         heappush(heap, (start, rank))
 
     def advance(rank: int) -> None:
-        """Go on to the next action of the lane."""
+        """Go on to the next action of the rank's lane."""
         steps[rank] += 1
         if steps[rank] < len(lanes[rank]):
             todo[rank], microbatches[rank] = table.transitions(lanes[rank][steps[rank]])
@@ -254,11 +312,11 @@ def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> It
         advance(rank)
     while heap:
         start, rank = heappop(heap)
-        move, microbatch = todo[rank][0], microbatches[rank]
+        transition, microbatch = todo[rank][0], microbatches[rank]
         todo[rank] = todo[rank][1:]
-        clock[rank] = end = start + move.seconds
-        for kind, delay in move.gives:
-            given[kind + microbatch] = end + delay
+        clock[rank] = end = start + transition.seconds
+        for kind, delay in transition.gives:
+            token_times[kind + microbatch] = end + delay
             for other in waiting.pop(kind + microbatch, ()):
                 queue_or_wait(other)
         if todo[rank]:
@@ -266,6 +324,7 @@ def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> It
         else:
             yield Span(rank, steps[rank], lanes[rank][steps[rank]], start, end)
             advance(rank)
+    # Nothing can start any more. A rank that still waits for a token waits for ever.
     if waiting:
         stuck = {rank: token for token, ranks in waiting.items() for rank in ranks}
         raise Deadlock(_explain_deadlock(lanes, steps, table, stuck))
@@ -277,6 +336,7 @@ def _explain_deadlock(
     table: _TransitionTable,
     stuck: dict[int, int],
 ) -> list[Wait]:
+    """Return what each stuck rank waits for. `stuck` has the missing token of each rank."""
     places: dict[Action, list[tuple[int, int]]] = {}
     for rank, lane in enumerate(lanes):
         for step, action in enumerate(lane):
@@ -284,6 +344,6 @@ def _explain_deadlock(
     waits = []
     for rank, token in sorted(stuck.items()):
         needs = table.find_producer(token, places)
-        found = tuple(places.get(needs, ()))
-        waits.append(Wait(rank, indices[rank], lanes[rank][indices[rank]], needs, found))
+        producer_places = tuple(places.get(needs, ()))
+        waits.append(Wait(rank, indices[rank], lanes[rank][indices[rank]], needs, producer_places))
     return waits

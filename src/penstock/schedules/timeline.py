@@ -1,7 +1,7 @@
-"""When everything ran, and what that says: makespan, bubble, peak.
+"""Timelines: when each action ran, and the makespan, bubble and peak memory that follow from it.
 
-A timeline is simulated here, by playing a program against costs. A measured one is the same
-type with the spans of a real run, so that whatever reads or draws one reads or draws the other.
+`simulate` makes a timeline by playing a program against costs. A measured timeline is the same type
+with the spans of a real run, so every function that reads or draws one accepts the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,20 @@ from penstock.schedules.simulator import Sends, Span, play
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one run of a program; `cost.activation` is the size of what stays alive."""
+    """The spans of one run of a program, simulated or measured.
+
+    Attributes:
+        program: The program that ran.
+        cost: The costs that it was simulated with. `cost.activation` is the size of the
+            activations, from which the memory follows.
+        spans: When each action ran.
+
+    Example:
+        >>> from penstock import lower, schedules
+        >>> timeline = simulate(lower(schedules.one_f_one_b(ranks=2, chunks=2)))
+        >>> timeline.makespan, timeline.busy
+        (9.0, (6.0, 6.0))
+    """
 
     program: Program
     cost: Cost
@@ -26,13 +39,14 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.program.schedule.ranks
 
     @cached_property
     def computes(self) -> tuple[tuple[Span, ...], ...]:
         """The compute spans of each rank, in order."""
         lanes: list[list[Span]] = [[] for _ in range(self.ranks)]
+        # A measured timeline may list spans in any order, so the index in the lane decides.
         for span in sorted(self.spans, key=lambda span: span.step):
             if isinstance(span.action, Compute):
                 lanes[span.rank].append(span)
@@ -40,12 +54,12 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """The seconds from the first start to the last end."""
         return max((s.end for s in self.spans), default=0.0) - self.start
 
     @cached_property
     def start(self) -> float:
-        """When the first action starts."""
+        """The time at which the first action starts."""
         return min((s.start for s in self.spans), default=0.0)
 
     @cached_property
@@ -55,12 +69,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks' time, fill and drain included."""
+        """The idle fraction of all ranks' time, including the fill and the drain."""
         whole = self.ranks * self.makespan
         return max(0.0, 1 - sum(self.busy) / whole) if whole else 0.0
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """How much is alive from each moment on: (time, size), in order of time."""
+        """Return the memory curve of a rank: (time, size alive from then on), in order of time."""
         spans = self.computes[rank]
         lane = [span.action for span in spans if isinstance(span.action, Compute)]
         curve = [(self.start, 0.0)]
@@ -70,16 +84,20 @@ class Timeline:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """The most that is alive at one time, on each rank.
+        """The largest size that is alive at one time, for each rank.
 
-        Activations count from their F, or their R if they are recomputed; the inputs that a stage
-        keeps until its R do not.
+        Activations count from their F, or from their R if they are recomputed. The inputs that a
+        stage keeps until its R do not count.
         """
         return tuple(max(size for _, size in self.memory(rank)) for rank in range(self.ranks))
 
 
 def cost_from_spans(program: Program, spans: Sequence[Span]) -> Cost:
-    """What the actions of a real run took, as a cost: means by stage; I and W halve a B."""
+    """Return the mean seconds of the actions of a real run, stage by stage, as a cost.
+
+    A full backward does not show how long its two halves take, so half of it counts as I and half
+    as W.
+    """
     schedule = program.schedule
     times: dict[tuple[Op, int], list[float]] = {}
     for span in spans:
@@ -88,8 +106,8 @@ def cost_from_spans(program: Program, spans: Sequence[Span]) -> Cost:
             times.setdefault((op, stage), []).append(span.end - span.start)
 
     def mean(op: Op, stage: int) -> float:
-        found = times.get((op, stage), [0.0])
-        return sum(found) / len(found)
+        seconds = times.get((op, stage), [0.0])
+        return sum(seconds) / len(seconds)
 
     stages = range(schedule.stages)
     backward = [mean(Op.B, stage) for stage in stages]
@@ -102,14 +120,30 @@ def cost_from_spans(program: Program, spans: Sequence[Span]) -> Cost:
 
 
 def simulate(program: Program, cost: Cost | None = None) -> Timeline:
-    """Play a program against costs (by default F = I = W = 1 for a rank's whole share).
+    """Simulate a program with given costs.
 
-    >>> from penstock import lower, schedules
-    >>> timeline = simulate(lower(schedules.gpipe(ranks=2, chunks=3)))
-    >>> timeline.makespan, timeline.peak
-    (12.0, (3.0, 3.0))
+    Args:
+        program: The program. Lower a schedule first, with `lower`.
+        cost: The cost of each action. By default F, I and W of all stages of a rank take one
+            second each.
+
+    Returns:
+        The timeline, with the span of every action.
+
+    Raises:
+        ArgumentError: A schedule was given instead of a program.
+        Deadlock: The program does not end.
+
+    Example:
+        >>> from penstock import lower, schedules
+        >>> timeline = simulate(lower(schedules.gpipe(ranks=2, chunks=3)))
+        >>> timeline.makespan, timeline.peak
+        (12.0, (3.0, 3.0))
     """
     if isinstance(program, Schedule):
-        raise ArgumentError("this is a schedule; its messages take time too: simulate(lower(it))")
+        raise ArgumentError(
+            "simulate needs a program, and this is a schedule. Messages take time too, so lower it "
+            "first: simulate(lower(schedule))"
+        )
     cost = cost or Cost.even(program.schedule.placement)
     return Timeline(program, cost, tuple(play(program, cost=cost, sends=Sends.BUFFERED)))

@@ -1,7 +1,16 @@
-"""Is it whole, does it end, does it fit? One function a claim; each returns every problem it finds.
+"""Check a schedule or program: it is complete, it ends, and it fits in memory.
 
-`verify` makes all the claims that make sense for a schedule or program, also for one that
-somebody wrote by hand.
+`verify` runs all checks that apply, also to schedules that were written by hand. Each check is one
+function that yields every problem it finds:
+
+    find_misplaced_actions         an action on the wrong rank, or with a wrong stage or micro-batch
+    find_incomplete_cells          a stage and micro-batch without its F, or without its backward
+    find_invalid_overlaps          overlapping actions that are not neighbours
+    find_memory_excess             more alive activations than the cap
+    find_compute_mismatches        a program whose computations differ from its schedule
+    find_unknown_message_stages    a message that names a stage that does not exist
+    find_unmatched_messages        a message without its send or its receive
+    find_deadlocks                 ranks that wait for each other for ever
 """
 
 from __future__ import annotations
@@ -33,17 +42,25 @@ def verify(
     memory: float | Sequence[float] | None = None,
     cost: Cost | None = None,
 ) -> tuple[str, ...]:
-    """Every problem of a schedule or program; none if it is sound.
+    """Return every problem of a schedule or program.
 
-    A schedule is lowered for `graph` (a chain, if none is given). `memory` caps what is alive on
-    every rank, or on each, in the units of `cost.activation`: by default, micro-batches of a
-    rank's whole share.
+    Args:
+        work: The schedule or program. A schedule is lowered first.
+        graph: The stage graph of a schedule; a chain if it is left out. A program has its own.
+        memory: The cap on the live activations, one number for all ranks or one per rank, in the
+            units of `cost.activation`. Without a cap, memory is not checked.
+        cost: The cost of the stages. By default the activations of a rank's stages add up to 1, so
+            `memory` counts micro-batches.
 
-    >>> from penstock.schedules.notation import loads
-    >>> for problem in verify(loads("0F0 0B0 0F1 0B1 \\n 1F0 1F1 1B1 1B0")):
-    ...     print(problem)
-    rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
-    rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
+    Returns:
+        One line per problem. The tuple is empty if the schedule may run.
+
+    Example:
+        >>> from penstock.schedules.notation import loads
+        >>> for problem in verify(loads("0F0 0B0 0F1 0B1 \\n 1F0 1F1 1B1 1B0")):
+        ...     print(problem)
+        rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)
+        rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)
     """
     schedule = schedule_of(work)
     graph = work.graph if isinstance(work, Program) else graph
@@ -52,7 +69,8 @@ def verify(
     if isinstance(work, Program):
         strays += [*find_compute_mismatches(work), *find_unknown_message_stages(work)]
     problems = [*strays, *find_incomplete_cells(schedule), *find_invalid_overlaps(schedule)]
-    if strays:  # the other claims make no sense of what is not there
+    # The checks below index by stage and rank, and would fail on those that do not exist.
+    if strays:
         return tuple(problems)
     if isinstance(work, Program):
         problems += find_unmatched_messages(work)
@@ -70,17 +88,31 @@ def require_sound(
     memory: float | Sequence[float] | None = None,
     cost: Cost | None = None,
 ) -> None:
-    """Raise `InvalidScheduleError`, with every problem, unless `verify` finds none."""
+    """Raise unless `verify` finds no problem.
+
+    Args:
+        work: The schedule or program.
+        graph: The stage graph of a schedule, as in `verify`.
+        memory: The cap on the live activations, as in `verify`.
+        cost: The cost of the stages, as in `verify`.
+
+    Raises:
+        InvalidScheduleError: The schedule must not run. The error lists every problem.
+
+    Example:
+        >>> from penstock import schedules
+        >>> require_sound(schedules.one_f_one_b(ranks=2, chunks=4), memory=2)
+    """
     problems = verify(work, graph, memory, cost)
     if problems:
         raise InvalidScheduleError("this schedule must not run:", problems)
 
 
-# ---- claims about a schedule --------------------------------------------------------------
+# ---- checks of a schedule -----------------------------------------------------------------
 
 
 def find_misplaced_actions(schedule: Schedule) -> Iterator[str]:
-    """Each action names a stage and a micro-batch that exist, and stands on its stage's rank."""
+    """Yield the actions that name an unknown stage or micro-batch, or are on the wrong rank."""
     for rank, lane in enumerate(schedule.lanes):
         for step, action in enumerate(lane):
             where = f"rank {rank}, step {step}: {action}"
@@ -88,33 +120,35 @@ def find_misplaced_actions(schedule: Schedule) -> Iterator[str]:
                 yield f"{where} names stage {action.stage}, but there are {schedule.stages}"
             elif schedule.placement[action.stage] != rank:
                 owner = schedule.placement[action.stage]
-                yield f"{where} stands here, but stage {action.stage} is on rank {owner}"
+                yield f"{where} is in this lane, but stage {action.stage} is on rank {owner}"
             if not 0 <= action.microbatch < schedule.chunks:
                 yield f"{where} names micro-batch {action.microbatch} of {schedule.chunks}"
 
 
 def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
-    """Each micro-batch passes each stage: F once; then B once, or I and W once; R at most once.
+    """Yield the cells whose actions are missing or repeated.
 
-    A schedule without any backward is one for inference, and whole with its Fs.
+    Each stage needs, for each micro-batch, one F and then one B, or one I and one W. It may have
+    one R. A schedule without any backward is for inference and needs only its Fs.
     """
     times = Counter(action for lane in schedule.lanes for action in lane)
     trains = any(action.op in (Op.B, Op.I, Op.W) for action in times)
     for stage in range(schedule.stages):
         chunks = range(schedule.chunks)
-        seen = {a.microbatch for a in times if a.stage == stage and a.microbatch in chunks}
-        if first := list(islice((i for i in chunks if i not in seen), 3)):
-            more = schedule.chunks - len(seen) - len(first)
-            listed = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
+        present = {a.microbatch for a in times if a.stage == stage and a.microbatch in chunks}
+        # Three examples are enough: a text that says `chunks: 99999999` must not list them all.
+        if missing := list(islice((i for i in chunks if i not in present), 3)):
+            more = schedule.chunks - len(present) - len(missing)
+            listed = ", ".join(map(str, missing)) + (f" and {more} more" if more > 0 else "")
             yield f"stage {stage}: nothing runs on micro-batch {listed}"
-        for microbatch in sorted(seen):
+        for microbatch in sorted(present):
             f, b, i, w, r = (times[Compute(op, stage, microbatch)] for op in Op)
             where = f"stage {stage}, micro-batch {microbatch}"
             if f != 1:
                 yield f"{where}: F runs {_format_count(f)}, not once"
             if trains and (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                found = f"B {_format_count(b)}, I {_format_count(i)}, W {_format_count(w)}"
-                yield f"{where}: it needs B once, or I and W once, but has {found}"
+                counts = f"B {_format_count(b)}, I {_format_count(i)}, W {_format_count(w)}"
+                yield f"{where}: it needs B once, or I and W once, but has {counts}"
             if r > 1:
                 yield f"{where}: R runs {_format_count(r)}, not at most once"
 
@@ -124,40 +158,43 @@ def _format_count(count: int) -> str:
 
 
 def find_invalid_overlaps(schedule: Schedule) -> Iterator[str]:
-    """Actions that may overlap are neighbours in a lane."""
+    """Yield the pairs of overlapping actions that are not neighbours in a lane."""
     steps = {a: (rank, s) for rank, lane in enumerate(schedule.lanes) for s, a in enumerate(lane)}
-    for first, second in sorted(schedule.overlaps):
-        if first not in steps or second not in steps:
-            yield f"{first} and {second} may overlap, but are not both in the schedule"
-        elif steps[second] != (steps[first][0], steps[first][1] + 1):
-            yield f"{first} and {second} may overlap, but are not neighbours in a lane"
+    for left, right in sorted(schedule.overlaps):
+        if left not in steps or right not in steps:
+            yield f"{left} and {right} may overlap, but are not both in the schedule"
+        elif steps[right] != (steps[left][0], steps[left][1] + 1):
+            yield f"{left} and {right} may overlap, but are not neighbours in a lane"
 
 
 def find_memory_excess(
     schedule: Schedule, memory: float | Sequence[float], cost: Cost
 ) -> Iterator[str]:
-    """No rank ever holds more than `memory`: one cap for all, or one for each."""
+    """Yield the ranks that hold more than their cap, with the action at the peak."""
     caps = expand_memory_caps(memory, schedule.ranks)
     for rank, (lane, cap) in enumerate(zip(schedule.lanes, caps, strict=True)):
         step, _, size = max(
             track_live_memory(lane, cost), key=lambda change: change[2], default=(0, True, 0.0)
         )
         if exceeds(size, cap):
-            yield f"rank {rank}, step {step}: {lane[step]} makes {size:g} alive, over {cap:g}"
+            yield (
+                f"rank {rank}, step {step}: {lane[step]} brings live memory to {size:g}, over "
+                f"{cap:g}"
+            )
 
 
-# ---- claims about a program ---------------------------------------------------------------
+# ---- checks of a program ------------------------------------------------------------------
 
 
 def find_compute_mismatches(program: Program) -> Iterator[str]:
-    """Without its messages, a program is its schedule."""
+    """Yield the ranks whose compute actions differ from those of the program's schedule."""
     for rank, lane in enumerate(program.lanes):
         if tuple(a for a in lane if isinstance(a, Compute)) != program.schedule.lanes[rank]:
             yield f"rank {rank}: the program computes something else than its schedule"
 
 
 def find_unknown_message_stages(program: Program) -> Iterator[str]:
-    """Each message names stages that exist."""
+    """Yield the sends and receives that name a stage that does not exist."""
     stages = range(program.schedule.stages)
     for rank, lane in enumerate(program.lanes):
         for step, action in enumerate(lane):
@@ -169,7 +206,10 @@ def find_unknown_message_stages(program: Program) -> Iterator[str]:
 
 
 def find_unmatched_messages(program: Program) -> Iterator[str]:
-    """Each message between ranks is sent once and received once, on its stages' ranks."""
+    """Yield the sends and receives that are missing, repeated, superfluous or on the wrong rank.
+
+    Each message between ranks must be sent once and received once, on the ranks of its stages.
+    """
     schedule, graph = program.schedule, program.graph
     expected: Counter[tuple[int, Send | Recv]] = Counter()
     for lane in schedule.lanes:
@@ -177,25 +217,26 @@ def find_unmatched_messages(program: Program) -> Iterator[str]:
             for message in filter(schedule.crosses, produces(action, graph)):
                 expected[schedule.placement[message.src], Send(message)] = 1
                 expected[schedule.placement[message.dst], Recv(message)] = 1
-    found = Counter(
+    actual = Counter(
         (rank, action)
         for rank, lane in enumerate(program.lanes)
         for action in lane
         if not isinstance(action, Compute)
     )
-    for rank, end in sorted(expected.keys() | found.keys(), key=lambda e: (e[0], str(e[1]))):
-        want, have = expected[rank, end], found[rank, end]
+    for rank, end in sorted(expected.keys() | actual.keys(), key=lambda e: (e[0], str(e[1]))):
+        want, have = expected[rank, end], actual[rank, end]
         if want != have:
-            yield f"rank {rank}: {end} stands here {_format_count(have)}, not {_format_count(want)}"
+            yield f"rank {rank}: {end} occurs {_format_count(have)}, not {_format_count(want)}"
 
 
-# ---- both ---------------------------------------------------------------------------------
+# ---- checks of both -----------------------------------------------------------------------
 
 
 def find_deadlocks(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
-    """It ends, also if a send blocks until it is received, as NCCL's do.
+    """Yield the ranks that wait for ever, also where a send blocks until it is received (NCCL).
 
-    Who blocks waits for more, so what ends then ends in any case, and is played once.
+    Blocking sends only add waits. So a program that ends with them ends in any case, and one
+    simulation is enough for a sound program.
     """
     try:
         program = lower(work, graph) if isinstance(work, Schedule) else work
@@ -203,12 +244,13 @@ def find_deadlocks(work: Schedule | Program, graph: StageGraph) -> Iterator[str]
         yield from map(str, deadlock.waits)
         return
     if blocked := _find_waits(program, Sends.RENDEZVOUS):
+        # Simulate again to tell whether the program is stuck only because sends block.
         always = _find_waits(program, Sends.BUFFERED)
         yield from always or (f"{w}, when sends block until they are received" for w in blocked)
 
 
 def _find_waits(program: Program, sends: Sends) -> list[str]:
-    """Those that never end."""
+    """Return the waits that never end, as text."""
     try:
         for _ in play(program, sends=sends):
             pass

@@ -1,1 +1,1 @@
-"""The named families of schedules, each a function of sizes."""
+"""The named families of schedules. Each is a function of sizes that returns a `Schedule`."""

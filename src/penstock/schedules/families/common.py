@@ -1,4 +1,4 @@
-"""What the families of schedules share: placements, checks of sizes, and the common phases."""
+"""The parts that families of schedules share: placements, checks of sizes, common phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Cell = tuple[int, int]  # a stage and a micro-batch
 
 
 def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
-    """Sizes that every family asks for."""
+    """Raise unless all sizes are at least 1."""
     sizes = {"ranks": ranks, "chunks": chunks, "stages_per_rank": stages_per_rank}
     wrong = [f"{name}={value}" for name, value in sizes.items() if value < 1]
     if wrong:
@@ -21,31 +21,31 @@ def check_sizes(ranks: int, chunks: int, stages_per_rank: int = 1) -> None:
 
 
 def loop(ranks: int, stages_per_rank: int) -> Placement:
-    """Stages go round the ranks: 0 1 2 0 1 2."""
+    """Return the placement whose stages go round the ranks: 0 1 2 0 1 2."""
     return tuple(range(ranks)) * stages_per_rank
 
 
 def vee(ranks: int) -> Placement:
-    """Two stages a rank, down and up again: 0 1 2 2 1 0."""
+    """Return the placement of two stages per rank, down and up again: 0 1 2 2 1 0."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def schedule_from_lanes(
     placement: Placement, chunks: int, lanes: Iterable[Iterable[Compute]]
 ) -> Schedule:
-    """A schedule of the first `chunks` micro-batches of these lanes.
+    """Return the schedule of the first `chunks` micro-batches of these lanes.
 
     Micro-batches do not depend on each other, so a sound schedule stays sound when some are left
-    out. Families that think in whole rounds are made for the next whole round, then cut here.
+    out. Families that need whole rounds are built for the next whole round and then cut here.
     """
-    kept = (tuple(action for action in lane if action.microbatch < chunks) for lane in lanes)
-    return Schedule(placement, chunks, tuple(kept))
+    cut_lanes = (tuple(action for action in lane if action.microbatch < chunks) for lane in lanes)
+    return Schedule(placement, chunks, tuple(cut_lanes))
 
 
 def alternate_forward_backward(
     forwards: Sequence[Cell], backwards: Sequence[Cell], ahead: int, backward: Op
 ) -> list[Compute]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return a lane: `ahead` forwards, then forward and backward in turn, then only backwards."""
     lane = [Compute(Op.F, *cell) for cell in forwards[:ahead]]
     for turn, cell in enumerate(backwards):
         if ahead + turn < len(forwards):
@@ -57,10 +57,11 @@ def alternate_forward_backward(
 def one_f_one_b_lanes(
     ranks: int, chunks: int, stages_per_rank: int, hops: int, backward: Op
 ) -> tuple[tuple[Compute, ...], ...]:
-    """Lanes of a loop, whose forwards run ahead of the backwards by (v - 1) p + hops (p - r - 1).
+    """Return 1F1B lanes over a loop of p ranks with v stages each.
 
-    The later a rank comes, the sooner a micro-batch comes back to it. With `hops` 1 it has just
-    come back when its backward's turn is there; with 2, messages have a turn of their own.
+    On rank r the forwards run ahead of the backwards by (v - 1) p + hops (p - r - 1). A micro-batch
+    comes back sooner to a later rank. With `hops` 1 it comes back just in time for its backward.
+    With 2, its messages have a turn of their own to travel.
     """
     lanes = []
     for rank in range(ranks):
@@ -89,24 +90,25 @@ def cell_order(
 
 
 def lane_from_letters(letters: str, rank: int, ranks: int) -> list[Compute]:
-    """A lane of a V, letter by letter: f i b w for the rank's first stage, F I B W for its second.
+    """Return a lane of a V that is written in letters.
 
-    Each letter takes the next micro-batch of its kind; a w or W takes the oldest W that is owed.
+    The letters f i b w are actions of the rank's first stage, F I B W those of its second. Each
+    letter takes the next micro-batch of its kind. A w or W takes the oldest W that is pending.
 
     >>> " ".join(map(str, lane_from_letters("fFBb fFIi ww", rank=0, ranks=1)))
     '0F0 1F0 1B0 0B0 0F1 1F1 1I1 0I1 1W1 0W1'
     """
     lane: list[Compute] = []
-    owed: deque[Compute] = deque()
+    pending: deque[Compute] = deque()  # the Ws whose Is have run
     done: Counter[tuple[int, bool]] = Counter()
     for letter in letters.replace(" ", ""):
         op = Op(letter.upper())
         if op is Op.W:
-            lane.append(owed.popleft())
+            lane.append(pending.popleft())
             continue
         stage = 2 * ranks - 1 - rank if letter.isupper() else rank
         action = Compute(op, stage, done[stage, op is Op.F])
         done[stage, op is Op.F] += 1
         lane.append(action)
-        owed += [action._replace(op=Op.W)] if op is Op.I else []
+        pending += [action._replace(op=Op.W)] if op is Op.I else []
     return lane

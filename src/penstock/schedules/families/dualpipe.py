@@ -24,11 +24,11 @@ from penstock.schedules.ir import Compute, Op, Schedule
 
 
 def dualpipe_v(ranks: int, chunks: int) -> Schedule:
-    """Overlaps messages with compute; half a micro-batch more memory than 1F1B.
+    """Return DualPipeV: messages overlap with compute; half a micro-batch more memory than 1F1B.
 
     f b are a rank's first stage, F B its second. In the middle each rank pairs a forward of one
-    with a backward of the other. The first backwards and the last are split, to fill holes. It
-    takes two micro-batches a rank to fill both directions; what is too much is cut.
+    with a backward of the other. The first backwards and the last are split, to fill holes. Filling
+    both directions takes two micro-batches per rank, so a shorter schedule is cut from that one.
     """
     check_sizes(ranks, chunks)
     whole = max(chunks, 2 * ranks)
@@ -43,11 +43,11 @@ def dualpipe_v(ranks: int, chunks: int) -> Schedule:
         lane = lane_from_letters(filling + paired + draining + "w" * (rank + 1), rank, ranks)
         lanes.append(lane)
         # On the last rank the first forward of the middle is ready before its backward: no pair.
-        first = len(filling) + (2 if ahead == 0 else 0)
-        middle = lane[first : len(filling) + len(paired)]
+        start = len(filling) + (2 if ahead == 0 else 0)
+        middle = lane[start : len(filling) + len(paired)]
         pairs |= {(a, b) for a, b in pairwise(middle) if (a.op, b.op) == (Op.F, Op.B)}
-    kept = frozenset((a, b) for a, b in pairs if max(a.microbatch, b.microbatch) < chunks)
-    return replace(schedule_from_lanes(vee(ranks), chunks, lanes), overlaps=kept)
+    overlaps = frozenset((a, b) for a, b in pairs if max(a.microbatch, b.microbatch) < chunks)
+    return replace(schedule_from_lanes(vee(ranks), chunks, lanes), overlaps=overlaps)
 
 
 _SPLIT = str.maketrans("Bb", "Ii")

@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: what can run behind `loss.backward()`, and the plain cases.
+"""All forwards, then all backwards: GPipe, which can run behind `loss.backward()`, and plain cases.
 
 2 ranks, 2 micro-batches, one column an action; naive and gpipe:
 
@@ -15,7 +15,7 @@ from penstock.schedules.ir import Compute, Op, Schedule
 
 
 def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
-    """One micro-batch at a time: one rank works, the others wait."""
+    """Return the schedule of one micro-batch at a time: one rank works, the others wait."""
     check_sizes(ranks, chunks, stages_per_rank)
     placement = loop(ranks, stages_per_rank)
     lanes: list[list[Compute]] = [[] for _ in range(ranks)]
@@ -28,12 +28,12 @@ def naive(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
 
 
 def gpipe(ranks: int, chunks: int) -> Schedule:
-    """All forwards, then all backwards, last micro-batch first."""
+    """Return GPipe: all forwards, then all backwards, last micro-batch first."""
     return looped_bfs(ranks, chunks, 1)
 
 
 def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
-    """GPipe with several stages a rank: every micro-batch through one stage, then the next."""
+    """Return GPipe with several stages per rank: all micro-batches pass a stage, then the next."""
     forward = forward_only(ranks, chunks, stages_per_rank)
     lanes = []
     for lane in forward.lanes:
@@ -43,7 +43,7 @@ def looped_bfs(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def clocked(placement: Sequence[int], chunks: int) -> Schedule:
-    """GPipe over any placement: at tick t stage s computes micro-batch t - s; back the same way.
+    """Return GPipe over any placement: at tick t stage s computes micro-batch t - s, then back.
 
     >>> for lane in clocked((0, 1, 0), chunks=2).lanes:
     ...     print(*lane)
@@ -67,7 +67,7 @@ def clocked(placement: Sequence[int], chunks: int) -> Schedule:
 
 
 def forward_only(ranks: int, chunks: int, stages_per_rank: int = 1) -> Schedule:
-    """No backwards: inference."""
+    """Return the schedule for inference, without backwards."""
     check_sizes(ranks, chunks, stages_per_rank)
     placement = loop(ranks, stages_per_rank)
     lanes = [

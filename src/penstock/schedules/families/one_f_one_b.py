@@ -13,7 +13,7 @@ from penstock.schedules.ir import Op, Schedule
 
 
 def one_f_one_b(ranks: int, chunks: int) -> Schedule:
-    """GPipe's bubble with the activations of at most `ranks` micro-batches."""
+    """Return 1F1B: GPipe's bubble with the activations of at most `ranks` micro-batches."""
     check_sizes(ranks, chunks)
     return Schedule(
         loop(ranks, 1), chunks, one_f_one_b_lanes(ranks, chunks, 1, hops=1, backward=Op.B)
@@ -21,7 +21,7 @@ def one_f_one_b(ranks: int, chunks: int) -> Schedule:
 
 
 def eager_one_f_one_b(ranks: int, chunks: int) -> Schedule:
-    """1F1B that runs further ahead, so that messages have a whole turn to travel."""
+    """Return 1F1B that runs further ahead, so that messages have a whole turn to travel."""
     check_sizes(ranks, chunks)
     return Schedule(
         loop(ranks, 1), chunks, one_f_one_b_lanes(ranks, chunks, 1, hops=2, backward=Op.B)
@@ -29,7 +29,7 @@ def eager_one_f_one_b(ranks: int, chunks: int) -> Schedule:
 
 
 def interleaved(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
-    """1F1B with several stages a rank, so that the pipeline fills in shorter steps.
+    """Return 1F1B with several stages per rank, so that the pipeline fills in shorter steps.
 
     Micro-batches go in rounds of `ranks`: each round visits a rank's stages one after another.
     """

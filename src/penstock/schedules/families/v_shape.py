@@ -1,4 +1,4 @@
-"""Two stages a rank, down and up again: the first rank also holds the last stage.
+"""Two stages per rank, down and up again: the first rank also holds the last stage.
 
 Activations that live long and ones that live short then share a rank. So every rank needs the
 same memory, and the pattern of one micro-batch, repeated, decides how much.
@@ -24,19 +24,19 @@ from penstock.schedules.list_scheduler import insert_weight_grads, never, when_f
 
 
 def zb_v(ranks: int, chunks: int) -> Schedule:
-    """No bubble but the skew between ranks, with 1F1B's memory.
+    """Return ZB-V: no bubble but the skew between ranks, with 1F1B's memory.
 
     f i are a rank's first stage, F I its second. The first rank alone starts 2 p - 1 micro-batches
-    before one comes back, so there must be as many; what is too much is cut.
+    before one comes back, so a schedule with fewer is cut from one with as many.
     """
     check_sizes(ranks, chunks)
     whole = max(chunks, 2 * ranks - 1)
     orders = []
     for rank in range(ranks):
-        below = ranks - rank  # this rank and those after it
-        down = "f" * (2 * below - 1)  # until the first F comes up again
-        turn = "Ff" * rank + "FI" * below  # until the first i comes
-        steady = "fiFI" * (whole - ranks - below + 1)  # while there are new ones
+        below = ranks - rank  # the number of ranks from this one on
+        down = "f" * (2 * below - 1)  # until the first micro-batch comes up again
+        turn = "Ff" * rank + "FI" * below  # until its gradient comes up
+        steady = "fiFI" * (whole - ranks - below + 1)  # while there are new micro-batches
         drain = "iFI" * (below - 1) + "iI" * rank + "i" * below
         orders.append(lane_from_letters(down + turn + steady + drain, rank, ranks))
     lanes = schedule_from_lanes(vee(ranks), chunks, orders).lanes
@@ -44,27 +44,32 @@ def zb_v(ranks: int, chunks: int) -> Schedule:
 
 
 def v_half(ranks: int, chunks: int) -> Schedule:
-    """Half of 1F1B's memory and less than half of its bubble, from as many chunks as ranks on."""
+    """Return V-Half: half of 1F1B's memory, less than half of its bubble (if chunks >= ranks)."""
     return _repeat(ranks, chunks, hops=(1, 2, 1, 2), memory=(ranks + 2) // 2)
 
 
 def v_min(ranks: int, chunks: int) -> Schedule:
-    """A third of 1F1B's memory, two thirds of its bubble."""
+    """Return V-Min: a third of 1F1B's memory, two thirds of its bubble."""
     return _repeat(ranks, chunks, hops=(1, 1, 1, 1), memory=(ranks + 4) // 3)
 
 
 # ---- one micro-batch's path, repeated -----------------------------------------------------
 #
-# One micro-batch runs f down the ranks, F up, I down, i up; it takes `hops` units of time from
-# rank to rank on each of the four legs and `turns` at each of the three ends. A rank's work on
-# it is six units (f F I i and two Ws), so the next micro-batch follows six units later, and no
-# two of a rank's f F I i may be equal modulo six. The sooner it is back, the less stays alive.
+# One micro-batch runs f down the ranks, F up, I down, i up. It takes `hops` units of time from rank
+# to rank on each of the four legs, and some units at each of the three turns between them. A rank's
+# work on it is six units (f F I i and two Ws), so the next micro-batch follows six units later, and
+# no two of a rank's f F I i may be equal modulo six. The sooner it is back, the less stays alive.
+#
+#     rank 0   f           F I           i       the turns: at the last rank from f to F,
+#     rank 1     f       F     I       i         at rank 0 from F to I,
+#     rank 2       f   F         I   i           at the last rank from I to i
 
 _PERIOD = 6
-_Times = tuple[int, int, int, int]  # of f, F, I and i on one rank
+_Times = tuple[int, int, int, int]  # the times of f, F, I and i on one rank
 
 
 def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
+    """Return the schedule in which every micro-batch takes the same path, six units apart."""
     check_sizes(ranks, chunks)
     orders = []
     for rank, (f, F, I, i) in enumerate(_find_path(ranks, hops)):
@@ -80,7 +85,11 @@ def _repeat(ranks: int, chunks: int, hops: _Times, memory: float) -> Schedule:
 
 
 def _find_path(ranks: int, hops: _Times) -> list[_Times]:
-    """Of the paths without clashes that keep least alive, the one that turns quickest at rank 0."""
+    """Return the times of the best path on each rank.
+
+    Among the paths without clashes, the best one keeps the least alive. Among those, it is the one
+    that turns fastest at rank 0.
+    """
     down, up, down_again, up_again = hops
     best: tuple[tuple[int, int, int], list[_Times]] | None = None
     for low, top, low_again in product(range(1, _PERIOD + 1), repeat=3):
@@ -101,10 +110,11 @@ def _find_path(ranks: int, hops: _Times) -> list[_Times]:
 
 
 def _peak_live(times: _Times) -> int:
-    """The most activations that a rank keeps alive, once the pattern repeats."""
+    """Return the most activations that a rank keeps alive, once the pattern repeats."""
     f, F, I, i = times
     holes = set(range(_PERIOD)) - {time % _PERIOD for time in times}
     lives = []
+    # Each W takes the first free unit after its I.
     for born, backward in ((F, I), (f, i)):
         weight = next(t for t in range(backward + 1, backward + 13) if t % _PERIOD in holes)
         holes.discard(weight % _PERIOD)

@@ -1,8 +1,8 @@
-"""Zero bubble: split the backward into I, which others wait for, and W, which nobody waits for.
+"""Zero bubble: split the backward into I, which other stages wait for, and W, which can wait.
 
 The order of F and I is that of 1F1B (zb-h2: eager 1F1B; interleaved-zb: interleaved, running less
-far ahead) with I in the place of B. The Ws fill the holes; on rank r they may lag behind the Is
-by r (zb-h2: by 2 r), so that every rank holds the same memory.
+far ahead) with I in the place of B. The Ws fill the holes. On rank r they may lag behind the Is by
+r (zb-h2: by 2 r), so that every rank holds the same memory.
 
 zb-h1, 2 ranks, 3 micro-batches:
 
@@ -18,19 +18,19 @@ from penstock.schedules.list_scheduler import insert_weight_grads, when_lagging
 
 
 def zb_h1(ranks: int, chunks: int) -> Schedule:
-    """1F1B's memory, a third of its bubble."""
+    """Return ZB-H1: 1F1B's memory, a third of its bubble."""
     return interleaved_zb(ranks, chunks, 1)
 
 
 def zb_h2(ranks: int, chunks: int) -> Schedule:
-    """Nearly twice the memory, for no bubble but the skew between ranks."""
+    """Return ZB-H2: nearly twice the memory, for no bubble but the skew between ranks."""
     check_sizes(ranks, chunks)
     orders = one_f_one_b_lanes(ranks, chunks, 1, hops=2, backward=Op.I)
     return insert_weight_grads(loop(ranks, 1), chunks, orders, when_lagging(lambda rank: 2 * rank))
 
 
 def interleaved_zb(ranks: int, chunks: int, stages_per_rank: int = 2) -> Schedule:
-    """Interleaved, with less running ahead and the Ws in the holes: 1F1B's memory again."""
+    """Return interleaved with the Ws in the holes, running less far ahead: 1F1B's memory."""
     check_sizes(ranks, chunks, stages_per_rank)
     orders = one_f_one_b_lanes(ranks, chunks, stages_per_rank, hops=1, backward=Op.I)
     return insert_weight_grads(
