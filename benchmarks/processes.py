@@ -78,7 +78,7 @@ def contest(sizes: Sizes, rounds: int) -> dict[str, tuple[Program, list[Turn]]]:
 
 def heavy(sizes: Sizes, rounds: int) -> list[str]:
     lines = [
-        "| schedule | ours, ms | theirs | theirs / ours | on paper | ours: of that | theirs |",
+        "| schedule | ours, ms | theirs | theirs / ours | simulated | ours: of that | theirs |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (_, turns) in contest(sizes, rounds).items():
