@@ -58,7 +58,7 @@ def exhibits(ranks: int = 4, chunks: int = 8) -> Iterator[Exhibit]:
     yield Exhibit(
         name="fit",
         function="fit",
-        use="Made to measure: takes the costs of each stage, the time of a message and a memory "
+        use="Made to measure: it takes the costs of each stage, the time of a message and a memory "
         "cap, and is never worse than the named schedules of its placement under the same cap.",
         source="list scheduling",
         timeline=simulate(lower(fit(vee(ranks), chunks, memory=ranks))),
@@ -80,10 +80,11 @@ def write_gallery(directory: str | PathLike[str], shown: Iterable[Exhibit]) -> N
     page = [
         "# Gallery",
         "",
-        "Every schedule, with F = I = W = 1 for a rank's whole share and messages free. Ranks",
-        "down, time across; the number in a box is the micro-batch, the lighter shade is a rank's",
-        "second stage. Below: what is alive on each rank. The pictures are drawn by",
-        "`penstock gallery`, each from the value that is played.",
+        "This page shows every schedule, with F = I = W = 1 for all stages of a rank together, and",
+        "free messages. Each row is a rank, and time runs from left to right. The number in a box",
+        "is the micro-batch, and the lighter shade marks the second stage of a rank. The plot",
+        "below shows the activations alive on each rank. `penstock gallery` draws each picture",
+        "from the schedule that it simulates.",
         "",
     ]
     for exhibit in shown:
