@@ -177,16 +177,16 @@ def compiled(model: nn.Sequential) -> None:
 ASKED = [
     Feature(
         "checkpointing",
-        "In each of the three modes; every cell that is to be recomputed is so once a step, "
-        "which is counted.",
+        "All three modes. The test also checks that every cell that is to be recomputed runs once "
+        "more per step.",
         repeated,
         ways=tuple(itertools.product(RUNTIMES, CHECKPOINTS)),
         after=recomputed_once,
     ),
     Feature(
         "autocast",
-        "A float32 model under `torch.autocast` to bfloat16: to the bit what the unsplit model "
-        "gives under autocast, one micro-batch after the other.",
+        "A float32 model under `torch.autocast` to bfloat16: bit for bit equal to the unsplit "
+        "model under autocast, one micro-batch after the other.",
         lambda: blocks(torch.float32),
         in_float32,
         whole=False,
@@ -202,7 +202,7 @@ ASKED = [
     ),
     Feature(
         "frozen",
-        "The first stage is frozen and so are parts of the third; the input wants no gradient.",
+        "The first stage and parts of the third are frozen, and the input requires no gradient.",
         frozen,
         without_input_gradient,
     ),
@@ -213,15 +213,16 @@ ASKED = [
     ),
     Feature(
         "BatchNorm",
-        "In training, a BatchNorm in every stage, with its running statistics: against the unsplit "
-        "model, one micro-batch after the other, as BatchNorm normalises what it sees.",
+        "A BatchNorm in every stage, in training, with its running statistics. The reference is "
+        "the unsplit model, one micro-batch after the other, because BatchNorm normalises what "
+        "it sees.",
         normalised,
         whole=False,
     ),
     Feature(
         "dropout",
-        "Dropout in every stage: against the unsplit model, one micro-batch after the other, with "
-        "the same seeds for each stage and micro-batch.",
+        "Dropout in every stage. The reference is the unsplit model, one micro-batch after the "
+        "other, with the same seeds for each stage and micro-batch.",
         dropping,
         whole=False,
     ),
@@ -233,19 +234,20 @@ ASKED = [
     ),
     Feature(
         "in-place",
-        "Every stage but the first begins with layers that change their input in place.",
+        "Every stage but the first begins with layers that modify their input in place.",
         in_place,
     ),
     Feature(
         "accumulate",
-        "Three steps with batches of 8, 5 and 11 rows, and no `zero_grad` between them.",
+        "Three steps with batches of 8, 5 and 11 rows, without `zero_grad` between them.",
         blocks,
         without_zeroing,
     ),
     Feature(
         "compile",
-        "One layer is `torch.compile(layer)`, another compiled in place with `layer.compile()`, "
-        "backend `aot_eager`: against the same model, not compiled.",
+        "One layer is `torch.compile(layer)`, and another is compiled in place with "
+        "`layer.compile()`, with the backend `aot_eager`. The reference is the same model "
+        "without compilation.",
         to_be_compiled,
         changed=compiled,
     ),

@@ -247,25 +247,26 @@ def evaluated(trainee: Trainee) -> Iterator[StepOutcome]:
 MORE = [
     Feature(
         "pipe(x)",
-        "`pipe(x)`, a loss outside and `loss.backward()`; behind it all schedules are `gpipe`.",
+        "`pipe(x)`, a loss outside the pipe, and `loss.backward()`. All schedules run as `gpipe` "
+        "here.",
         blocks,
         step=called,
     ),
     Feature(
-        "inputs by name",
-        "A mask that is cut with the batch and wants a gradient, and a table that is not "
+        "keyword inputs",
+        "A mask that is cut with the batch and requires a gradient, and a table that is not cut "
         "(`NoChunk`), go to the first and the third stage.",
         masked,
         lambda trainee: twice(trainee, with_side_inputs),
     ),
     Feature(
         "pytrees",
-        "Stages send dicts on, with tuples, masks, numbers and `None` in them.",
+        "Stages pass on dicts that contain tuples, masks, numbers and `None`.",
         passing_trees,
     ),
     Feature(
-        "weights of the loss",
-        "The loss comes with a weight, the number of rows that count, which differs between "
+        "loss weights",
+        "The loss returns a weight: the number of rows that count, which differs between "
         "micro-batches.",
         blocks,
         loss_fn=of_counted_rows,
@@ -277,21 +278,22 @@ MORE = [
     ),
     Feature(
         "GradScaler",
-        "`step(scaler=...)`, then `scaler.unscale_`: against the unsplit model without a scaler.",
+        "`step(scaler=...)`, then `scaler.unscale_`. The reference is the unsplit model without "
+        "a scaler.",
         blocks,
         step=scaled,
     ),
     Feature(
         "evaluation",
-        "A step in training; then eval mode without gradients, with 8 rows and with 3.",
+        "A training step, then eval mode without gradients, with 8 rows and with 3.",
         normalised,
         evaluated,
         whole=False,
     ),
     Feature(
         "deferred BatchNorm",
-        "`deferred_batch_norm=True`: outputs and gradients as under BatchNorm, running statistics "
-        "those of a plain BatchNorm that sees the whole batch.",
+        "`deferred_batch_norm=True`: outputs and gradients equal those of BatchNorm, and the "
+        "running statistics equal those of a plain BatchNorm that sees the whole batch.",
         normalised_once,
         whole=False,
         options={"deferred_batch_norm": True},
@@ -308,13 +310,13 @@ MORE = [
         looking_up,
     ),
     Feature(
-        "own function",
-        "Layers with a `torch.autograd.Function` of their own, whose weight it takes.",
+        "custom Function",
+        "Layers that pass their weight to a custom `torch.autograd.Function`.",
         own_functions,
     ),
     Feature(
         "parametrized",
-        "A weight under `weight_norm`, and one under a parametrization of its own.",
+        "A weight under `weight_norm`, and one under a custom parametrization.",
         parametrized,
     ),
     Feature(
@@ -329,8 +331,8 @@ MORE = [
     ),
     Feature(
         "hooks",
-        "Hooks that change gradients of parameters, outputs and inputs of a layer, and what a "
-        "layer passes back.",
+        "Hooks that change the gradients of parameters, of the outputs and inputs of a layer, "
+        "and the gradients that a layer passes back.",
         hooked,
     ),
 ]

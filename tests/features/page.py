@@ -20,15 +20,16 @@ Verdicts = Mapping[tuple[str, str], Verdict]  # by feature and schedule
 INTRODUCTION = """\
 # Features under every schedule
 
-Each cell is a test that ran: a small model of four stages trains as a pipe, and as it is.
+Each cell of these tables is a test that ran: a small model of four stages trains as a pipe and,
+for comparison, unsplit.
 
-- **equal**: loss, outputs, buffers, and the gradients of all parameters and inputs are those of the
-  unsplit model.
-- **refused**: the pipe raises an error, with the message in the note of that number. Nothing is
-  computed that would be wrong.
+- **equal**: loss, outputs, buffers, and the gradients of all parameters and inputs equal those of
+  the unsplit model.
+- **refused**: the pipe raises an error, with the message in the note of that number. It never
+  computes wrong numbers instead.
 
-There is nothing in between: anything else fails the tests, and so does a cell of this page that is
-not what the tests find. The page is written by
+There is nothing in between: any other result fails the tests, and so does a cell of this page that
+differs from what the tests find. This command writes the page:
 
 ```bash
 make features
@@ -37,10 +38,10 @@ make features
 """
 
 HOW = """\
-Unless a line below says otherwise: two steps of `pipe.step` with a step of SGD between them, 8 rows
-in 4 micro-batches, in float64, to 1e-10, against the unsplit model on the whole batch; inline
-without recomputation, and in threads with `checkpoint="always"`. Does your own model do something
-that is not here? [Check it](check.md).
+Unless a line below says otherwise, each test runs two steps of `pipe.step` with a step of SGD
+between them, with 8 rows in 4 micro-batches, in float64, and compares them to 1e-10 with the
+unsplit model on the whole batch. It does so inline without recomputation, and in threads with
+`checkpoint="always"`. If your own model does something that is not listed, [check it](check.md).
 """
 
 
@@ -49,14 +50,14 @@ def written(verdicts: Verdicts) -> str:
     notes = _notes(verdicts)
     parts = [
         INTRODUCTION,
-        *_section("What everybody asks for", ASKED, verdicts, notes, HOW),
-        *_section("What else models are made of", MORE, verdicts, notes),
+        *_section("Common features", ASKED, verdicts, notes, HOW),
+        *_section("Other features of models", MORE, verdicts, notes),
         *_section(
-            "Where the limits are",
+            "Limits",
             LIMITS,
             verdicts,
             notes,
-            "Each message stands in [Restrictions](restrictions.md), with more on what to do.\n",
+            "[Restrictions](restrictions.md) has each message, with more on what to do.\n",
         ),
         *(f"{number}. {_quoted(message)}\n" for message, number in notes.items()),
     ]
