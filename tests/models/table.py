@@ -22,33 +22,33 @@ from tests.models.refused import REFUSED
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 INTRODUCTION = """\
-# Models that were tried
+# Tested models
 
-Each of these was split as it is, without a change to its code, and trained beside itself, unsplit:
+Each of these models was split without any change to its code, and trained beside the unsplit model:
 in 2, 3 and 4 stages, under `1f1b` and `zb-h1`, inline and in threads, with and without
-recomputation, on batches of two lengths (or sizes of images, or numbers of rows), and forward only.
-Loss, outputs, buffers and the gradient of every parameter are compared. `make test` does a part of
-that for eighty-odd of them, and
+recomputation, on batches of two lengths (or image sizes, or numbers of rows), and forward only. The
+tests compare loss, outputs, buffers and the gradient of every parameter. `make test` runs a part of
+this for eighty-odd of the models. This command runs all of it and writes this page:
 
 ```bash
 make zoo
 ```
 
-does all of it, and writes this page. The models are tiny and have random weights, in float64,
-without dropout. The last column is the largest difference seen anywhere, against the unsplit model
-run over the same micro-batches. Where rows do not meet in a batch (as they do in BatchNorm, or if a
-loss compares them), the numbers are also those of the whole batch at once.
+The models are tiny and have random weights, in float64, without dropout. The last column is the
+largest difference in any of the tests, from the unsplit model run on the same micro-batches. If the
+rows of a batch are independent (they are not with BatchNorm, or with a loss that compares rows),
+the numbers also equal those of the whole batch at once.
 
-*Units* are what a stage takes whole. *Between stages* says what is sent for each micro-batch when
-there are four: values from a stage to the next, skips straight to a later one, and parameters that
-several stages share.
+*Units* are the submodules that are never cut. *Between stages* says what is sent for each
+micro-batch with four stages: values from one stage to the next, skips straight to a later stage,
+and parameters that several stages share.
 
 """
 REFUSALS = """\
-## What is refused, and with which words
+## Refused models and their error messages
 
-When the pipe is made, or when the forward does what it had not done before.
-[Restrictions](restrictions.md) says what to do, and what cannot be noticed.
+Penstock refuses these when the pipe is made, or when the forward takes a path that it did not take
+before. [Restrictions](restrictions.md) says what to do, and what Penstock cannot detect.
 
 """
 
@@ -113,7 +113,7 @@ def _models(lines: Mapping[str, Line]) -> Iterator[str]:
 
 
 def _refusals() -> Iterator[str]:
-    yield "| model | from | what is said |\n|---|---|---|\n"
+    yield "| model | from | error message |\n|---|---|---|\n"
     for one in REFUSED:
         message = " ".join(one.message().split()).replace("|", "\\|")
         yield f"| {one.name} | {one.source} | `{message}` |\n"
