@@ -113,7 +113,9 @@ def main() -> None:
                 times[name].append(found)
     print(f"torch {torch.__version__}, {machine}: {ranks} ranks, {chunks} micro-batches of {rows}")
     print(f"rows, {2 * given.layers} layers of width {width} a rank, medians of {given.rounds}\n")
-    print("| schedule | F : I : W | ms a step | forecast | measured / forecast | gain | simulated |")
+    print(
+        "| schedule | F : I : W | ms a step | forecast | measured / forecast | gain | simulated |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, rounds in times.items():
         report(name, rounds, times["1f1b"], pipes[name], chunks)
