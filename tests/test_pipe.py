@@ -59,7 +59,7 @@ def test_a_model_that_is_no_sequential_is_cut_as_it_is_told() -> None:
 
 @pytest.mark.parametrize("chunks", [0, -3, 1.5, "2", None, True])
 def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
-    with pytest.raises(ValueError, match=f"chunks is a whole number from 1 up, not {chunks!r}"):
+    with pytest.raises(ValueError, match=f"chunks must be a positive integer, not {chunks!r}"):
         Pipe(plain(), chunks)
 
 
