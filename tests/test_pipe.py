@@ -53,7 +53,7 @@ def test_it_is_made_of_a_module() -> None:
 def test_a_model_that_is_no_sequential_is_cut_as_it_is_told() -> None:
     with pytest.raises(ValueError, match=r"Pipe\(model, stages=4, example=batch\)"):
         Pipe(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="give example=, a batch"):
+    with pytest.raises(ValueError, match="Pass a batch as example="):
         Pipe(nn.Linear(1, 1), stages=2)
 
 

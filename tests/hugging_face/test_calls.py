@@ -91,7 +91,7 @@ def test_gradient_checkpointing_around_dropout_is_refused() -> None:
 def test_a_cache_is_refused(name: str) -> None:
     batch = batch_for(name)
     with pytest.raises(
-        CutError, match=r"^use_cache was given to \w+, and a cache of keys and valu"
+        CutError, match=r"^use_cache was given to \w+, but a cache of keys and valu"
     ):
         piped(TEXTS[name](), {**batch, "use_cache": True})
     pipe = piped(TEXTS[name](), {**batch, "use_cache": False})

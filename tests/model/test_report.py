@@ -140,7 +140,7 @@ def test_a_buffer_that_nobody_uses_does_not_matter() -> None:
 
 
 def test_any_module_needs_an_example() -> None:
-    with pytest.raises(ArgumentError, match="give example=, a batch"):
+    with pytest.raises(ArgumentError, match="Pass a batch as example="):
         penstock.split(Net(), 2)
 
 
