@@ -74,7 +74,7 @@ def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
             "runtime is one of 'threads', 'inline', 'graph', 'auto', not 'processes'",
         ),
         ("reduction", "none", "reduction is one of None, 'mean', 'sum', not 'none'"),
-        ("devices", 2, "a list with one for each rank, not their number, 2"),
+        ("devices", 2, "a list with one device for each rank, not their number, 2"),
         ("schedule", 3, "schedule is a name, a Schedule or the path of a file, not 3"),
         ("schedule", "2f2b", "there is no schedule '2f2b'"),
         ("schedule", "forward-only", "forward-only has no backwards"),
@@ -249,7 +249,7 @@ def test_casting_is_allowed(cast: Any, dtype: torch.dtype) -> None:
 )
 def test_moving_is_denied(move: Any) -> None:
     pipe = Pipe(plain(), 2, stages=4)
-    with pytest.raises(TypeError, match=r"moving it is denied: make another Pipe.*casting"):
+    with pytest.raises(TypeError, match=r"moving it is denied. Make another Pipe.*Casting"):
         move(pipe)
     assert {(p.device.type, p.dtype) for p in pipe.parameters()} == {("cpu", torch.float64)}
 

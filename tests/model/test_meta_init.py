@@ -215,5 +215,5 @@ def test_tensors_that_nothing_can_set_are_refused() -> None:
 
 
 def test_measuring_needs_a_model_that_is_there() -> None:
-    with pytest.raises(ArgumentError, match="balance='time' runs the layers, and the model was"):
+    with pytest.raises(ArgumentError, match="balance='time' runs the layers, but the model was"):
         Pipe(on_meta(), stages=2, devices=["cpu"] * 2, example=torch.zeros(2, 6))
