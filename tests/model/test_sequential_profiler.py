@@ -214,7 +214,9 @@ def test_namespaces_keep_skips_apart(measure: Measure) -> None:
 def test_an_error_in_a_layer_says_which(measure: Measure) -> None:
     with pytest.raises(ZeroDivisionError) as error:
         measure([nn.Tanh(), Broken()], (torch.ones(3),))
-    assert error.value.__notes__ == ["This was layer 1 (Broken), run on an example to measure it."]
+    assert error.value.__notes__ == [
+        "This happened while Penstock measured layer 1 (Broken) on the example."
+    ]
 
 
 # ---- times --------------------------------------------------------------------------------
