@@ -58,7 +58,7 @@ def test_embeddings_positions_and_masks_of_ones_own(name: str) -> None:
 def test_one_row_of_positions_is_for_all() -> None:
     batch = batch_for("llama")
     positions = torch.arange(6)[None]
-    with pytest.raises(ValueError, match=r"position_ids, of shape \(1, 6\), has 1 on dim 0: write"):
+    with pytest.raises(ValueError, match=r"position_ids, of shape \(1, 6\), has size 1 on dim 0"):
         piped(llama(), {**batch, "position_ids": positions})
     pipe = piped(llama(), {**batch, "position_ids": NoChunk(positions)})
     result = pipe.step(**batch, position_ids=NoChunk(positions))

@@ -50,7 +50,7 @@ def decide_cut(
     balance: str | None,
     limits: ResourceLimits,
 ) -> list[Any]:
-    """Choose the cut for all processes, as lists and strings that can be sent as JSON.
+    """Choose the cut for all processes, as plain values that can be sent.
 
     Returns the number of calls of units of each stage, the names of the calls in order, and the
     cost of each call.
