@@ -196,7 +196,7 @@ def test_buffers_in_no_checkpoint_are_recomputed_or_refused() -> None:
     with torch.device("meta"):
         lost, again = Positions(), Recomputed()
         linear = nn.Linear(6, 6)
-    with pytest.raises(ArgumentError, match=r"the values of 1.table are lost. A buffer with persis"):
+    with pytest.raises(ArgumentError, match=r"the values of 1.table are lost. A buffer with"):
         piped(nn.Sequential(linear, lost))
     piped(nn.Sequential(nn.ReLU(), again))
     assert torch.equal(again.table, Positions().table)
