@@ -336,6 +336,7 @@ def gather(
     if all(isinstance(output, Tensor) for output in outputs):
         return _join_outputs(tuple(outputs), rows)
     flat = [pytree.tree_flatten(output) for output in outputs]
+    # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -374,5 +375,6 @@ def _has_rows(column: Sequence[Tensor], rows: MicrobatchRows, dim: int) -> bool:
         return False
     sizes = [shape[dim] for shape in shapes]
     total = sum(rows.counts)
+    # A model may return several rows for each row of the batch.
     times = sum(sizes) // total if total and not rows.dim else 1
     return times > 0 and sizes == [count * times for count in rows.counts]

@@ -106,10 +106,15 @@ def choose_unit_counts(
     if balance not in BALANCE_MODES:
         raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
     units = [traced_model.units[call.unit] for call in calls]
+    # With one stage there is nothing to choose, so nothing is measured.
     if balance == "parameters" or stages == 1:
         return balance_costs(list(map(parameter_bytes, units)), stages), []
     unit_calls = list(build_unit_calls(traced_model))
+    # Every unit is measured on the first device. `measure_devices` finds out how much faster or
+    # slower devices of another model are.
     costs = profile_calls(unit_calls, limits.devices[0])
+    # The first stage keeps the most micro-batches in flight. Which stage a unit goes to is not
+    # known yet, so every unit counts as if it were there.
     if balance == "memory":
         return balance_costs(
             [c.resident_bytes + c.activation_bytes * limits.in_flight[0] for c in costs], stages
@@ -275,6 +280,7 @@ class ExampleMicrobatch:
         else:
             kwargs = {}
         names = [*(f"input {index}" for index in range(len(args))), *kwargs]
+        # Split as a call of the pipe splits its inputs, so that the trace has the same shapes.
         microbatches, _ = scatter((*args, *kwargs.values()), chunks, names)
         values = microbatches[0]
         return ExampleMicrobatch(
@@ -295,6 +301,7 @@ def trace_with_enough_units(
     expanded into their children, and the model is traced again, until there are enough.
     """
     _check_traceable(model)
+    # Before tracing, because the hooks are part of what is traced.
     install_output_hooks(model)
     kwargs = {**build_default_kwargs(model, example.kwargs), **example.kwargs}
     unit_selector = find_planned_units(model) if unit_selector is None else unit_selector
@@ -319,6 +326,8 @@ def trace_with_enough_units(
 
 def _choose_units_to_open(units: Mapping[str, nn.Module]) -> set[str]:
     """Return the units to expand next: all that contain lists of layers, else the largest one."""
+    # The elements of a list are usually equal blocks, which make an even cut possible. A unit
+    # without lists may have to be cut within a block, so only one of them is expanded at a time.
     lists = {name for name, unit in units.items() if has_layer_list(unit)}
     if lists:
         return lists

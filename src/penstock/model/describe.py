@@ -187,6 +187,8 @@ def _find_traced_transfers(
                     ),
                     default=len(trace.nodes),
                 )
+                # Operations after the last unit of a stage use a value, too. Then the arrow of the
+                # picture ends at that last unit.
                 dst_calls = [n for n, stage in enumerate(call_stages) if stage == dst]
                 consumer = next((n for n in dst_calls if calls[n] >= using_node), dst_calls[-1])
                 is_unit = node.kind is NodeKind.UNIT

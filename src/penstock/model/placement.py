@@ -145,8 +145,8 @@ class PlacedPartition:
 class ProcessContext:
     """The rank of this process among the processes of a pipe.
 
-    `broadcast_from_first_rank(function)` calls the function on rank 0 and returns its result on
-    every rank. A decision that depends on measurements must be made once, or ranks would cut the
+    `broadcast_from_first_rank(function)` calls the function on rank 0 (of the first replica) and
+    returns its result on every rank. A decision that depends on measurements must be made once, or ranks would cut the
     model in different places.
     """
 
@@ -177,6 +177,7 @@ def place_model(
 ) -> PlacedPartition:
     """Cut a model into stages and place them on devices, as the table at the top says."""
     check_split_request(request)
+    # Under torchrun the rank of a process gives its device, wherever the layers are now.
     if process is not None:
         return _place_across_processes(module, request, schedule, process)
     if request.stages is None and request.devices is None:
@@ -229,6 +230,7 @@ def _place_as_requested(
     module: nn.Module, request: SplitRequest, schedule: str | Schedule | None
 ) -> PlacedPartition:
     """Cut and place a model in one process, by `stages=` and `devices=`."""
+    # An interleaved or V schedule has several stages a rank, and so several stages a device.
     per_rank = default_stages_per_rank(schedule)
     stages = request.stages
     if stages is None:
@@ -242,6 +244,7 @@ def _place_as_requested(
     partition = partition_model(
         module, request, stages, [rank_devices[rank] for rank in placement], placement
     )
+    # Memory first: `Module.to` cannot copy a tensor out of `meta`.
     uninitialized = _materialize_stages(module, partition.stages, devices)
     _move_stages(partition.stages, devices)
     return PlacedPartition(
@@ -268,6 +271,7 @@ def partition_model(
     )
     if request.example is None:
         return partition
+    # For the report only. Without an example the sizes stay unknown.
     sizes = measure_transfer_bytes(module, partition.stages, request.example, request.chunks)
     return replace(partition, outline=partition.outline.with_transfer_bytes(sizes))
 
@@ -402,6 +406,7 @@ def _move_stages(stages: Sequence[Stage], devices: Sequence[torch.device]) -> No
                 else:
                     layer.to(device)
             placed.update(list_module_tensors(layer))
+            # `Module._apply` converts gradients, too. Those of placed parameters must stay.
             placed.update(p.grad for p in layer.parameters() if p.grad is not None)
 
 
@@ -433,6 +438,7 @@ def _choose_layer_counts(
             )
         check_cut(stages, len(module))
         return stages
+    # An example is given to be measured with. Without one, only parameters can be compared.
     balance = request.balance or ("parameters" if request.example is None else "time")
     if balance not in BALANCE_MODES:
         raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
@@ -452,6 +458,7 @@ def _choose_layer_counts(
     example = request.example if isinstance(request.example, tuple) else (request.example,)
     unpack = isinstance(module, PipeSequential)
     layers, device = list(module), profiling_device.device
+    # On the compute stream of the device: a virtual GPU has only some of the multiprocessors.
     with profiling_device.activate():
         if balance == "time":
             costs = measure_layer_times(layers, example, unpack=unpack, device=device)

@@ -154,6 +154,7 @@ def _relocate_tied_tensors(
     tied_tensors: tuple[TiedTensor, ...], draft: Stage, built_stage: Stage
 ) -> tuple[TiedTensor, ...]:
     """Replace the modules of a draft by those of the built stage in the tied tensors' locations."""
+    # A draft and the stage that is built from it have equal trees of modules.
     pairs = {
         id(a): b
         for before, after in zip(draft.layers, built_stage.layers, strict=True)

@@ -161,10 +161,12 @@ def _fingerprint_value(value: Any, enclosing_ids: set[int]) -> Hashable:
         return type(value), tuple(_fingerprint_value(entry, inside) for entry in value)
     if isinstance(value, nn.Module):
         return type(value), IdentityKey(value)
+    # An unknown object is equal to itself only. At worst a call is measured once more.
     return IdentityKey(value)
 
 
 def _fingerprint_tensor(tensor: Tensor) -> Hashable:
+    # Strides count, because kernels for other memory formats take another time.
     layout = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     return (
         type(tensor),
@@ -224,6 +226,7 @@ def profile_call(
         t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
         for t in iter_module_tensors(module)
     )
+    # Tensors on `meta` get memory on the device of the others, or on the CPU.
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     end = perf_counter() + timeout

@@ -66,6 +66,7 @@ class PipeSequential(nn.Sequential):
             PenstockTypeError: If no layer takes a side input.
         """
         value: Any = inputs
+        # Without side inputs the layers' signatures need not be inspected.
         if not side:
             for layer in self:
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
@@ -199,6 +200,7 @@ def check_children(module: nn.Module) -> None:
             f"{type(module).__name__} has a forward of its own, which a pipe would not run. Pass "
             "the layers as a plain nn.Sequential, and put the rest of the forward into a layer."
         )
+    # The stages call the children, and nothing calls the Sequential itself.
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name, None) for name in hooks):
         raise ArgumentError(
@@ -223,6 +225,7 @@ def check_layers_unchanged(
     children: Mapping[str, nn.Module | None], stages: Sequence[Stage]
 ) -> None:
     """Raise if the children of a pipe are not the layers that its stages were cut from."""
+    # `pipe[0] = layer` changes the children of the pipe, but the stages refer to the old layers.
     names = [name for stage in stages for name in stage.names]
     if list(children) != names:
         raise RunError(

@@ -119,6 +119,7 @@ class StageModule(nn.Module):
         skips: tuple[Sequence[SkipKey], Sequence[SkipKey]],
     ) -> None:
         super().__init__()
+        # `add_module` would refuse a layer whose name is an attribute of this class.
         self._modules.update(layers)
         self._unpack_tuples, self._is_first, self._side_names = (
             unpack_tuples,
@@ -126,6 +127,7 @@ class StageModule(nn.Module):
             tuple(side_names),
         )
         self._incoming_skips, self._outgoing_skips = skips
+        # Looked up once, because the forward runs for every micro-batch.
         self._uses_skips = any(
             popped_keys(m) or stashed_keys(m) for l in layers.values() for m in l.modules()
         )
@@ -136,6 +138,8 @@ class StageModule(nn.Module):
             return self._run_layers(values, side)
         skips = Skips()
         main = len(values) - len(self._incoming_skips)
+        # `shared` lets several layers of this stage pop the value. `verify_skippables` has checked
+        # that only skips that are declared as shared are popped more than once.
         for key, value in zip(self._incoming_skips, values[main:], strict=True):
             skips.stash(key, value, shared=True)
         with use_skips(skips):

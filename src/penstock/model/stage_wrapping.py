@@ -121,6 +121,7 @@ def _wrap_stage(stage: Stage, stage_fn: StageFn) -> Stage:
     """Apply `stage_fn` to one stage, and check that the result has the stage's tensors."""
     compute = stage.compute
     assert isinstance(compute, SequentialStage)
+    # Before the call, because `stage_fn` may change the layers in place.
     names = list(_iter_tensor_names(stage))
     wrapped = stage_fn(compute.module.with_own_code(), stage.index)
     if not isinstance(wrapped, nn.Module):

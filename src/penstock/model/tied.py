@@ -48,6 +48,7 @@ def find_tied_tensors(
     The order is that of the stages, which is the same on every rank. All stages must have their
     layers, so this runs before a process drops the layers of other ranks.
     """
+    # A tensor as a key of a dict is compared by identity.
     uses: dict[Tensor, list[tuple[int, str, TensorLocation]]] = {}  # rank, name, location
     for stage in stages:
         for name, tensor, location in _iter_stage_tensors(stage):
@@ -75,6 +76,7 @@ def find_tied_names(module: nn.Module) -> dict[str, str]:
     {'1.weight': '0.weight'}
     """
     first_names: dict[Tensor, str] = {}
+    # With `remove_duplicate=True`, the default, a tied tensor is listed under its first name only.
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
     return {
