@@ -146,8 +146,8 @@ class ProcessContext:
     """The rank of this process among the processes of a pipe.
 
     `broadcast_from_first_rank(function)` calls the function on rank 0 (of the first replica) and
-    returns its result on every rank. A decision that depends on measurements must be made once, or ranks would cut the
-    model in different places.
+    returns its result on every rank. A decision that depends on measurements must be made once, or
+    ranks would cut the model in different places.
     """
 
     rank: int
