@@ -681,8 +681,8 @@ def test_targets_that_a_function_of_ones_own_may_ignore() -> None:
 @pytest.mark.parametrize("given", [3, nn.CrossEntropyLoss])
 def test_what_is_no_loss(given: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 3)).double()
-    with pytest.raises(PenstockTypeError, match="loss_fn is called as"):
+    with pytest.raises(PenstockTypeError, match="loss_fn must be a function"):
         Pipe(model, loss_fn=given)
     x, target = batch(7)
-    with pytest.raises(PenstockTypeError, match="loss_fn is called as"):
+    with pytest.raises(PenstockTypeError, match="loss_fn must be a function"):
         Pipe(model).step(x, target=target, loss_fn=given)

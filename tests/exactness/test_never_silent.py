@@ -184,7 +184,7 @@ def test_a_parameter_whose_memory_was_exchanged_is_noticed() -> None:
 def test_a_layer_added_later_is_not_passed_over() -> None:
     pipe = Pipe(nn.Sequential(linear(), linear()), 2, stages=2)
     pipe.add_module("2", linear())
-    with pytest.raises(RunError, match="made of the layers 0, 1, and now has 0, 1, 2"):
+    with pytest.raises(RunError, match="made of the layers 0, 1, but now has 0, 1, 2"):
         pipe(rows())
 
 
