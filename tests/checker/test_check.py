@@ -263,8 +263,8 @@ def test_stages_that_do_not_suit_a_family_are_said() -> None:
     assert report.ok
     assert [run.case.schedule for run in report.refused] == ["interleaved"] * 4
     assert (
-        "refused: interleaved: interleaved has 2 stages a rank, and 3 stages do not divide so: "
-        "use stages=4" in str(report)
+        "refused: interleaved: interleaved has 2 stages per rank, and 3 is not a multiple of 2. "
+        "Use stages=4." in str(report)
     )
 
 

@@ -123,8 +123,8 @@ class RemoteTensor(Tensor):
     ) -> Any:
         """Raise: the interpreter handles every operation that the trace contains before this."""
         raise RunError(
-            f"{func} was called with a tensor that another stage computes. The traced forward did "
-            "not do this here: the forward now does something else, or it computes where Penstock "
+            f"{func} was called with a tensor that another stage computes, which the traced "
+            "forward did not do. The forward took another path, or it computes where Penstock "
             "cannot follow it (a compiled or scripted function between units). Put that code into "
-            "one unit with units="
+            "one unit with units=."
         )
