@@ -1,4 +1,4 @@
-"""What is checked: copies of a model, a batch and a loss, in float64 on the CPU.
+"""The case to check: copies of a model, a batch and a loss, in float64 on the CPU.
 
 `CheckedModel` has the two ways to run them: `run_model` for the unsplit model and `run_step` for a
 pipe. Both get the same arguments, so that their results can be compared.
@@ -265,7 +265,7 @@ class CheckedModel:
 
     @cached_property
     def loss_reduction(self) -> LossReduction:
-        """How the losses of micro-batches are combined."""
+        """The rule that combines the losses of micro-batches."""
         return resolve_reduction(self.loss_fn, self.reduction)
 
     @cached_property

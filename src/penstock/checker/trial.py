@@ -77,7 +77,7 @@ class CopyingCpu(Cpu):
 
 
 class CellBackwardMode(NamedTuple):
-    """How the backward of a cell runs: with recomputation or not, split into I and W or not."""
+    """The kind of backward of a cell: with recomputation or not, split into I and W or not."""
 
     recomputed: bool
     split_backward: bool

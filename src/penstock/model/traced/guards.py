@@ -1,4 +1,4 @@
-"""Guards: may a trace of an earlier micro-batch be used for this one?
+"""Guards: the conditions under which an earlier trace holds for a new micro-batch.
 
 A trace holds for every micro-batch on which the forward takes the same path. The path can depend on
 

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a stage does at one node of the trace.
+    """The action of a stage at one node of the trace: run it, or return a placeholder.
 
     Attributes:
         node: The node.
