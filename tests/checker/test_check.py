@@ -301,7 +301,7 @@ def test_what_is_asked_wrongly_is_said(options: dict[str, Any], message: str) ->
 def test_an_unsplit_model_that_fails_says_so() -> None:
     with pytest.raises(RuntimeError, match="mat1") as error:
         checked(plain(), torch.rand(8, 7))
-    assert "the reference: the unsplit model on the whole batch" in error.value.__notes__[0]
+    assert "on the CPU: the unsplit model on the whole batch" in error.value.__notes__[0]
 
 
 # ---- how it reads -------------------------------------------------------------------------

@@ -87,6 +87,8 @@ class StepArguments:
         Wrappers stay, so that the result can be split again. Arguments that are not split stay as
         they are.
         """
+        # `Chunk` and `NoChunk` are leaves, so both lists of leaves line up although the parts have
+        # lost these wrappers.
         whole_leaves, spec = pytree.tree_flatten((self.batch, self.side, self.target))
         piece = self.split_microbatches(parts)[0][0]
         part_leaves = pytree.tree_leaves((piece.batch, piece.side, piece.target))
@@ -119,6 +121,7 @@ class StepArguments:
         """Return the arguments with `requires_grad` set on every floating-point input."""
         inputs = {id(tensor) for tensor in self.get_named_tensors().values()}
 
+        # Detached, because `requires_grad_` on the shared tensors would outlast this trial.
         def detach_leaf(tensor: Tensor) -> Tensor:
             detached = tensor.detach()
             needs_grad = id(tensor) in inputs and detached.is_floating_point()
@@ -295,6 +298,7 @@ class CheckedModel:
         no two layers share a parameter.
         """
         model = self.copy_model()
+        # Copying the layers one by one separates those that share modules or parameters.
         if is_plain_sequential(model):
             for name, layer in model._modules.items():
                 model._modules[name] = copy.deepcopy(layer)

@@ -114,6 +114,7 @@ def check(
             _run_trials(checked, expected, named_schedules, checkpoints, runtimes, progress)
         )
         report = Report(_describe_model(checked), str(expected.dependence), tolerance, rows)
+        # Hints take several more runs of the unsplit model, so they are only sought when needed.
         if report.problems:
             hints = tuple(find_hints(checked, expected.dependence, report))
             report = replace(report, hints=hints)
@@ -217,6 +218,7 @@ def _run_trials(
         try:
             ranks = count_ranks(schedule, len(checked.partition.stages))
         except ArgumentError as error:
+            # The schedule does not suit this number of stages. The other schedules go on.
             yield Run(Case(name, 0, checkpoint, runtime), Refused(str(error)))
             continue
         config = TrialConfig(schedule, name, ranks, checkpoint, runtime)

@@ -216,6 +216,7 @@ def _record_run(
 
 def _make_call_recorder(calls: list[_RecordedCall], name: str) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # Cloned, because a later layer may change its input in place.
         inputs, outputs = _clone_tensors((args, kwargs)), _clone_tensors(output)
         calls.append(_RecordedCall(name, type(module).__name__, inputs, outputs))
 
@@ -281,6 +282,8 @@ def _find_first_difference(
     first_calls: Sequence[_RecordedCall], second_calls: Sequence[_RecordedCall], tolerance: float
 ) -> str | None:
     """Return the first module that got equal inputs in both runs and returned other outputs."""
+    # A module that is called several times is compared by its first call. A later call has other
+    # inputs, and is skipped.
     by_name: dict[str, _RecordedCall] = {}
     for call in second_calls:
         by_name.setdefault(call.name, call)
@@ -308,6 +311,7 @@ def _find_wrongly_split_input(
     A mask of shape (length, length) is an example. The first input is taken to be the batch.
     """
     named_tensors = list(checked.arguments.get_named_tensors().items())
+    # One input at a time, with a run for each.
     for name, tensor in named_tensors[1:]:
         arguments = _wrap_in_nochunk(checked.arguments, tensor)
         try:

@@ -199,6 +199,7 @@ class Report:
         for kind in (*COMPARED_KINDS, "memory", "failed"):
             for run in self.rows:
                 for problem in _find_problems(run, kind, self.tolerance):
+                    # Without its size, the same tensor is one key in all runs.
                     runs_by_problem.setdefault(replace(problem, size=0.0), []).append(run)
         return {
             str(replace(problem, size=_find_largest_size(problem, runs))): runs
@@ -224,6 +225,7 @@ class Report:
         results = [run.result for run in runs]
         compared = [result for result in results if isinstance(result, Compared)]
         start = [schedule, str(runs[0].case.ranks)]
+        # If any run of the schedule completed, the row shows numbers; `summary` lists the others.
         for kind, word in ((Failed, "failed"), (Refused, "refused")):
             if any(isinstance(result, kind) for result in results) and not compared:
                 return [*start, word, *("" for _ in _COLUMNS[3:])]

@@ -114,6 +114,8 @@ class FootprintProfiler:
         if mode not in self._cache:
             devices = [CopyingCpu() for _ in range(self._num_stages)]
             checkpoint = "always" if mode.recomputed else "never"
+            # With one micro-batch and one stage per rank, the schedule decides only whether the
+            # backward is split into I and W.
             schedule = "zb-h1" if mode.split_backward else "naive"
             pipe = self._checked.build_pipe(
                 schedule, self._num_stages, checkpoint, "inline", devices
@@ -322,6 +324,8 @@ def run_trial(
         differences = list(_compare_pipe(checked, expected, config))
         memory = _compare_inline_memory(checked, profiler, config)
         return Run(config.case, Compared(tuple(differences), memory))
+    # An error of Penstock's is a refusal with a reason. Any other error is a failure, since the
+    # unsplit model has run with the same batch.
     except PenstockError as error:
         return Run(config.case, Refused(str(error)))
     except Exception as error:

@@ -102,6 +102,8 @@ def assign_nodes(
         assignments[stage].needed_values.update(
             old for old, v in mutated if v.input_only and v.producer is not None
         )
+    # The last stage returns the output. A buffer that the forward assigns anew is written by the
+    # stage that computes its new tensor; by stage 0 if no single stage does.
     last = assignments[num_stages - 1]
     last.needed_values.update(trace.output.value_indices)
     for value in trace.reassigned_buffers.values():
@@ -412,6 +414,7 @@ def _is_local_view(
 
     Then the stage has received the base, and the change reaches it.
     """
+    # Follow the changed tensor back through views that this stage made, until the base appears.
     pending = [value for value in node.inputs if value in node.mutations]
     while pending:
         producer = trace.values[pending.pop()].producer

@@ -144,6 +144,7 @@ def _find_parameter_owners(
             unit = unit_names.get(id(module))
             if unit is not None:
                 stages.setdefault(id(parameter), set()).update(unit_owners[unit])
+    # Then the parameters that operations between units use, also those inside units.
     for name, parameter in named_parameters:
         stages.setdefault(id(parameter), set()).update(assignment.parameter_users.get(name, ()))
     owners: dict[str, frozenset[int]] = {}
@@ -172,6 +173,7 @@ def build_stages(
     """
     parents = traced_model.find_parents() if local_model is None else local_model.parents
     stages = build_draft_stages(traced_model, ownership, summary.assignment, devices, parents)
+    # Programs depend on the cut and on the devices, and on nothing else of a partition.
     key = summary.calls_per_stage, tuple(devices.items())
     # A process that keeps only a part of the model cannot share a cache with copies of the model.
     trace_cache = (
@@ -225,6 +227,7 @@ def _build_stage(
     layers: dict[str, nn.Module] = {}
     module_copies: list[tuple[nn.Module, nn.Module]] = []  # original and this stage's module
     proxies, device = dict(shared_proxies), devices[index]
+    # Units first: what the stage calls, and what it needs of units that other stages call.
     for name, unit in traced_model.units.items():
         owners = [owner for owner in ownership.unit_owners[name] if owner in devices]
         if index in owners:
@@ -297,6 +300,8 @@ def _build_tensor_holders(
         _drop_other_parameters(
             parent_copy, lambda key, p=prefix: index in ownership.parameter_owners[p + key], device
         )
+        # A buffer that nobody writes is on every stage. One that the forward changes is on the
+        # stage that changes it; to the others it is remote.
         for key in [
             k
             for k in parent_copy._buffers

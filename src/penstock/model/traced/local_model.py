@@ -323,6 +323,7 @@ def _prune_parent(
     for registered, moved in ((parent._parameters, parameters), (parent._buffers, buffers)):
         for key in moved:
             del registered[key]
+    # The other buffers are in every process, on its device: any stage may read them.
     for key, buffer in parent._buffers.items():
         if buffer is not None and not buffer.is_meta:
             parent._buffers[key] = buffer.to(device)

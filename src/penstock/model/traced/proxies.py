@@ -195,6 +195,7 @@ class ProxyModel:
         Models of transformers fill a cache of keys and values from inside their blocks, which are
         units. The caller's configuration stays as it is.
         """
+        # Parents often share one configuration object; their copies share one copy of it.
         config = parent_copy.__dict__.get("config")
         if getattr(config, "use_cache", None) is True:
             if id(config) not in self._config_copies:
@@ -226,6 +227,7 @@ class ProxyModel:
             self._disable_kv_cache(parent_copy)
         self._containers = containers
 
+    # Called around every micro-batch of every stage, so it copies dicts and no tensors.
     @contextmanager
     def isolated_forward(self, reassigned_buffers: Sequence[str] = ()) -> Iterator[None]:
         """Run one forward in this context and undo its side effects on the parents.

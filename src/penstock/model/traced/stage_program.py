@@ -124,6 +124,7 @@ def build_stage_program(
     shape_dependent = _find_shape_dependent_values(trace)
     instructions = []
     for node_index, node in enumerate(trace.nodes):
+        # Nodes without tensors run on every stage: they switch modes such as `no_grad`.
         runs_here = node_index in stage_assignment.nodes or node.kind is NodeKind.NON_TENSOR
         if runs_here:
             fills_container = (
@@ -286,6 +287,7 @@ def _build_placeholder(
     node: TraceNode, remote_tensor: Callable[[int], RemoteTensor]
 ) -> tuple[Any, bool]:
     """Return the result of a node that does not run on this stage, and whether it is static."""
+    # The guards have checked the reads that depend on the values of inputs.
     if node.kind is NodeKind.HOST_READ:
         return node.recorded_result, True
     if node.output is None:

@@ -235,6 +235,7 @@ class TracedPartition:
                     f"unit '{name}' was replaced after the pipe was made, and would not run. Make "
                     "the Pipe after the change, or change what is inside the unit."
                 )
+        # The first call, when the pipe is built, takes the members to compare with.
         members = list(_iter_members(self.parents, self.ownership.buffer_writers))
         initial = self._initial_members = self._initial_members or members
         if len(members) == len(initial) and all(
@@ -272,6 +273,8 @@ class TracedPartition:
                 "made but did not return. This did not happen with the example. Make the Pipe "
                 "with an example like these inputs."
             ) from None
+        # The new trace is assigned to the stages as the example left them: units and parameters
+        # stay where they are, and a buffer is changed by the stage that changed it before.
         written = {
             name: frozenset({stage}) for name, stage in self.ownership.buffer_writers.items()
         }
@@ -334,6 +337,7 @@ class TracedPartition:
             ),
             fingerprint_assignment(assignment),
         )
+        # The newest first: the next micro-batches are probably like this one.
         traces = self._trace_cache.setdefault(key, [])
         traces.insert(0, compiled)
         del traces[MAX_TRACES_PER_KIND:]
@@ -346,6 +350,7 @@ class TracedPartition:
 
         A buffer inside a unit is looked up in the unit, since `model` may be without it.
         """
+        # Shorten the path until it is the name of a unit; the rest is the path inside that unit.
         path, _, key = name.rpartition(".")
         unit, inner = path, ""
         while unit and unit not in self.units:
