@@ -665,7 +665,7 @@ def test_check_ends_with_1_if_anything_differs(run: Run, given: str) -> None:
     assert answer.code == 1
     assert "NOT equal, in 2 of 2 runs:\n" in answer.out
     assert " apart (gpipe, checkpoint never, inline, and 1 more)\n" in answer.out
-    assert "hint: layer '4' (Across) gives other rows when the batch is cut" in answer.out
+    assert "hint: layer '4' (Across) returns other rows when the batch is split" in answer.out
 
 
 def test_check_prints_json(run: Run, given: str) -> None:

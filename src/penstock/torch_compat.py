@@ -115,6 +115,10 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
+# The attribute in which `module.compile()` keeps the compiled forward of a module. A copy of the
+# module whose forward is to be traced sets it to None, or its calls would run compiled code.
+COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
+
 # `torch.compile` puts this into the names of parameters; PyTorch's checkpoints leave it out.
 COMPILED_NAME_PREFIX = "_orig_mod."
 

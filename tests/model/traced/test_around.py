@@ -103,7 +103,7 @@ def test_what_is_around_the_units_may_not_be_replaced(change: Any) -> None:
     model, x = Chain().double(), torch.randn(8, WIDTH).double()
     pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
     change(model)
-    with pytest.raises(RunError, match="replaced, added or taken away after the pipe was made"):
+    with pytest.raises(RunError, match="replaced, added or removed after the pipe was made"):
         pipe.step(x)
 
 
