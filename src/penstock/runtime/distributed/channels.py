@@ -138,8 +138,8 @@ def _insert_nones(spec: PayloadSpec, tensors: Sequence[Tensor]) -> tuple[Tensor 
 def assign_message_tags(program: Program) -> Callable[[Message], int]:
     """Return a function that gives each message of a program a tag of its own.
 
-    Messages from outside (stage OUTSIDE, -1) have tags too. The tag depends on the schedule only, so
-    both ends compute the same number without talking.
+    Messages from outside (stage OUTSIDE, -1) have tags too. The tag depends on the schedule only,
+    so both ends compute the same number without an exchange.
     """
     chunks, stage_count = program.schedule.chunks, program.schedule.stages + 1
 

@@ -1,8 +1,8 @@
 """The control channel: small messages between the ranks of a pipe, and agreement before a call.
 
-`ControlChannel` gathers numbers, and sends texts and small tensors. Everything goes over a gloo group
-through host memory, also between GPUs. It uses point-to-point messages only: a gloo collective takes
-several times as long, and the watchdog could not say which rank is missing.
+`ControlChannel` gathers numbers, and sends texts and small tensors. Everything goes over a gloo
+group through host memory, also between GPUs. It uses point-to-point messages only, because a gloo
+collective takes several times as long.
 
 `check_ranks_agree` compares facts about a call on all ranks before any data is sent.
 """
@@ -277,7 +277,8 @@ def build_disagreement_error(
 ) -> RemoteError:
     """Return an error that lists every fact in which the members differ.
 
-    >>> print(build_disagreement_error("step 3", [{"chunks": "4"}, {"chunks": "4"}, {"chunks": "8"}]))
+    >>> facts = [{"chunks": "4"}, {"chunks": "4"}, {"chunks": "8"}]
+    >>> print(build_disagreement_error("step 3", facts))
     the ranks disagree about step 3, and nothing was sent:
       chunks: 4 on rank 0, 1; 8 on rank 2
     """

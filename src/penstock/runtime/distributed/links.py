@@ -7,9 +7,9 @@
 | NcclLinks   | GPU      | NCCL                                | the compute stream, not the host  |
 
 A send returns at once and keeps its tensors alive until the receiver has them. Even a small gloo
-send completes only when the receive is posted. Over gloo at most MAX_IN_FLIGHT messages may be under
-way to one receiver; the next send then waits for the oldest one, so a fast sender cannot fill the
-memory. Over NCCL the device waits instead of the host.
+send completes only when the receive is posted. Over gloo at most MAX_IN_FLIGHT messages may be
+under way to one receiver. The next send then waits for the oldest one, so a fast sender cannot fill
+the memory. Over NCCL the device waits instead of the host.
 """
 
 from __future__ import annotations

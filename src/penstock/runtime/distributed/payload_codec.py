@@ -1,8 +1,8 @@
 """The header of a message between processes: everything about a payload except its tensor data.
 
 A `PayloadSpec` has the dtype, shape and strides of each tensor, and the layout of the containers
-around them (tuples, lists, dicts, and plain values in them). `encode_spec` and `decode_spec` turn it
-into JSON text and back. Nothing is pickled, so a header cannot run code on the receiver.
+around them (tuples, lists, dicts, and plain values in them). `encode_spec` and `decode_spec` turn
+it into JSON text and back. Nothing is pickled.
 
     Payload ─ from_payload ─► PayloadSpec ─ encode_spec ─► text
                                                              │  sent before the tensors

@@ -39,8 +39,8 @@ def open_shared_store(
     Each of the ranks calls this once with the same name. The store is the one of the default
     process group if that is a TCP store, else a new one that the first rank serves.
 
-    The watchdog relies on TCP: each of its threads blocks in a `clone()` of this store until another
-    rank sets a key.
+    The watchdog relies on TCP: its listener thread blocks in a `clone()` of this store until
+    another rank sets a key.
     """
     if world_store is None:
         assert dist.group.WORLD is not None
