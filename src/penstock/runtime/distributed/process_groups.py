@@ -1,4 +1,4 @@
-"""The process groups of a pipe: channels, links and the watchdog, and how they reopen after a fault.
+"""The process groups of a pipe: channels, links, the watchdog, and reopening after a fault.
 
 The groups belong to the pipe. They are not the groups of the user's mesh, so that a pipe can abort
 and reopen them without harm to anything else.
@@ -107,8 +107,8 @@ SLOW_CALL_TIMEOUT_FACTOR = 60.0  # while a pipe is created, saved or loaded: dis
 # Only a backstop: the watchdog ends a wait long before.
 _GROUP_TIMEOUT = timedelta(minutes=30)
 
-# The number of pipes created in this process, by their global ranks. All ranks create the same pipes
-# in the same order, so the count names the store prefix of a pipe on all of them alike.
+# The number of pipes created in this process, by their global ranks. All ranks create the same
+# pipes in the same order, so the count names the store prefix of a pipe on all of them alike.
 _pipe_counts: dict[tuple[int, ...], int] = {}
 
 
@@ -174,8 +174,9 @@ class ProcessGroups:
         """
         if self._is_in_call():
             raise RunError(
-                f"{operation} of a pipe was called inside another call of the same pipe, in a layer "
-                "or a hook. The other ranks would not take part in it. Call it after the step."
+                f"{operation} of a pipe was called inside another call of the same pipe, in a "
+                "layer or a hook. The other ranks would not take part in it. Call it after the "
+                "step."
             )
         with self._call_lock:
             if self.watchdog.closed:

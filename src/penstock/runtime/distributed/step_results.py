@@ -42,7 +42,7 @@ _LOSS_DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 # The first entries of the row that a rank sends: loss, index of its dtype in _LOSS_DTYPES, rescale
-# factor, used_rng, has_outputs. The start and end of each action follow. nan means "not known here".
+# factor, used_rng, has_outputs. The start and end of each action follow. nan: not known here.
 _HEADER_LENGTH = 5
 
 
@@ -244,8 +244,8 @@ def _cast_like(value: Tensor, reference: Tensor) -> Tensor:
 class DistributedLossAccumulator:
     """The loss and the gradient scale of one step, on one rank.
 
-    `accumulator` is None on a rank without the last stage. `replica_losses` is None unless the pipe
-    averages over replicas.
+    `accumulator` is None on a rank without the last stage. `replica_losses` is None unless the
+    pipe averages over replicas.
     """
 
     metrics: dict[str, Any]  # after the step
@@ -313,7 +313,7 @@ class DistributedLossAccumulator:
         )
 
     def collect_outputs(self, rows: MicrobatchRows) -> Any:
-        """Return the outputs of the step. None if they were not requested or are on another rank."""
+        """Return the outputs of the step, or None if not requested or on another rank."""
         losses = [] if self.accumulator is None else self.accumulator.microbatch_losses
         outputs = [loss.extras.output[0] for loss in losses if loss.extras.output]
         return gather(outputs, rows) if outputs else None
@@ -328,7 +328,7 @@ class DistributedLossAccumulator:
             )
 
     def restore_gradients(self) -> None:
-        """Restore the gradients from before the step, after it has failed."""
+        """Restore the gradients that were set aside, after the step has failed."""
         if self.accumulator is not None:
             self.accumulator.restore_gradients()
         elif self._previous_gradients is not None:
