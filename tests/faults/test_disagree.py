@@ -79,9 +79,9 @@ def save_beside(pipe: Pipe, folder: Path) -> None:
 
 
 STEPS: dict[Odd, str] = {
-    other_batch: "some numbers of tensor 0: ",
+    other_batch: "sample values of tensor 0: ",
     other_size: "inputs: float64[",
-    other_target: "some numbers of tensor 1: ",
+    other_target: "sample values of tensor 1: ",
     no_backward: "gradients: ",
     evaluation: "training mode: ",
     forward: "the call: ",

@@ -73,7 +73,7 @@ def test_nobody_waits_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> No
     store.set("penstock/start", "of the dead")
     monkeypatch.setattr("penstock.launch.store_rendezvous._RETRY_INTERVAL", 0.01)
     monkeypatch.setattr("penstock.launch.store_rendezvous._EXTRA_TIMEOUT", 0.1)
-    with pytest.raises(RunError, match=r"rank 1 was not answered by rank 0 within 0.3 s"):
+    with pytest.raises(RunError, match=r"rank 1 got no answer from rank 0 within 0.3 s"):
         join_rendezvous(store, 1, 2, "hello", 0.1)
 
 

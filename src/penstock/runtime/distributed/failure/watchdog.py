@@ -67,9 +67,8 @@ _SIGINT_DELAY = 0.2
 # torchrun sends SIGTERM to all ranks when one has died. Within this time the death is usually
 # found, which explains more than the signal.
 _SIGTERM_DELAY = 1.5
-_ACKNOWLEDGE_TIMEOUT = (
-    3.0  # for the others to read the cause, before the host of the store may exit
-)
+# The host of the store stays this long, so that the other ranks can read the cause.
+_ACKNOWLEDGE_TIMEOUT = 3.0
 
 # The fields of a heartbeat that the guarded thread sets: state, description, awaited ranks, and
 # timeout factor. It replaces the whole tuple, so the monitor thread needs no lock to read it.
