@@ -87,7 +87,7 @@ def test_told_waits_as_long_as_it_is_said() -> None:
 def test_a_store_that_is_not_there_is_named() -> None:
     port = int(free_port())
     seat = RankEnv(1, 2, 1, 2, "localhost", port, launcher_has_store=True)
-    with pytest.raises(RunError, match=rf"rank 1 on .* store at localhost:{port} within 0.5 s\. Check"):
+    with pytest.raises(RunError, match=rf"rank 1 on .* at localhost:{port} within 0.5 s\. Check"):
         open_store(seat, 0.5)
 
 

@@ -54,10 +54,10 @@ from penstock.runtime.distributed.failure.signals import SignalHandler
 # They talk through a TCP store. Each has a client of its own (`store.clone()`): a client that two
 # threads share blocks both while one of them waits. Keys:
 #
-#     cause     the failure as JSON; compare_set, so the first writer wins
-#     wake/2    set when rank 2 should read `cause`, or when its listener may end
-#     seen/2    rank 2 has read the cause
-#     sign/2    the last heartbeat of rank 2
+#     failure       the failure as JSON; compare_set, so the first writer wins
+#     wake/2        set when rank 2 should read `failure`, or when its listener may end
+#     seen/2        rank 2 has read the failure
+#     heartbeat/2   the last heartbeat of rank 2
 # -------------------------------------------------------------------------------------------------
 
 # All times are in seconds.
@@ -67,7 +67,7 @@ _SIGINT_DELAY = 0.2
 # torchrun sends SIGTERM to all ranks when one has died. Within this time the death is usually
 # found, which explains more than the signal.
 _SIGTERM_DELAY = 1.5
-# The host of the store stays this long, so that the other ranks can read the cause.
+# The host of the store stays this long, so that the other ranks can read the failure.
 _ACKNOWLEDGE_TIMEOUT = 3.0
 
 # The fields of a heartbeat that the guarded thread sets: state, description, awaited ranks, and
@@ -214,20 +214,20 @@ class HeartbeatMonitor:
 
     def _publish_heartbeat(self, store: Store) -> None:
         self._heartbeat_count += 1
-        store.set(f"sign/{self.rank}", self.build_heartbeat().to_json())
+        store.set(f"heartbeat/{self.rank}", self.build_heartbeat().to_json())
 
     def _publish_failure(self, store: Store, failure: Failure) -> None:
-        store.compare_set("cause", "", failure.to_json())  # keeps a cause that is there
+        store.compare_set("failure", "", failure.to_json())  # keeps a failure that is there
         for rank in range(self.size):
             store.set(f"wake/{rank}", "")
-        self.failure_known.wait(_MAIN_THREAD_GRACE)  # the listener reads the cause back
+        self.failure_known.wait(_MAIN_THREAD_GRACE)  # the listener reads it back
 
     def _check_peers(self, store: Store) -> Failure | None:
         """Read the heartbeats of the monitored ranks. Return a failure if there is one."""
-        if store.check(["cause"]):  # its writer may have died before it set the wake keys
-            return Failure.from_json(store.get("cause"))
+        if store.check(["failure"]):  # its writer may have died before it set the wake keys
+            return Failure.from_json(store.get("failure"))
         # `get` blocks until a key exists, so ask only for ranks that have sent a heartbeat.
-        keys = {rank: f"sign/{rank}" for rank in self._monitored_ranks}
+        keys = {rank: f"heartbeat/{rank}" for rank in self._monitored_ranks}
         self._started_ranks |= {
             r for r in keys.keys() - self._started_ranks if store.check([keys[r]])
         }
@@ -276,8 +276,8 @@ class HeartbeatMonitor:
     def _run_listener(self, store: Store) -> None:
         try:
             self._wait_for_wake_key(store)
-            if store.check(["cause"]):
-                failure = Failure.from_json(store.get("cause"))
+            if store.check(["failure"]):
+                failure = Failure.from_json(store.get("failure"))
                 self._wait_for_current_call(failure)
                 self._record_failure(failure)
                 store.set(f"seen/{self.rank}", "")
@@ -310,7 +310,7 @@ class HeartbeatMonitor:
             time.sleep(0.005)
 
     def _wait_for_seen_keys(self, store: Store) -> None:
-        """Wait on the host of the store until all other ranks have read the cause.
+        """Wait on the host of the store until all other ranks have read the failure.
 
         The store ends with the process of its host, and that may exit right after the error.
         """
