@@ -108,6 +108,7 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
             f"of {env.world_size} ranks, {', '.join(map(str, missing))} did not start within "
             f"{START_TIMEOUT:g} s. Look at their output, and run  torchrun ... -m penstock doctor"
         )
+    # Both before the group is created: NCCL uses the current device, and gloo reads the variable.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     set_gloo_interface(env)
@@ -145,7 +146,7 @@ def _shut_down() -> None:
     After an error the process exits at once: peers may be gone and would never answer.
     """
     time.sleep(GLOO_DRAIN_SECONDS)
-    failed = hasattr(sys, "last_value")
+    failed = hasattr(sys, "last_value")  # Python sets it for an exception that ended the program
     if failed or not _initialized or not dist.is_initialized():
         return
     env, joined = _initialized.pop()

@@ -70,6 +70,7 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         )
     rank, size, local_rank, local_size = (int(environ[name]) for name in _REQUIRED_VARIABLES[:4])
     address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    # torchrun sets this when its agent serves the store at MASTER_ADDR. Otherwise rank 0 must.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(rank, size, local_rank, local_size, *address, has_store)
 
@@ -137,6 +138,7 @@ def _get_interface_address(interface: str) -> str | None:
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
+            # The answer is a struct ifreq. The IPv4 address is in its bytes 20 to 23.
             answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
         except OSError:  # the interface has no IPv4 address
             return None

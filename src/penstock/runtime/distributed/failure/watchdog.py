@@ -106,10 +106,12 @@ class HeartbeatMonitor:
         self._tracker = HeartbeatTracker(max_gap=2 * timeouts.interval)
         self._heartbeat_count, self._abort_groups = 0, abort_groups
         self._store = store  # on the host this object is the server: keep it alive
+        # A socket and not an Event: signals can write to it while the main thread is in C.
         self._wakeup_receiver, self.wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
         self.wakeup_sender.setblocking(False)
         stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
+        # The monitor must notice a store that hangs. The listener waits as long as it takes.
         stores[0].set_timeout(timedelta(seconds=max(timeouts.heartbeat, 1)))
         self._threads = [
             threading.Thread(target=target, args=(client,), name=f"penstock-{name}", daemon=True)
@@ -331,6 +333,8 @@ class HeartbeatMonitor:
 
     def _record_failure(self, failure: Failure) -> None:
         """Store the failure, and abort the groups so that the guarded thread stops waiting."""
+        # Both threads may get here at once: the listener with a failure from the store, the
+        # monitor with a lost store. The first one counts.
         with self._failure_lock:
             if self.failure is not None:
                 return
@@ -412,8 +416,9 @@ def _write_stderr(text: str) -> None:
 # A transport error is only a symptom, so the rank waits a moment for the cause (`wait_for_failure`)
 # before it publishes anything. If a new PyTorch changes the text, case 3 takes the error for an
 # exception of the layer and publishes it at once: all ranks still stop with one RemoteError, but it
-# may name a rank that lost a connection instead of the rank that died. If the text of a layer's own
-# error matches by chance, the report is the right one, only later by `Timeouts.failure_wait`.
+# may name a rank that lost a connection instead of the rank that died. A test of the watchdog
+# compares this pattern with the text of an aborted group, and fails then. If the text of a layer's
+# own error matches by chance, the report is the right one, only later by `Timeouts.failure_wait`.
 _CONNECTION_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
 )
