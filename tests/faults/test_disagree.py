@@ -144,7 +144,7 @@ def grows() -> RemoteError:
 def test_a_message_that_is_another_than_before() -> None:
     found = ranks(2).run(grows)
     assert {(error.kind, error.rank) for error in found} == {("raised", 0)}
-    assert "make the pipe with shapes='sent'" in str(found[1])
+    assert "create the pipe with shapes='sent'" in str(found[1])
 
 
 # ---- making a pipe -------------------------------------------------------------------------
