@@ -269,7 +269,7 @@ def test_replicas_are_refused() -> None:
 
 def test_ranks_that_are_processes_are_refused() -> None:
     nobody: Any = None
-    with pytest.raises(RunError, match=r"and this pipe's ranks are processes: make the same pipe"):
+    with pytest.raises(RunError, match=r"but the ranks of this pipe are processes"):
         DistributedEngine.measure_memory(nobody, nobody, nobody, nobody)
 
 
