@@ -299,8 +299,9 @@ class LocalEngine:
         self._prepared_pipe.check_model_unchanged()
         if self._replicas:
             raise RunError(
-                "pipe.memory cannot undo a step of stages in DistributedDataParallel or "
-                "fully_shard. Measure a pipe of the same model without these wrappers."
+                "pipe.memory undoes the effects of its steps, which is not possible for stages in "
+                "DistributedDataParallel or fully_shard. Measure a pipe of the same model without "
+                "these wrappers."
             )
         partition, placement = self._placed_partition.partition, self._placed_partition.placement
         stage_modules = (module for stage in partition.stages for module in stage.modules())
