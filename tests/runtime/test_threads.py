@@ -134,7 +134,7 @@ def interrupted_at(line: int, crew: WorkerPool) -> bool:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_name
-        if frame.f_code.co_filename != threads.__file__ or name in ("do", "__init__"):
+        if frame.f_code.co_filename != threads.__file__ or name in ("run_jobs", "__init__"):
             return None  # a lock cannot be left at every line
         if event == "line" and next(lines) == line:
             raise KeyboardInterrupt
