@@ -68,6 +68,7 @@ def average_gradients(
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], group: AnyProcessGroup) -> None:
     """Overwrite the tensors of every rank with those of the first rank of the group."""
+    # One message for all tensors of one device and dtype.
     tensors_by_kind: dict[Any, list[Tensor]] = {}
     for tensor in map(to_local, tensors):
         if tensor.numel():
@@ -100,6 +101,8 @@ def _bucket_key(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
 
 def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Group parameters with the same bucket key, up to `BUCKET_BYTES` in each group."""
+    # Several buckets fill at the same time, one for each key, so that parameters of mixed dtypes do
+    # not end up in many small ones.
     full: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
@@ -139,6 +142,7 @@ class _Bucket:
         # overflow. The flags are written after the division.
         self._flat.mul_(1 / group.size())
         self._presence_flags.copy_(torch.tensor(has_gradient, dtype=self._flat.dtype))
+        # Not every backend sums complex numbers, so they travel as pairs of real ones.
         summands = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         self._work: Any = group.allreduce([summands])
 

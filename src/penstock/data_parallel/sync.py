@@ -91,6 +91,8 @@ class Replicas:
 
     @contextmanager
     def _defer_wrapper_sync(self, deferred: DeferredSync, with_grad: bool) -> Iterator[None]:
+        # On an error nothing is reduced: other replicas may not get to the end of the step, and a
+        # collective would wait for them. DDP's flags are restored in any case.
         self._ddp_modules.disable_sync(with_grad)
         self._fsdp_modules.disable_sync()
         try:
@@ -115,6 +117,7 @@ class Replicas:
             *self._unwrapped_parameters(replica_group),
             *self._unwrapped_buffers(replica_group),
         ]
+        # Tensors on `meta` have no values; a checkpoint fills them later on every replica.
         replica_group.on_wait("the initial state of the first replica")
         broadcast_from_first(
             [t for t in tensors if t.device.type != "meta"], replica_group.process_group

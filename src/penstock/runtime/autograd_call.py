@@ -120,6 +120,8 @@ class AutogradCall:
         ]
         self._output_layouts = [payload.layout for payload in payloads]
         self._output_sizes = [len(payload.tensors) for payload in payloads]
+        # Stages save `.data` of the inputs, whose version counter does not see in-place changes
+        # that the caller makes. So the backward compares the versions of the caller's tensors.
         self._input_versions = tensor_versions(self.inputs)
         tensors = [t for payload in payloads for t in payload.tensors if t is not None]
         return tensors, [need for payload in payloads for need in payload.needs_grad]
@@ -163,6 +165,7 @@ class AutogradCall:
         try:
             self.execution.run(self._backward_phase, retain_graph)
         except BaseException:
+            # Some cells have run their backward and some have not. There is no state to resume.
             self.execution.clear()
             raise
         input_gradients = [
@@ -202,6 +205,7 @@ class PipeFunction(torch.autograd.Function):
         autograd connects the node to them.
         """
         ctx.autograd_call = autograd_call
+        # An output that the loss does not use gets None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         outputs, needs_grad = autograd_call.forward()
         ctx.mark_non_differentiable(

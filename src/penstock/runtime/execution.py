@@ -286,7 +286,7 @@ def _elapsed_seconds(start: Timestamp, end: Timestamp) -> float:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run with its timestamps. On a GPU the run may still be going on."""
+    """A run with its timestamps. On a GPU it may still be going on."""
 
     program: Program
     timed_actions: Sequence[Sequence[TimedAction]]

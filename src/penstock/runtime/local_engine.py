@@ -162,6 +162,7 @@ class LocalEngine:
         program, *phases = self._program_cache.for_graph(
             stage_inputs.graph
         ).get_forward_backward_phases(key)
+        # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
         stages = block_aux_losses(self._placed_partition.partition.stages)
         runtime_used = select_runtime(
             options.runtime, list(self._placed_partition.devices.values()), self._replicas
@@ -199,6 +200,7 @@ class LocalEngine:
                 PreparedStep(options, request, stage_inputs, loss_scale)
             )
         if torch.is_grad_enabled():
+            # All ranks are here, so only processes that hold shards of DTensors have to agree.
             if request.scaler is not None:
                 propagate_overflow(self._placed_partition.partition.parameters(), None)
             self._lazy_state.last_measured = result.measured
@@ -244,6 +246,7 @@ class LocalEngine:
         reduction = stage_inputs.refine_reduction(
             resolve_reduction(request.loss_fn, options.reduction)
         )
+        # The loss is computed by the last stage, in its thread and on its device.
         stages = append_loss(
             self._placed_partition.partition.stages,
             request.loss_fn,
@@ -331,6 +334,7 @@ class LocalEngine:
         for layer in self._deferred_batchnorms:
             layer.begin_minibatch(schedule.chunks)
         devices, placement = self._placed_partition.devices, self._placed_partition.placement
+        # In a capture the ranks get devices whose timestamps the graph itself writes.
         devices = dict(enumerate(overrides.devices)) or devices
         tied_weights = LocalTiedWeights(
             stages, list(devices.values()), placement, in_caller_graph, schedule.chunks
@@ -376,6 +380,8 @@ class LocalEngine:
         While a step runs, `.grad` may have a provisional scale (see loss_accumulator.py), which a
         step of another thread must not add to.
         """
+        # A worker that waited for this lock would block the step that holds it, so it must get its
+        # error before.
         if self._lazy_state.worker_pool is not None:
             self._lazy_state.worker_pool.check_caller()
         return self._lazy_state.step_lock
@@ -387,6 +393,8 @@ class LocalEngine:
                 self._lazy_state.worker_pool is None
                 or not self._lazy_state.worker_pool.is_in_this_process
             ):
+                # Threads run in no fixed order. Two ranks that communicate in one process group
+                # could start their collectives in another order than the peer process does.
                 check_separate_process_groups(
                     self._placed_partition.partition, self._placed_partition.placement
                 )
@@ -405,5 +413,6 @@ class _LazyState:
     step_lock: AbstractContextManager[object] = field(default_factory=RLock)
     last_measured: HasTimeline | None = None
 
+    # Threads, locks and captured graphs cannot be copied or pickled.
     def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
         return _LazyState, ()

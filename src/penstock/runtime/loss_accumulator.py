@@ -121,6 +121,7 @@ class LossAccumulator:
     def set_replica_share(self, replica_share: ReplicaShare) -> None:
         """Declare that the batch is part of a larger one. Call it before the step."""
         self._replica_share = replica_share
+        # Divide by the global count and multiply by the number of replicas; see `ReplicaShare`.
         if self._gradient_divisor is not None and replica_share.global_target_count is not None:
             self._gradient_divisor = torch.full_like(
                 self._gradient_divisor,
@@ -157,6 +158,7 @@ class LossAccumulator:
     def _compute_loss_gradient(self, microbatch: int, microbatch_loss: MicrobatchLoss) -> Tensor:
         loss, weight = microbatch_loss.loss, microbatch_loss.extras.weight
         if weight is None:
+            # A sum over replicas becomes a mean by the reduction, so the count makes up for it.
             factor = (
                 self._replica_share.replica_count
                 if self._is_sum

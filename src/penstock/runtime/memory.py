@@ -90,6 +90,7 @@ class Memory:
         for reading in self.readings:
             if reading.rank == rank and isinstance(reading.action, Compute):
                 curve.append((reading.action, reading.alive[rank]))
+            # Actions of other ranks can add to this rank's bytes: a payload arrives.
             elif curve:
                 action, most = curve[-1]
                 curve[-1] = action, max(most, reading.alive[rank])
@@ -106,6 +107,8 @@ class Memory:
     @cached_property
     def forecast(self) -> Timeline:
         """The simulated step, all actions of equal time. `memory(rank)` and `peak` are in bytes."""
+        # The bytes of one micro-batch are measured. The forecast predicts how many micro-batches
+        # are alive at once.
         even = Cost.even(self.program.schedule.placement)
         return simulate(self.program, replace(even, activation=self.activation))
 
@@ -331,6 +334,7 @@ def profile_step_memory(
     probes = build_memory_probes(devices)
     baseline: dict[int, int] = {}
 
+    # The executor enters this context around every action.
     @contextmanager
     def read_after_action(rank: int, bound_action: BoundAction) -> Iterator[None]:
         with ExitStack() as stack:
@@ -353,6 +357,7 @@ def profile_step_memory(
 
 def count_resident_bytes(stages: Iterable[Stage], placement: Sequence[int]) -> tuple[int, ...]:
     """Return the bytes of the parameters, their gradients and the buffers of each rank."""
+    # A dict per rank, because a tied tensor counts once on each rank that has it.
     tensors_by_rank: list[dict[Tensor, None]] = [{} for _ in range(max(placement) + 1)]
     for stage in stages:
         for module in stage.modules():

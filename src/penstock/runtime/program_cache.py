@@ -57,6 +57,8 @@ def is_forward(action: Action) -> bool:
     """Return whether an action is a forward, or a message that carries activations."""
     if isinstance(action, Compute):
         return action.op is Op.F
+    # Stages are numbered in topological order, so activations go to higher stages and gradients to
+    # lower ones.
     return action.message.src < action.message.dst
 
 
@@ -131,6 +133,8 @@ class ProgramCache:
 
     def _build_schedule(self, key: ProgramKey) -> Schedule:
         schedule = self._schedule_choice(key.chunks)
+        # `recompute` adds R actions according to `checkpoint`. A schedule of the user may have R
+        # actions of its own; `remove_recompute` drops them.
         if key.allow_recompute:
             return recompute(schedule, recompute_mode(key.checkpoint, key.chunks))
         return remove_recompute(schedule)

@@ -47,6 +47,7 @@ class CallOptions:
 
     def build_program_key(self, chunks: int, allow_recompute: bool = True) -> ProgramKey:
         """Return the key of the program for a call with `chunks` micro-batches."""
+        # As in PyTorch's old `Pipe`, a model in eval mode is never recomputed.
         return ProgramKey(chunks, self.training and allow_recompute, self.checkpoint)
 
 
@@ -64,6 +65,8 @@ class PreparedPipe:
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
+        # A stage holds its layers. A layer that the user puts into the pipe later would be saved
+        # and optimised, but it would not run.
         layout = self.placed_partition.partition.how
         if isinstance(layout, TracedPartition):
             layout.check_unchanged()
@@ -81,6 +84,7 @@ class PreparedPipe:
         programs = self.program_cache.for_graph(stage_inputs.graph)
         if torch.is_grad_enabled():
             return programs.get_step_phase(options.build_program_key(stage_inputs.chunks))
+        # Without a backward there is nothing to recompute for.
         program, forwards, _ = programs.get_forward_backward_phases(
             options.build_program_key(stage_inputs.chunks, False)
         )
@@ -179,6 +183,8 @@ class Engine(Protocol):
 
 def build_cell_policy(schedule: Schedule, require_known_leaves: bool = False) -> CellPolicy:
     """Return the rules by which a schedule computes its cells, in the caller's grad mode."""
+    # Read here, in the caller's thread: the rules are applied by worker threads, whose grad mode is
+    # their own.
     grad = torch.is_grad_enabled()
 
     def saved_for_backward(stage: int, microbatch: int) -> SavedForBackward:

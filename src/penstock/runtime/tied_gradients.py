@@ -56,6 +56,9 @@ class LocalTiedWeights:
             )
             for rank, device in enumerate(devices)
         ]
+        # Nothing that is shared may change while stages compute. With one micro-batch, the stages
+        # of one rank run one after another, as in the unsplit model. Then only what several ranks
+        # share has to stay the same.
         self.proxies = {
             stage.index: StageProxies(
                 modules, self._proxy_pools[rank], shared_ids if chunks > 1 else owners
@@ -111,6 +114,7 @@ def _find_owner_ranks(
 
 def collect_module_and_tensor_ids(modules: Sequence[nn.Module]) -> set[int]:
     """Return the ids of modules, of their parameters and of their buffers."""
+    # Ids instead of the objects: hashing a tensor is slow, and this runs in every call.
     ids = {id(unwrap_proxy(t)) for m in modules for t in m._parameters.values() if t is not None}
     ids.update([id(unwrap_proxy(t)) for m in modules for t in m._buffers.values() if t is not None])
     ids.update(map(id, modules))

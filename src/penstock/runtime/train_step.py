@@ -37,7 +37,7 @@ from penstock.torch_compat import pytree
 
 
 class HasTimeline(Protocol):
-    """The interface of a finished run that can build its timeline."""
+    """The interface of a run that can build its timeline."""
 
     @property
     def timeline(self) -> Timeline:
@@ -108,6 +108,8 @@ def run_train_step(
     """
     tensors_by_cell = collect_tensors_by_cell(stage_inputs.by_stage)
     execution.cell_io.inputs = build_input_payloads(stage_inputs.by_stage)
+    # The worker of the last stage asks the accumulator for each micro-batch's first gradient, so
+    # that a backward can begin while other micro-batches are still in their forward.
     execution.cell_io.compute_output_gradients, execution.cell_io.before_backward = (
         loss_accumulator.compute_output_gradients,
         loss_accumulator.before_backward,
@@ -118,6 +120,8 @@ def run_train_step(
         except BaseException:
             loss_accumulator.restore_gradients()
             raise
+        # Gradients get their final scale before they are reduced over replicas, which happens when
+        # the context ends. FSDP keeps its gradients elsewhere and needs the factor itself.
         loss_accumulator.finish_gradients()
         deferred.rescale_factor = loss_accumulator.rescale_factor
     for cell, payload in execution.cell_io.inputs.items():
@@ -155,6 +159,7 @@ def _combine_metric(
 
     If the micro-batches return different structures, the metric is the list of their values.
     """
+    # A metric may be a tree, such as a dict of numbers. Its leaves are combined one by one.
     flattened = [pytree.tree_flatten(value) for value in values]
     if any(spec != flattened[0][1] for _, spec in flattened):
         return list(values)
@@ -179,6 +184,7 @@ def _is_scalar(value: Any) -> bool:
 def _to_scalar_tensor(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value
+    # The dtypes of Python's own numbers, so that a metric loses no digits.
     dtype = torch.float64 if isinstance(value, float) else torch.int64
     return torch.full((), value, dtype=dtype, device=device)
 

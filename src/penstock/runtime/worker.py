@@ -133,6 +133,7 @@ class Worker:
         """Run one action and record its start and its end."""
         action = bound_action.action
         if isinstance(action, Recv):
+            # Posting takes no time that is worth showing in a timeline.
             self._posted_recvs[action.message] = self._transport.recv(action.message)
             return
         if isinstance(action, Send):
@@ -141,6 +142,7 @@ class Worker:
             self._transport.send(action.message, self._ready_payloads.pop(action.message))
             self._last_end = self.device.record_send_end(start)
         else:
+            # Waiting for messages comes before the start is recorded.
             received = {m.src: self._take_payload(m) for m in bound_action.consumed_messages}
             start = self.device.record_timestamp(self._last_end)
             self._compute(action, received, bound_action.produced_messages)
@@ -149,8 +151,10 @@ class Worker:
 
     def _take_payload(self, message: Message) -> Payload:
         wait = self._posted_recvs.pop(message, None)
-        if wait is None:
+        if wait is None:  # both stages are on this rank, and nothing was sent
             return self._ready_payloads.pop(message)
+        # The rank may be idle until the message is there, so the next action needs a start of its
+        # own: the end of the last one would count the wait as work.
         self._last_end = None
         return wait()
 
