@@ -327,18 +327,18 @@ def sometimes(a: Any, b: Any) -> Loss:
 @pytest.mark.parametrize(
     ("loss_fn", "reduction", "message"),
     [
-        (lambda y, t: (F.mse_loss(y, t), 2), "sum", "a weight, and reduction='sum' has no use"),
+        (lambda y, t: (F.mse_loss(y, t), 2), "sum", "a weight, but reduction='sum' does not"),
         (sometimes(lambda l: l, lambda l: (l, 1)), None, "one micro-batch and none for another"),
         (sometimes(lambda l: (l, 1), lambda l: {"loss": l}), None, "one micro-batch and none for"),
         (
             sometimes(lambda l: {"loss": l, "a": 1, "b": 2}, lambda l: {"loss": l, "a": 1}),
             None,
-            "gave the metrics 'a', 'b' for one micro-batch and 'a' for another",
+            "returned the metrics 'a', 'b' for one micro-batch and 'a' for another",
         ),
         (
             sometimes(lambda l: {"loss": l, "a": 1}, lambda l: l),
             None,
-            r"gave the metrics 'a' for one micro-batch and \(none\) for another",
+            r"returned the metrics 'a' for one micro-batch and \(none\) for another",
         ),
         (lambda y, t: {"a": y.mean()}, None, "loss_fn gave a dict with 'a': it needs a 'loss'"),
         (lambda y, t: {}, None, "loss_fn gave a dict with nothing: it needs a 'loss'"),
@@ -643,7 +643,7 @@ def test_a_scaler_under_autocast() -> None:
 def test_a_scaler_that_is_none() -> None:
     _, pipe = both(loss_fn=F.mse_loss)
     x, target = batch(7)
-    with pytest.raises(TypeError, match=r"scaler is a torch\.amp\.GradScaler, not float"):
+    with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler, not float"):
         pipe.step(x, target=target, scaler=1024.0)  # type: ignore[arg-type]
     model, _ = both()
     off = torch.amp.GradScaler("cpu", enabled=False)
