@@ -62,8 +62,8 @@ CASES = {
     "a rank is missing": (
         found({}, {}, world_size=4),
         [
-            "broken: ranks 2 and 3 of 4 did not join within 30 s. Look at their output: a rank that "
-            "hangs, or cannot reach rank 0, looks like this"
+            "broken: ranks 2 and 3 of 4 did not join within 30 s. Look at their output: a rank "
+            "that hangs, or cannot reach rank 0, looks like this"
         ],
     ),
     "torch differs": (
@@ -80,8 +80,8 @@ CASES = {
     "nccl on one host only": (
         found({}, with_version("nccl", "2.27.3")),
         [
-            "broken: nccl differs between ranks: none on rank 0; 2.27.3 on rank 1. Install the same "
-            "version on every host"
+            "broken: nccl differs between ranks: none on rank 0; 2.27.3 on rank 1. Install the "
+            "same version on every host"
         ],
     ),
     "the driver is too old": (
@@ -144,7 +144,8 @@ CASES = {
     "a GPU in use": (
         found({**GPU, "memory": {"cuda:0": FreeSpace(10 * GIB, 80 * GIB)}}),
         [
-            "look: rank 0: 70.0 GiB of cuda:0 are already in use. nvidia-smi shows by which processes"
+            "look: rank 0: 70.0 GiB of cuda:0 are already in use. nvidia-smi shows by which "
+            "processes"
         ],
     ),
     "little memory": (

@@ -67,7 +67,7 @@ def test_patience_is_a_number_of_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = asked(monkeypatch, capsys, "--patience", "0")
-    assert said == (2, "", "penstock: --patience takes seconds above 0, up to 600; not 0\n")
+    assert said == (2, "", "penstock: --patience takes seconds above 0 and up to 600, not 0\n")
 
 
 def test_under_a_launcher_rank_0_speaks_for_all() -> None:
