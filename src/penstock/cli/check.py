@@ -98,6 +98,7 @@ def _print_report(report: Report) -> None:
         console.print(text)
 
 
+# Words and numbers of the report that are colored, by color.
 _STYLES = {
     "green": r"\bequal\b",
     "yellow": r"\brefused\b",
@@ -113,6 +114,7 @@ def _call_factory(path: str) -> Any:
     name, _, factory = path.partition(":")
     if not name or not factory:
         raise ArgumentError(f"expected MODULE:FACTORY, such as my_model:make, not '{path}'")
+    # A console script does not have the current directory on its path, unlike `python -m`.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

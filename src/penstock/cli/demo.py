@@ -66,6 +66,7 @@ class DemoRequest:
 
 def run(request: DemoRequest, size: DemoSize | None = None) -> bool:
     """Run the demo, print its results, and return whether the gradients are right."""
+    # Everything that can be wrong is checked before the training, which takes a while.
     if find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "draw", "the demo")
     devices = find_devices() if request.devices is None else parse_devices(request.devices)

@@ -49,7 +49,7 @@ MemoryOption = Annotated[
     float | None,
     typer.Option(
         "--memory",
-        help="Limit on live micro-batches per rank. Default for fit: the peak of 1f1b.",
+        help="Limit on live micro-batches per rank, over all its stages. For fit: 1f1b's peak.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -126,6 +126,7 @@ class ScheduleRequest:
         limited = self._simulate(schedules.fit(placement, self.chunks, cost, self.memory, graph))
         if self.checkpoint == "never":
             return limited
+        # Recomputation repeats the forward before each backward: I costs I + F.
         slower = replace(cost, I=tuple(i + f for i, f in zip(cost.I, cost.F, strict=True)))
         unlimited = self._simulate(
             schedules.fit(placement, self.chunks, slower, self.chunks, graph)
@@ -171,7 +172,7 @@ class ScheduleRequest:
 def read_schedule_file(file: Path) -> Schedule | Program:
     """Return the schedule or program in a file, saved before or written by hand."""
     try:
-        return loads(file.read_text(encoding="utf-8-sig"))
+        return loads(file.read_text(encoding="utf-8-sig"))  # some editors begin with a BOM
     except UnicodeDecodeError:
         raise FormatError("this is not a schedule:", [f"{file} is not text"]) from None
 
@@ -187,5 +188,6 @@ def simulate_file(
         program = lower(program, graph)
     elif skips:
         raise ArgumentError(SKIP_WITH_PROGRAM)
+    # A program can deadlock where its schedule is sound, so it is verified, too.
     require_sound(program, memory=memory)
     return simulate(program, Cost.even(program.schedule.placement, **costs))

@@ -41,6 +41,7 @@ def format_sizes(schedule: Schedule) -> str:
 def draw_for_terminal(timeline: Timeline, width: int | None = None) -> str:
     """Return the picture of a timeline as text, in the width and colors of the terminal."""
     console = Console()
+    # No colors in a pipe or a file, in a terminal without them, or if NO_COLOR is set.
     color = console.is_terminal and not console.no_color and console.color_system is not None
     return draw.text(timeline, width=width or max(32, console.width), color=color)
 

@@ -122,6 +122,8 @@ def build_byte_transformer(size: DemoSize, seed: int = 0) -> nn.Sequential:
     >>> model(torch.zeros(4, 16, dtype=torch.long)).shape
     torch.Size([4, 16, 256])
     """
+    # The caller's random state stays as it is. The model is built on the CPU, so no GPU state is
+    # touched.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(

@@ -230,6 +230,7 @@ def compare_gradients(
     next_byte_loss(unsplit(inputs), target).backward()
     pipe = layout.build_pipe(deepcopy(model).double(), schedule, chunks)
     pipe.step(inputs, target=target)
+    # Sequential and Pipe list the same parameters in the same order.
     expected, actual = _collect_gradients(unsplit), _collect_gradients(pipe)
     differences = torch.stack([(a - b).abs().max() for a, b in zip(expected, actual, strict=True)])
     magnitudes = torch.stack([gradient.abs().max() for gradient in expected])

@@ -115,6 +115,7 @@ class _ProcessGroupEndpoint:
         self._synchronize()
 
     def _synchronize(self) -> None:
+        # `wait` of NCCL only orders the current stream. The time is that of the transfer itself.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -192,6 +193,7 @@ def run_with_timeout(seconds: float, measure: Callable[[], Link]) -> Link:
         except Exception as error:  # raised again in the caller's thread
             outcomes.append(error)
 
+    # A daemon, so that a thread which waits for ever does not keep the process alive.
     thread = threading.Thread(target=run_in_thread, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -167,6 +167,7 @@ def _measure_links(
                     store, Link(a, b), rank_env.rank, backend, select_device(rank_env), patience
                 )
                 store.set(f"measured/{a}-{b}/{rank_env.rank}", json.dumps(asdict(link)))
+    # Rank 0 reads the measurements after this, so all of them must have been written.
     store.set(f"round/last/{rank_env.rank}", "")
     wait_for_keys(store, [f"round/last/{rank}" for rank in ranks], 2 * patience)
 

@@ -85,7 +85,7 @@ FOUND_AT_CAPTURE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (Branches, r"layer 1 \(Branches\), .*test_refusals.py:\d+: it waits"),
     "mask": (Picks, r"layer 1 \(Picks\), .*test_refusals.py:\d+: it waits .*aten.index.Tensor"),
     "nonzero": (Finds, r"layer 1 \(Finds\), .*test_refusals.py:\d+: it waits .*nonzero"),
-    "generator": (OwnGenerator, r"layer 1 \(OwnGenerator\), .*: it draws .* its own torch.Generator"),
+    "generator": (OwnGenerator, r"layer 1 \(OwnGenerator\), .*: it draws .* its own torch.Gen"),
     "raises": (OnlyCaptured, r"layer 1 \(OnlyCaptured\), .*ValueError: not while it is captured"),
     "memory": (Overwhelmed, r"layer 1 \(Overwhelmed\), .*OutOfMemoryError: CUDA out of memory"),
 }

@@ -97,7 +97,7 @@ class Unregistered(nn.Module):
     ("make", "text"),
     [
         (Grows, r"layer 1 \(Grows\): its 'seen' is another tensor .*keep its shape"),
-        (KeepsGraph, r"layer 1 \(KeepsGraph\): it stores a tensor with an autograd history in 'last'"),
+        (KeepsGraph, r"layer 1 \(KeepsGraph\): it stores a tensor with an autograd history"),
         (Unregistered, "a layer learns by a tensor of shape .8,. that is no parameter"),
     ],
 )

@@ -109,6 +109,7 @@ class GradBufferPool:
                         "to .grad. Remove the hook that replaces it, or use a dense gradient if it "
                         "is sparse"
                     )
+                # The version counter counts in-place writes, in a capture, too.
                 if buffer.tensor._version != versions[parameter]:
                     touched[parameter] = buffer
         finally:
@@ -203,6 +204,7 @@ def find_viewed_grads(grad_buffers: GradBufferMap) -> set[nn.Parameter]:
 def redirect_grads_for_replay(grad_buffers: GradBufferMap) -> Iterator[None]:
     """Set `.grad` to the buffers for a replay, with the numbers that `.grad` had before."""
     redirected = [(p, buffer) for p, buffer in grad_buffers.items() if p.grad is not buffer.tensor]
+    # Must come before any write: a caller who keeps the buffer's tensor sees its old numbers.
     for _, buffer in redirected:
         if buffer.ref_count > _UNSHARED_REF_COUNT:
             buffer.detach_caller()

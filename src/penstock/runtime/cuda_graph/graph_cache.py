@@ -93,6 +93,8 @@ class CapturedStep:
 
     def replay(self, tensors: Sequence[Tensor]) -> StepResult:
         """Run the step on the caller's tensors, and return copies of its results."""
+        # Everything here is enqueued on the caller's streams, in this order. Nothing waits for the
+        # device.
         self.static_inputs.copy_from(tensors)
         self.generators.seed_generators()
         with redirect_grads_for_replay(self.grad_buffers):
@@ -211,6 +213,7 @@ class GraphCache:
         key = build_graph_key(prepared, inputs, step_modules, self._device_types)
         captured = self._find_replayable(key)
         if captured is None:
+            # Captures refuse a full key, first steps a key without the state of the modules.
             for refused_key in (key, key.without_module_state()):
                 if refused_key in history.refusals:
                     raise CaptureError(history.refusals[refused_key])
@@ -301,7 +304,7 @@ class GraphCache:
                 f"{WARN_AFTER_MISSES} steps in a row were each of a new kind, so no CUDA graph was "
                 f"replayed. The last two differ in {key.describe_difference(previous_key)}. Keep "
                 "these the same from step to step, or use runtime='threads'.",
-                stacklevel=9,
+                stacklevel=9,  # the caller of pipe.step
             )
 
     # ---- the second step: the capture -----------------------------------------------------
@@ -402,6 +405,7 @@ class GraphCache:
             for parameter, gradient in other_grads.items():
                 parameter.grad = gradient
             raise
+        # A layer may behave in the capture as it did not in the first step.
         check_attributes_unchanged(
             attributes, fingerprint_attributes(modules), step_modules.describe_module
         )

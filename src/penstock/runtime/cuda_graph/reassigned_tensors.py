@@ -119,6 +119,7 @@ class ReassignedTensors:
                 raise CaptureError(
                     _describe_reassignment(describe(module), attribute.name, old_value, value)
                 )
+            # The old value is the static tensor: it was put back into the module before the step.
             old_value.copy_(value)
             attribute.get_table(module)[attribute.name] = old_value
 

@@ -107,6 +107,7 @@ def _flatten(
     inputs_by_stage: InputsByStage, classes: Tensor | None, scale: Tensor | None
 ) -> tuple[list[Any], Any]:
     leaves = _list_values(inputs_by_stage)
+    # Usually all are tensors. The inputs of a traced stage also hold a `ForwardRequest`.
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return pytree.tree_flatten((dict(inputs_by_stage), classes, scale))
     counts = tuple([(stage, tuple(map(len, pieces))) for stage, pieces in inputs_by_stage.items()])
@@ -237,6 +238,7 @@ class StaticInputs:
             for index in self._mutated_indices:
                 tensors[index].detach().copy_(self._tensors[index])
         if self._grad_indices:
+            # Cloned: the caller's graph may keep a gradient, and the next replay overwrites it.
             gradients = [self._tensors[index].grad for index in self._grad_indices]
             torch.autograd.backward(
                 [tensors[index] for index in self._grad_indices],
