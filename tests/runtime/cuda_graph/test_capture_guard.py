@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import MissingExtra
 from penstock.runtime.cuda_graph.capture_guard import (
     CaptureError,
     CaptureGuard,
@@ -170,6 +171,25 @@ def test_the_layer_and_the_line() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
     assert not found.value.is_transient
     assert "more" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_transient"),
+    [
+        (torch.AcceleratorError("CUDA error: invalid argument"), False),
+        (RuntimeError("Cannot call current_seed during CUDA graph capture."), False),
+        (MissingExtra("cuda-bindings", "cuda", "a timeline"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_of_the_capture_itself_are_not_transient(
+    error: Exception, is_transient: bool
+) -> None:
+    with pytest.raises(CaptureError) as caught, locate_capture_errors(dict):
+        raise error
+    assert caught.value.is_transient == is_transient
 
 
 def test_the_hosts_own_generators() -> None:

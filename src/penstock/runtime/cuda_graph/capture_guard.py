@@ -292,7 +292,7 @@ def locate_capture_errors(get_layer_names: Callable[[], Mapping[nn.Module, str]]
 #
 #   1. CUDA forbids the call, and invalidates the capture:     torch.AcceleratorError
 #   2. PyTorch forbids the call while a stream is capturing,   RuntimeError, "... during CUDA graph
-#      for example `torch.cuda.get_rng_state()`:               capture. If you need this call ..."
+#      for example `torch.cuda.initial_seed()`:                capture. If you need this call ..."
 #   3. Penstock refuses, because of the capture alone:         MissingExtra, or a RunError that says
 #                                                              "... in a captured step ..."
 #   4. the layer raises an error of its own, or there is       any class, RuntimeError and RunError

@@ -124,7 +124,7 @@ class GradBufferPool:
             self._buffers.pop(parameter, None)
 
     def _get_or_create(self, parameter: nn.Parameter) -> GradBuffer:
-        """Return the parameter's buffer. The existing `.grad` becomes one if nobody else has it."""
+        """Return the parameter's buffer. An unshared `.grad` becomes one."""
         buffer = self._buffers.get(parameter)
         if buffer is None or not _matches_parameter(buffer.tensor, parameter):
             buffer = _adopt_existing_grad(parameter) or GradBuffer(torch.zeros_like(parameter))

@@ -182,6 +182,6 @@ class HostRngGuard:
 
 
 def _get_numpy_state() -> Any:
-    # Where nobody has imported NumPy, nobody draws from it, and it is not imported for this.
+    # If NumPy was not imported, no layer can draw from it, and it is not imported for this check.
     numpy = sys.modules.get("numpy")
     return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state()
