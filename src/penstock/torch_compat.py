@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import module as _torch_module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -293,6 +294,25 @@ def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any
 def mark_as_parameter(tensor: Tensor, is_parameter: bool = True) -> None:
     """Let `isinstance(tensor, nn.Parameter)` say so for a tensor of another class."""
     tensor._is_param = is_parameter
+
+
+# ---- hooks on all modules ------------------------------------------------------------------------
+
+_GLOBAL_HOOK_TABLES = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def get_global_hook_ids() -> list[tuple[int, ...]]:
+    """Return the ids of the hooks that are registered for all modules, one tuple per kind of hook.
+
+    `torch.nn.modules.module.register_module_forward_hook` and its relatives add them, and nothing
+    public lists them.
+    """
+    return [tuple(vars(_torch_module)[name]) for name in _GLOBAL_HOOK_TABLES]
 
 
 # ---- modes ---------------------------------------------------------------------------------------
