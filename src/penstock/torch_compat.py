@@ -147,9 +147,13 @@ def mark_as_not_compilable(function: Any) -> None:
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
+# The class of autograd nodes that are written in Python, as a `torch.autograd.Function`.
+PythonNode: type = torch._C._FunctionBase
+
+
 def is_python_node(grad_fn: Any) -> bool:
     """Return whether an autograd node was written in Python, as a `torch.autograd.Function`."""
-    return isinstance(grad_fn, torch._C._FunctionBase)
+    return isinstance(grad_fn, PythonNode)
 
 
 def keeps_graph() -> bool:
@@ -163,6 +167,15 @@ def keeps_graph() -> bool:
 def is_in_backward() -> bool:
     """Return whether this thread is running a node of a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+# PyTorch's own functions behind `get_saved_tensor_hooks` and `is_functorch_active`, for code that
+# runs for each operation. The first one is called with True: with False, PyTorch hides the hooks
+# while it traces.
+top_saved_tensor_hooks: Callable[[bool], Any] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+peek_functorch_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def get_saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -193,9 +206,8 @@ def is_autograd_multithreaded() -> bool:
     return torch._C._is_multithreading_enabled()
 
 
-def is_any_autocast_enabled() -> bool:
-    """Return whether autocast is on for any type of device."""
-    return torch._C._is_any_autocast_enabled()
+# Whether autocast is on for any type of device. It is called for each operation.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def is_functorch_active() -> bool:
@@ -274,6 +286,10 @@ def get_generator_address(generator: torch.Generator) -> int:
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+# The context itself, for code that runs for each operation: see `without_torch_function`.
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+
+
 def without_torch_function() -> AbstractContextManager[object]:
     """Keep function modes and subclasses from seeing what is called in the context."""
     context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
@@ -285,8 +301,8 @@ def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any
     return Tensor._make_wrapper_subclass(cls, size, **options)
 
 
-def mark_as_parameter(tensor: Tensor, is_parameter: bool = True) -> None:
-    """Let `isinstance(tensor, nn.Parameter)` say so for a tensor of another class."""
+def mark_as_parameter(tensor: Tensor | type[Tensor], is_parameter: bool = True) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` say so for a tensor, or for a subclass of Tensor."""
     tensor._is_param = is_parameter
 
 
@@ -338,10 +354,8 @@ def get_dispatch_modes() -> Sequence[TorchDispatchMode]:
     return modes
 
 
-def get_innermost_dispatch_mode() -> TorchDispatchMode | None:
-    """Return the innermost dispatch mode of this thread, or None."""
-    mode: TorchDispatchMode | None = _get_current_dispatch_mode()
-    return mode
+# The innermost dispatch mode of this thread, or None. It is called for each random operation.
+get_innermost_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 
 def push_dispatch_mode(mode: TorchDispatchMode) -> None:
