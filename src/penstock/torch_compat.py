@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -172,9 +173,7 @@ def is_in_backward() -> bool:
 # PyTorch's own functions behind `get_saved_tensor_hooks` and `is_functorch_active`, for code that
 # runs for each operation. The first one is called with True: with False, PyTorch hides the hooks
 # while it traces.
-top_saved_tensor_hooks: Callable[[bool], Any] = (
-    torch._C._autograd._top_saved_tensors_default_hooks
-)
+top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 peek_functorch_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
@@ -215,9 +214,12 @@ def is_functorch_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def get_saved_setting(grad_fn: Any, name: str) -> Any:
-    """Return what an autograd node saved under a name, such as the stride of a convolution."""
-    return getattr(grad_fn, f"_saved_{name}")
+def make_saved_settings_reader(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads what an autograd node saved under these names.
+
+    An example is the stride of a convolution. There is no public way to read these settings.
+    """
+    return attrgetter(*(f"_saved_{name}" for name in names))
 
 
 # ---- operators -----------------------------------------------------------------------------------
