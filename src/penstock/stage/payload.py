@@ -169,7 +169,7 @@ def protect_shared_tensors(
         payload: The payload to change.
         tensor_indices: The indices of the tensors to look at.
         stage_addresses: The addresses of the stage's parameters and buffers. A tensor there is
-            copied: an optimizer or a later forward may change it before the receiver reads it.
+            copied, as a later forward may change a buffer before the receiver reads it.
         read_only_addresses: The addresses of inputs that others read, too.
     """
     tensors = list(payload.tensors)

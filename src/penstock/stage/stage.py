@@ -49,7 +49,7 @@ class Stage:
         compute: The function that runs them.
         layer_types: The class names of the layers, for messages.
         wrappers: Modules that `stage_fn` has put around the layers.
-        resharding_modules: Modules whose parameters `fully_shard` replaces while the stage computes.
+        resharding_modules: Modules whose parameters `fully_shard` replaces in each forward.
         may_draw_random: Whether it may draw random numbers, even if no forward has drawn any yet.
         may_mutate_inputs: Whether it may change its inputs in place, even if no forward has yet.
     """
