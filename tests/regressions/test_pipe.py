@@ -667,5 +667,5 @@ def test_an_input_that_is_passed_on_is_protected_from_the_first_call_on() -> Non
     pipe = Pipe(PipeSequential(*layers), 1, "never", stages=[1, 2], loss_fn=functional.mse_loss)
     for _ in range(2):
         x = torch.ones(4, 3, requires_grad=True)
-        with pytest.raises(RuntimeError, match="changed a shared tensor of shape .* in place"):
+        with pytest.raises(RuntimeError, match=r"changed a shared tensor of shape .* in place"):
             pipe.step(x, target=torch.zeros(4, 3))

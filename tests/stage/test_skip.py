@@ -186,7 +186,7 @@ def test_shared_names_are_stashed_names() -> None:
 
 
 def test_skippable_is_for_modules() -> None:
-    with pytest.raises(TypeError, match="@skippable is for subclasses of nn.Module"):
+    with pytest.raises(TypeError, match=r"@skippable is for subclasses of nn\.Module"):
         skippable()(int)  # type: ignore[type-var]
 
 

@@ -79,7 +79,7 @@ class EventPool(Generic[E]):
         return event
 
     def recycle(self, events: Iterable[object]) -> None:
-        """Take back events that nobody reads any more. Objects of other classes are ignored."""
+        """Take back events whose times have been read. Objects of other classes are ignored."""
         reusable = {id(event): event for event in events if isinstance(event, self._event_class)}
         self._free += reusable.values()
 
@@ -119,7 +119,7 @@ class Device(Protocol):
         """Return the timestamp at which a send ended that began at `start`."""
 
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
-        """Take back timestamps that nobody reads any more."""
+        """Take back timestamps that have been read."""
 
     def receive(self, payload: Payload) -> Payload:
         """Return a payload of another rank, ready for the work that is launched next."""
@@ -143,6 +143,7 @@ class CallerStreams:
 
     def event(self, device: torch.device) -> torch.cuda.Event:
         """Return an event on the caller's stream; the first call records it."""
+        # All ranks wait for one event: the caller is inside the pipe and launches no more work.
         if device not in self._events:
             self._events[device] = self.current(device).record_event()
         return self._events[device]
@@ -274,7 +275,7 @@ class InFlightPayload:
         payload: The payload, in memory that the receiver can read.
         ready_event: The event on the sender's stream, or None if the payload is ready.
         borrowed: Whether the sender keeps the memory alive until the receiver has read it.
-            Otherwise the allocator is told that the receiver's stream uses it.
+            Otherwise `record_stream` tells the allocator that the receiver's stream uses it.
     """
 
     def __init__(
@@ -310,6 +311,7 @@ def transfer(payload: Payload, sender: Device, receiver: Device) -> InFlightPayl
     a kernel that multiplies large matrices releases no multiprocessor before it ends.
     """
     if isinstance(sender, Gpu):
+        # The copy waits for the event of this payload, not for kernels that are launched later.
         computed = sender.compute_stream.record_event()
         if shares_memory(sender, receiver):
             return InFlightPayload(payload, computed)

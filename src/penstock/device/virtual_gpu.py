@@ -89,6 +89,7 @@ def virtual_devices(
     total = torch.cuda.get_device_properties(index).multi_processor_count
     if n < 1:
         raise ArgumentError(f"virtual_devices needs n of at least 1, not n={n}.")
+    # By default each group gets an equal share, rounded down to a size that the driver can form.
     share = total // n
     group_size = sms or (share - share % _SM_GRANULARITY if share >= _SM_GRANULARITY else share)
     if group_size < 1 or group_size * n > total:
@@ -138,6 +139,7 @@ def _split_gpu(index: int, groups: int, sms: int) -> tuple[VirtualGpu, ...]:
 def _create_stream(green_context: Any, device: torch.device) -> torch.cuda.Stream:
     """Return a stream whose kernels run on the multiprocessors of a green context only."""
     driver = load_driver(_PURPOSE)
+    # The driver requires this flag for streams of a green context.
     flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
     handle = check_status(driver.cuGreenCtxStreamCreate(green_context, flags, 0), _PURPOSE)
     return torch.cuda.ExternalStream(int(handle), device=device)

@@ -70,8 +70,8 @@ def add_loss(value: Tensor) -> None:
         _thread_state.callback(value.reshape(()))
     elif value.requires_grad and torch.is_grad_enabled():
         raise RunError(
-            "a layer added a loss that nothing collects, so it would be lost. Train with pipe.step, "
-            "or call the model inside `with penstock.added_losses()`. Inside "
+            "a layer added a loss that nothing collects, so it would be lost. Train with "
+            "pipe.step, or call the model inside `with penstock.added_losses()`. Inside "
             "torch.utils.checkpoint, set use_reentrant=False."
         )
 

@@ -41,6 +41,7 @@ class CallerContext:
     @staticmethod
     def current(device_types: frozenset[str]) -> CallerContext:
         """Return the context of this thread for stages on devices of these types."""
+        # A stage on a GPU may compute with CPU tensors, too, so autocast for the CPU always counts.
         default = torch.get_default_device()
         return CallerContext(
             grad_enabled=torch.is_grad_enabled(),

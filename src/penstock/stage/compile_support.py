@@ -7,7 +7,8 @@ Layers may be compiled one by one. Three things need care:
 - Penstock's own functions that run below a compiled layer must not be compiled.
 - Threads must not run compiled layers of the same class at the same time: see `make_forward_lock`.
 
-Importing the compiler takes seconds. As long as nobody else has imported it, nothing here does.
+Importing the compiler takes seconds. Nothing here imports it: where it is not loaded, no module can
+be compiled, and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
     `torch.compiler.disable` would do, but it imports the compiler. It is called when the compiler
     is there anyway.
     """
-    disabled: list[Callable[P, R]] = []  # empty until the first call with the compiler loaded
+    # The wrapped method, made by the first call that finds the compiler loaded.
+    disabled: list[Callable[P, R]] = []
 
     @wraps(method)
     def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -71,6 +71,8 @@ class DeferredStatsBatchNorm(BatchNormBase):
     @torch.no_grad()
     def _accumulate_microbatch(self, input: Tensor) -> None:
         assert self.running_mean is not None
+        # Every dim but the channels counts, as in BatchNorm. Low-precision activations are
+        # converted to the dtype of the running statistics before they are summed.
         dims = [dim for dim in range(input.dim()) if dim != 1]
         values = input.detach().to(self.running_mean.dtype)
         rows = values.numel() // values.size(1)
@@ -111,6 +113,7 @@ class DeferredStatsBatchNorm(BatchNormBase):
         if momentum is None:  # a cumulative average, as in nn.BatchNorm2d
             momentum = 1.0 / float(self.num_batches_tracked)
         self.running_mean.mul_(1 - momentum).add_(self._mean, alpha=momentum)
+        # BatchNorm keeps the unbiased variance, although it normalises with the biased one.
         variance = self._sum_squared_deviations / max(self._rows - 1, 1)
         self.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
         self.begin_minibatch(self.chunks)

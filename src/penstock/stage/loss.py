@@ -141,7 +141,7 @@ class LossExtras(NamedTuple):
     """
 
     weight: Tensor | None = None
-    metrics: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
+    metrics: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     output: tuple[Any, ...] = ()
 
 
@@ -275,7 +275,8 @@ def parse_loss(result: Any, origin: str) -> tuple[Tensor, LossExtras]:
 def _parse_scalar(name: str, value: Any, origin: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         scalar = value.reshape(()) if value.dim() else value
-        return scalar.clone()  # the loss may be a view of memory as large as the output's
+        # The loss may be a view into memory as large as the output, which it would keep alive.
+        return scalar.clone()
     kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
     raise RunError(
         f"a {name} must be a tensor with one element, but {origin} {kind}. Reduce it to a scalar."

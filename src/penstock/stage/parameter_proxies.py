@@ -30,8 +30,8 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 def unwrap_proxy(value: Any) -> Any:
     """Return the original behind a proxy, or the value itself.
 
-    Whoever reads the registries of a module may find a proxy there: another thread may be computing
-    with the same module.
+    Code that reads the registries of a module may find a proxy there, as another thread may be
+    computing with the same module.
     """
     return value.__dict__.get("_stands_for", value)
 
@@ -56,6 +56,8 @@ class ProxyPool:
         replace_hooked: bool = False,
     ) -> None:
         self._device, self.foreign_ids, self._replace_hooked = device, foreign_ids, replace_hooked
+        # Original and proxy by the id of the original. The original is kept alive with its proxy,
+        # so that its id is not reused.
         self._proxies: dict[int, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
@@ -90,6 +92,7 @@ class ProxyPool:
             return self._copy_module(original) if _has_tensors(original) else original
         requires_grad = original.requires_grad
         if not isinstance(original, nn.Parameter):
+            # `.data` shares the memory but not the version counter, which `detach` would share.
             return _mark_proxy(
                 move_to_device(original.data, self._device).requires_grad_(requires_grad), original
             )
@@ -100,6 +103,9 @@ class ProxyPool:
         return original  # it is frozen and on this device: nothing to keep apart
 
     def _copy_module(self, module: nn.Module) -> nn.Module:
+        """Return a shallow copy of a module whose members are proxies where they need to be."""
+        # `copy.copy` would go through `__setstate__`, which modules override. This copy only gets
+        # the same attributes.
         copy = object.__new__(type(module))
         copy.__dict__.update(module.__dict__, _stands_for=module)
         for kind in REGISTRIES:
@@ -232,6 +238,7 @@ def _has_hooks(value: Any) -> bool:
 
 
 def _has_tensors(module: nn.Module) -> bool:
+    """Return whether the module has parameters or buffers. Without them it needs no proxy."""
     return any(m._parameters or m._buffers for m in module.modules())
 
 

@@ -121,9 +121,9 @@ def check_no_hidden_tensors(layout: PayloadLayout) -> None:
 # ---- shared memory -----------------------------------------------------------------------------
 #
 # Inside one process a message is the sender's own memory, not a copy. A layer may change its input
-# in place only if nobody else reads that memory: no other stage, no other micro-batch, not the
-# caller. Tensors that others read are marked in `Payload.shared`. After a forward their version
-# counters are compared, and a change is an error.
+# in place only if it is the only reader of that memory: no other stage, no other micro-batch and
+# not the caller. Tensors that others read are marked in `Payload.shared`. After a forward their
+# version counters are compared, and a change is an error.
 
 
 def _storage_address(tensor: Tensor) -> int:

@@ -294,6 +294,8 @@ def run_skippable_forward(layer: nn.Module, forward_result: Any) -> Any:
     assert names
     stashed, popped = set[str](), set[str]()
     output = forward_result
+    # Drive the generator: send it the answer of the last request, and get its next request. The
+    # return value of the generator arrives in StopIteration.
     if isinstance(forward_result, Generator):
         answer: Any = None
         try:

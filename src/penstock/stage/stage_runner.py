@@ -81,7 +81,7 @@ class _RecomputeInputs:
         payloads: The inputs of the cell, as they were before the forward.
         payload_versions: The version counters of their tensors after the forward.
         written_buffers: Snapshots, from before the forward, of the buffers that it changed.
-        unwritten_buffers: Snapshots of the other buffers. Nobody may change these.
+        unwritten_buffers: Snapshots of the other buffers, which must stay unchanged.
     """
 
     payloads: dict[int, Payload]
@@ -241,8 +241,8 @@ class StageRunner:
         if saved is None:
             return
         self.has_recomputed = True
-        # Inputs, parameters and unwritten buffers are not copied. If somebody changed them after
-        # the forward, the gradients would be wrong, so their version counters are compared.
+        # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
+        # make the gradients wrong, so their version counters are compared.
         same_inputs = payload_versions(saved.payloads.values()) == saved.payload_versions
         same_buffers = not find_changed(saved.unwritten_buffers)
         if not (

@@ -177,14 +177,14 @@ class StopBackward(torch.autograd.Function):
         ctx: Any, anchor: Tensor, output: Tensor, pending_grad: PendingWeightGrad
     ) -> Tensor:
         """Return the output detached. The anchor gives it a `grad_fn`, which is this gate."""
-        ctx.pair = pending_grad
+        ctx.pending_grad = pending_grad
         ctx.set_materialize_grads(False)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Keep the gradient for W, and pass nothing on."""
-        ctx.pair.receive_output_grad((), gradients)
+        ctx.pending_grad.receive_output_grad((), gradients)
         return None, None, None
 
 
