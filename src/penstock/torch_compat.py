@@ -192,9 +192,9 @@ def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
     return hooks is not None and sys.modules.get(hooks[0].__module__) is _torch_checkpoint
 
 
-def is_torch_checkpoint_frame(frame: Any) -> bool:
-    """Return whether a stack frame runs code of `torch.utils.checkpoint`."""
-    return frame.f_globals is _torch_checkpoint.__dict__
+# The `f_globals` of stack frames that run code of `torch.utils.checkpoint`. A walk of the stack
+# compares it with each frame; a function call per frame would double the time of the walk.
+TORCH_CHECKPOINT_GLOBALS: dict[str, Any] = _torch_checkpoint.__dict__
 
 
 def is_autograd_multithreaded() -> bool:
@@ -225,10 +225,9 @@ def make_saved_settings_reader(*names: str) -> Callable[[Any], tuple[Any, ...]]:
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def get_schema_arguments(operator: Any) -> Sequence[Any]:
-    """Return the arguments of an ATen operator, with their names and default values."""
-    arguments: Sequence[Any] = operator._schema.arguments
-    return arguments
+# From an ATen operator to its arguments, with their names and default values. It is called for each
+# random operation.
+get_schema_arguments: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
 
 
 PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
@@ -360,18 +359,11 @@ def get_dispatch_modes() -> Sequence[TorchDispatchMode]:
 get_innermost_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 
-def push_dispatch_mode(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode in this thread alone.
-
-    `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share. Two stages
-    that enter and leave at once would leave them wrong.
-    """
-    _push_mode(mode)
-
-
-def pop_dispatch_mode() -> None:
-    """Leave the innermost dispatch mode of this thread."""
-    _pop_mode()
+# Enter a dispatch mode in this thread alone, and leave the innermost one.
+# `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share. Two stages
+# that enter and leave at once would leave them wrong.
+push_dispatch_mode: Callable[[TorchDispatchMode], None] = _push_mode
+pop_dispatch_mode: Callable[[], Any] = _pop_mode
 
 
 def without_innermost_dispatch_mode() -> AbstractContextManager[object]:

@@ -30,11 +30,11 @@ from penstock.errors import RunError
 from penstock.stage.compile_support import skip_dynamo_tracing
 from penstock.stage.recompute import is_checkpointing
 from penstock.torch_compat import (
+    TORCH_CHECKPOINT_GLOBALS,
     CompileFriendlyDispatchMode,
     DisableTorchFunction,
     get_innermost_dispatch_mode,
     get_schema_arguments,
-    is_torch_checkpoint_frame,
     pop_dispatch_mode,
     push_dispatch_mode,
     pytree,
@@ -285,7 +285,7 @@ def _reject_inside_torch_checkpoint() -> None:
     while frame is not None:
         if id(frame.f_code) in _cell_boundaries:
             return
-        if is_torch_checkpoint_frame(frame):
+        if frame.f_globals is TORCH_CHECKPOINT_GLOBALS:
             raise RunError(
                 "this layer draws random numbers inside torch.utils.checkpoint, whose "
                 "recomputation would draw different ones. Remove that checkpoint, and let the pipe "
