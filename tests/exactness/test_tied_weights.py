@@ -637,7 +637,7 @@ def test_an_embedding_that_keeps_its_norms_small() -> None:
     model = language()
     model[0].max_norm = 0.5  # type: ignore[assignment]
     x, _ = tokens()
-    with pytest.raises(RunError, match="a layer changed 'weight', which layers of several stages"):
+    with pytest.raises(RunError, match="a layer changed 'weight' in its forward, but layers"):
         piped(model)(x)
 
 

@@ -201,7 +201,11 @@ def test_torch_checkpoint_around_the_whole_pipe_may_draw(runtime: str) -> None:
     pipe = Pipe(model, 2, "never", stages=2, runtime=runtime)
     x = torch.randn(4, WIDTH)
     gradients = []
-    for call in (pipe, lambda x: checkpointed(pipe, x, use_reentrant=False)):
+    calls: list[Callable[[Tensor], Tensor]] = [
+        pipe,
+        lambda x: checkpointed(pipe, x, use_reentrant=False),
+    ]
+    for call in calls:
         torch.manual_seed(7)
         pipe.zero_grad()
         call(x).square().mean().backward()
