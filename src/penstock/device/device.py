@@ -100,8 +100,9 @@ Timestamp = float | torch.cuda.Event | GraphTimestamp
 class Device(Protocol):
     """The interface of a device to its rank.
 
-    A device orders work in two ways. `wait_for_caller` and `release_to_caller` order it with the
-    work of the caller; `receive` is called once per message.
+    A GPU queues work on a stream. `wait_for_caller` and `release_to_caller` order that stream with
+    the caller's, at the start and at the end of a call. The CPU runs work when it is called, and
+    there most methods do nothing.
     """
 
     device: torch.device
