@@ -98,7 +98,7 @@ class Unregistered(nn.Module):
     [
         (Grows, r"layer 1 \(Grows\): its 'seen' is another tensor .*keep its shape"),
         (KeepsGraph, r"layer 1 \(KeepsGraph\): it stores a tensor with an autograd history"),
-        (Unregistered, "a layer learns by a tensor of shape .8,. that is no parameter"),
+        (Unregistered, "a layer uses a tensor of shape .8,. that requires grad but is not"),
     ],
 )
 def test_tensors_that_no_replay_would_make(make: Callable[[], nn.Module], text: str) -> None:
