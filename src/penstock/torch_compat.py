@@ -461,7 +461,7 @@ class CallHandler:
         raise NotImplementedError
 
     def handle_checkpoint(self, options: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return the context in which a function runs that was given to `torch.utils.checkpoint`."""
+        """Return the context in which a function of `torch.utils.checkpoint` runs."""
         raise NotImplementedError
 
 
@@ -500,7 +500,7 @@ def remove_call_handlers() -> None:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.Function.apply`, as its handler wants it."""
-    # `apply` is a classmethod written in Python up to 2.14 and one of C's since: both have `__get__`.
+    # `apply` is a classmethod: of Python up to 2.14, of C since then. Both kinds have `__get__`.
     original = _originals["apply"].__get__(None, cls)
     handler = _find_handler()
     if handler is None:
@@ -572,8 +572,8 @@ def call_without_dispatch(
     """Call a function of `torch.nn.functional` whose own check for tensor subclasses is off.
 
     A composite such as `F.multi_head_attention_forward` dispatches to the subclass before it
-    reaches `F.linear`, which is the function that has to see the subclass. Its code runs here with a
-    `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
+    reaches `F.linear`, which is the function that has to see the subclass. Its code runs here with
+    a `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
     before, and its weights get their gradients in I.
     """
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
