@@ -143,19 +143,19 @@ def test_every_tensor_that_does_not_fit_is_named_with_both_ways_to_say_what_is_m
     with pytest.raises(BatchShapeError) as caught:
         scatter(values, 4, ["input 0", "input 1", "mask", "target", "table"])
     assert str(caught.value).splitlines() == [
-        "the inputs would give different numbers of micro-batches, or different parts of them: "
-        "the batch has 8 rows, taken from dim 0 of input 0, of shape (8, 3), and is cut into "
+        "the inputs would give different numbers of micro-batches, or micro-batches of different "
+        "sizes: the batch has 8 rows (dim 0 of input 0, which has shape (8, 3)), and is split into "
         "2, 2, 2, 2",
-        "  input 1[1], of shape (3, 16), has 3 on dim 0: write NoChunk(x) if every micro-batch "
-        "needs it whole, or Chunk(x, dim=1) to cut it there",
-        "  mask, of shape (5, 8), has 5 on dim 0: write NoChunk(mask) if every micro-batch needs "
-        "it whole, or Chunk(mask, dim=1) to cut it there",
-        "  target['lengths'], of shape (5,), has 5 on dim 0, and no dim has the batch's rows: "
-        "write NoChunk(target['lengths']) if every micro-batch needs it whole; "
-        "Chunk(target['lengths'], dim=0) needs as many there",
-        "  table, a Chunk of shape (2, 3), has 3 on dim 1, and no dim has the batch's rows: "
-        "write NoChunk(table) if every micro-batch needs it whole; Chunk(table, dim=1) needs as "
-        "many there",
+        "  input 1[1], of shape (3, 16), has size 3 on dim 0. Use NoChunk(x) to pass it whole to "
+        "every micro-batch, or Chunk(x, dim=1) to split it there.",
+        "  mask, of shape (5, 8), has size 5 on dim 0. Use NoChunk(mask) to pass it whole to "
+        "every micro-batch, or Chunk(mask, dim=1) to split it there.",
+        "  target['lengths'], of shape (5,), has size 5 on dim 0, and no dim has the batch's rows. "
+        "Use NoChunk(target['lengths']) to pass it whole to every micro-batch. "
+        "(Chunk(target['lengths'], dim=0) would need them there.)",
+        "  table, a Chunk of shape (2, 3), has size 3 on dim 1, and no dim has the batch's rows. "
+        "Use NoChunk(table) to pass it whole to every micro-batch. (Chunk(table, dim=1) would need "
+        "them there.)",
     ]
     assert len(caught.value.problems) == 4
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -178,14 +178,14 @@ def test_no_chunk_and_chunk_have_their_tensor() -> None:
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3), 2), ((2, 3), -3), ((), 0)])
 def test_a_dim_that_is_not_there(shape: tuple[int, ...], dim: int) -> None:
-    message = f"a tensor of shape {re.escape(str(shape))} has no dim {dim} to be cut on"
+    message = f"a tensor of shape {re.escape(str(shape))} has no dim {dim} to split"
     with pytest.raises(ArgumentError, match=message):
         Chunk(torch.zeros(shape), dim)
 
 
 @pytest.mark.parametrize("dim", [True, 1.0, "0", None])
 def test_a_dim_is_a_number(dim: Any) -> None:
-    with pytest.raises(TypeError, match="dim is a whole number, not"):
+    with pytest.raises(TypeError, match="dim must be an integer, not"):
         Chunk(torch.zeros(2, 2), dim)
 
 
@@ -215,7 +215,7 @@ def test_inputs_on_another_device() -> None:
     with pytest.raises(ArgumentError) as caught:
         check_inputs((torch.zeros(1), [torch.zeros(1, device="meta")]), (), CPU)
     assert str(caught.value) == (
-        "an input is on meta, but the first stage is on cpu: move it there, x.to('cpu')"
+        "an input is on meta, but the first stage is on cpu. Move it there with x.to('cpu')."
     )
     with pytest.raises(ArgumentError, match="an input is on meta"):
         check_inputs((NoChunk(torch.zeros(1, device="meta")),), (), CPU)
@@ -289,7 +289,7 @@ def test_of_a_batch_cut_elsewhere_no_multiples_are_joined() -> None:
 def test_rows_on_two_dims_are_refused() -> None:
     pieces = [torch.zeros(2, 2, 5), torch.ones(2, 2, 5)]
     message = (
-        r"an output of shape \(2, 2, 5\) has the rows of its micro-batch, 2, on dim 1 and on dim 0"
+        r"an output of shape \(2, 2, 5\) has the 2 rows of its micro-batch on dim 1 and on dim 0"
     )
     with pytest.raises(RunError, match=message):
         gather(pieces, MicrobatchRows((2, 2), 1))

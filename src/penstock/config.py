@@ -1,4 +1,8 @@
-"""What a pipe may be asked for: each option is checked where it comes in."""
+"""Checks of the options that `Pipe` and `pipe.step` take.
+
+Each option is checked once, where it enters the library, so that a mistake is reported with the
+name of the option and not as an error deep inside a run.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +28,28 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def check_chunks(chunks: Any) -> None:
-    """A number of micro-batches."""
+    """Raise if `chunks`, the number of micro-batches, is not a positive integer."""
+    # A bool is an int in Python, and `chunks=True` is a mistake.
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ArgumentError(f"chunks is a whole number from 1 up, not {chunks!r}")
+        raise ArgumentError(f"chunks must be a positive integer, not {chunks!r}")
 
 
 def check_choices(**options: Any) -> None:
-    """Each is one of the words that it may be."""
+    """Raise if an option has a value that is not in its list of allowed values."""
     for name, value in options.items():
         if value not in _ALLOWED_VALUES[name]:
-            listed = ", ".join(repr(one) for one in _ALLOWED_VALUES[name])
+            listed = ", ".join(repr(allowed) for allowed in _ALLOWED_VALUES[name])
             raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Something that can be called."""
+    """Raise if `loss_fn` is neither None nor a callable object.
+
+    A class such as `nn.CrossEntropyLoss` can be called, but calling it with an output and a target
+    builds a loss and does not compute one. So a class is refused as well.
+    """
     if isinstance(loss_fn, type) or (loss_fn is not None and not callable(loss_fn)):
         raise PenstockTypeError(
-            f"loss_fn is called as loss_fn(output, target), and {loss_fn!r} cannot be: give a "
-            "function, or a loss such as nn.CrossEntropyLoss()"
+            f"loss_fn must be a function that is called as loss_fn(output, target), not "
+            f"{loss_fn!r}. Pass a function, or a loss object such as nn.CrossEntropyLoss()."
         )

@@ -1,7 +1,13 @@
-"""A batch cut into micro-batches, and outputs put together again.
+"""Splitting a batch into micro-batches, and joining the outputs of the micro-batches.
 
-The first tensor says how many rows the batch has. Another is cut only where it has as many: what
-could be meant in two ways is refused, with the two ways to say it, `NoChunk` and `Chunk`.
+    scatter   (x, mask, flag), chunks=2   ->   [(x[:3], mask[:3], flag), (x[3:], mask[3:], flag)]
+    gather    [output 0, output 1]        ->   torch.cat([output 0, output 1])
+
+The first tensor of the batch sets the number of rows. Every other tensor must have the same number
+of rows on dim 0, and is split in the same way. A tensor with another size could be meant in two
+ways: it is needed whole (a table, a mask for all rows), or its rows are on another dim. Guessing
+would train on wrong numbers, so such a tensor is refused until the caller wraps it in `NoChunk` or
+`Chunk`. Values that are not tensors go to every micro-batch as they are.
 """
 
 from __future__ import annotations
@@ -17,60 +23,99 @@ from penstock.torch_compat import pytree
 
 
 class NoChunk:
-    """A tensor that every micro-batch gets whole: `pipe(x, NoChunk(mask))`."""
+    """A wrapper for a tensor that every micro-batch receives whole.
+
+    Args:
+        inp: The tensor.
+
+    Raises:
+        PenstockTypeError: If `inp` is not a tensor. Other values are never split, so they do not
+            need the wrapper.
+
+    >>> from torch import nn
+    >>> from penstock import Pipe, PipeSequential
+    >>> class Add(nn.Module):
+    ...     def forward(self, x, table):
+    ...         return x + table.sum()
+    >>> pipe = Pipe(PipeSequential(Add()), chunks=2)
+    >>> pipe(torch.zeros(4), NoChunk(torch.ones(3)))
+    tensor([3., 3., 3., 3.])
+    """
 
     def __init__(self, inp: Tensor) -> None:
         if not isinstance(inp, Tensor):
             raise PenstockTypeError(
-                f"NoChunk is for tensors, not {type(inp).__name__}: others stay whole"
+                f"NoChunk is for tensors, not {type(inp).__name__}. Other values are passed whole "
+                "to every micro-batch without it."
             )
         self._tensor = inp
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor itself."""
+        """The tensor inside the wrapper."""
         return self._tensor
 
 
 class Chunk:
-    """A tensor whose rows are on the dim that is named: `pipe(x, Chunk(mask, dim=1))`.
+    """A wrapper for a tensor whose rows are on another dim than 0.
 
-    It has as many as the batch there, or as many times more or fewer in every micro-batch.
+    The size of that dim is the number of rows of the batch, or a multiple or fraction of it that
+    gives every micro-batch a whole number of rows.
+
+    Args:
+        inp: The tensor.
+        dim: The dim to split on. Negative numbers count from the end.
+
+    Raises:
+        PenstockTypeError: If `inp` is not a tensor or `dim` is not an integer.
+        ArgumentError: If the tensor has no such dim.
+
+    >>> from torch import nn
+    >>> from penstock import Pipe, PipeSequential
+    >>> class Add(nn.Module):
+    ...     def forward(self, x, bias):
+    ...         return x + bias[0]
+    >>> pipe = Pipe(PipeSequential(Add()), chunks=2)
+    >>> pipe(torch.zeros(4), Chunk(torch.arange(4.0).unsqueeze(0), dim=1))
+    tensor([0., 1., 2., 3.])
     """
 
     def __init__(self, inp: Tensor, dim: int) -> None:
         if not isinstance(inp, Tensor):
             raise PenstockTypeError(
-                f"Chunk is for tensors, not {type(inp).__name__}: others stay whole"
+                f"Chunk is for tensors, not {type(inp).__name__}. Other values are passed whole "
+                "to every micro-batch."
             )
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise PenstockTypeError(f"dim is a whole number, not {dim!r}")
+            raise PenstockTypeError(f"dim must be an integer, not {dim!r}")
         if not -inp.dim() <= dim < inp.dim():
             raise ArgumentError(
-                f"a tensor of shape {tuple(inp.shape)} has no dim {dim} to be cut on: it has "
-                f"{inp.dim()}, counted from 0"
+                f"a tensor of shape {tuple(inp.shape)} has no dim {dim} to split. It has "
+                f"{inp.dim()} dims, counted from 0."
             )
         self._tensor, self._dim = inp, dim % inp.dim()
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor itself."""
+        """The tensor inside the wrapper."""
         return self._tensor
 
     @property
     def dim(self) -> int:
-        """Where its rows are, counted from 0."""
+        """The dim that the tensor is split on, counted from 0."""
         return self._dim
 
 
-# ---- what a pipe takes --------------------------------------------------------------------
+# ---- the inputs of a pipe ------------------------------------------------------------------------
 
 
 def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.device | None) -> None:
-    """There is a tensor, and those that are not side inputs are where the first stage is.
+    """Raise if no input is a tensor, or if an input is not on the device of the first stage.
 
-    Without a device, it is in another process.
+    Side inputs (those given by name) may be on any device, because each goes to its own stages.
+    `device` is None if the first stage is in another process.
     """
+    # The common case, in front because this runs in every step.
     if len(inputs) == 1 and isinstance(inputs[0], Tensor) and inputs[0].device == device:
         return
     tensors = _list_tensors(list(inputs))
@@ -80,13 +125,13 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong and device is not None:
         raise ArgumentError(
-            f"an input is on {', '.join(wrong)}, but the first stage is on {device}: "
-            f"move it there, x.to('{device}')"
+            f"an input is on {', '.join(wrong)}, but the first stage is on {device}. "
+            f"Move it there with x.to('{device}')."
         )
 
 
 def move_to_device(value: Any, device: torch.device | None) -> Any:
-    """The same on the device; without one, as it is."""
+    """Return the value with all tensors in it on the device; None leaves them where they are."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, NoChunk):
@@ -108,17 +153,17 @@ def _unwrap_chunk(leaf: Any) -> Any:
     return leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
 
 
-# ---- cutting ------------------------------------------------------------------------------
+# ---- splitting -----------------------------------------------------------------------------------
 
 
 class MicrobatchRows(NamedTuple):
-    """How a batch was cut: how many rows each micro-batch has, and on which dim."""
+    """The number of rows of each micro-batch, and the dim that they are on."""
 
-    counts: tuple[int, ...] = ()  # none: there was nothing to cut
+    counts: tuple[int, ...] = ()  # empty if the batch contains nothing to split
     dim: int = 0
 
     def fractions(self) -> list[float]:
-        """The part of the rows that each micro-batch has.
+        """Return each micro-batch's fraction of all rows.
 
         >>> MicrobatchRows((2, 2, 1)).fractions()
         [0.4, 0.4, 0.2]
@@ -127,7 +172,11 @@ class MicrobatchRows(NamedTuple):
         return [count / total if total else 1.0 for count in self.counts] or [1.0]
 
     def split_size(self, size: int) -> list[int] | None:
-        """So many cut in the same parts; None if that gives fractions."""
+        """Split a dim of this size in the proportions of the rows; None if that leaves fractions.
+
+        >>> MicrobatchRows((2, 2, 1)).split_size(10)
+        [4, 4, 2]
+        """
         total = sum(self.counts)
         if size == total:
             return list(self.counts)
@@ -139,17 +188,19 @@ class MicrobatchRows(NamedTuple):
 def scatter(
     values: tuple[Any, ...], chunks: int, names: Sequence[str] = ()
 ) -> tuple[list[tuple[Any, ...]], MicrobatchRows]:
-    """The values of each micro-batch, and its rows; `names` are the values' for errors.
+    """Split a batch and return the values of each micro-batch, with the rows of each.
 
-    As many as `torch.chunk` makes: fewer than `chunks` if the rows do not suffice.
+    There are as many micro-batches as `torch.chunk` makes: fewer than `chunks` if there are not
+    enough rows. The pieces are views. `names` are the names of the values for error messages.
 
     >>> scatter((torch.arange(5), "same"), chunks=3)[0]
     [(tensor([0, 1]), 'same'), (tensor([2, 3]), 'same'), (tensor([4]), 'same')]
     """
-    if have_equal_rows(values):  # in most calls
+    # Flattening a tree costs more than splitting a few tensors, and most batches are a few tensors.
+    if have_equal_rows(values):
         return _split_equal_rows(values, chunks)
     leaves, spec = pytree.tree_flatten(values)
-    first = next((at for at, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
+    first = next((index for index, leaf in enumerate(leaves) if _row_dim(leaf) is not None), None)
     if first is None:
         return [pytree.tree_unflatten(map(_unwrap_chunk, leaves), spec)], MicrobatchRows()
     dim = _row_dim(leaves[first])
@@ -158,14 +209,14 @@ def scatter(
     rows = MicrobatchRows(tuple(counts), dim)
     if not all(_is_splittable(leaf, rows) for leaf in leaves):
         raise _build_shape_error(
-            values, first, rows, names or [f"input {at}" for at in range(len(values))]
+            values, first, rows, names or [f"input {index}" for index in range(len(values))]
         )
-    cut = _split_leaves(leaves, rows)
-    return [pytree.tree_unflatten(each, spec) for each in cut], rows
+    microbatches = _split_leaves(leaves, rows)
+    return [pytree.tree_unflatten(pieces, spec) for pieces in microbatches], rows
 
 
 def have_equal_rows(values: tuple[Any, ...]) -> bool:
-    """Are they tensors, with as many rows each?"""
+    """Return whether all values are tensors with the same number of rows on dim 0."""
     plain = all(isinstance(value, Tensor) and value.dim() for value in values)
     return plain and len({len(value) for value in values}) == 1
 
@@ -173,62 +224,74 @@ def have_equal_rows(values: tuple[Any, ...]) -> bool:
 def _split_equal_rows(
     values: tuple[Tensor, ...], chunks: int
 ) -> tuple[list[tuple[Any, ...]], MicrobatchRows]:
-    made = {id(value): torch.chunk(value, chunks) for value in values}
-    columns = [made[id(value)] for value in values]
+    # By id, so that a tensor that was given twice is one tensor in each micro-batch, too: an
+    # in-place change of it must be seen in both places, as in the unsplit model.
+    pieces_by_id = {id(value): torch.chunk(value, chunks) for value in values}
+    columns = [pieces_by_id[id(value)] for value in values]
     return list(zip(*columns, strict=True)), MicrobatchRows(
         tuple([piece.size(0) for piece in columns[0]])
     )
 
 
 def _row_dim(leaf: Any) -> int | None:
-    """Where its rows are; None if it stays whole."""
+    """Return the dim that a leaf is split on, or None if it stays whole."""
     if isinstance(leaf, Chunk):
         return leaf.dim
     return 0 if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
 def _is_splittable(leaf: Any, rows: MicrobatchRows) -> bool:
+    """Return whether a leaf stays whole or can be split like the batch.
+
+    Only a `Chunk` may have a multiple of the rows. For a plain tensor that would be a guess.
+    """
     if isinstance(leaf, Chunk):
         return rows.split_size(leaf.tensor.size(leaf.dim)) is not None
     return _row_dim(leaf) is None or len(leaf) == sum(rows.counts)
 
 
 def _split_leaves(leaves: Sequence[Any], rows: MicrobatchRows) -> Iterator[list[Any]]:
-    """The leaves of each micro-batch. What was one tensor is one in each."""
-    made: dict[tuple[int, int], list[Tensor]] = {}
+    """Return the leaves of each micro-batch.
+
+    A tensor that occurs twice in the batch is one tensor in each micro-batch.
+    """
+    pieces_by_key: dict[tuple[int, int], list[Tensor]] = {}  # by id of the tensor, and dim
     columns: list[list[Any]] = []
     for leaf in leaves:
         dim, tensor = _row_dim(leaf), _unwrap_chunk(leaf)
         if dim is None:
             columns.append([tensor] * len(rows.counts))
             continue
-        if (id(tensor), dim) not in made:
+        if (id(tensor), dim) not in pieces_by_key:
             sizes = rows.split_size(tensor.size(dim))
             assert sizes is not None
-            made[id(tensor), dim] = list(torch.split(tensor, sizes, dim))
-        columns.append(made[id(tensor), dim])
+            pieces_by_key[id(tensor), dim] = list(torch.split(tensor, sizes, dim))
+        columns.append(pieces_by_key[id(tensor), dim])
     return map(list, zip(*columns, strict=True))
 
 
 def _build_shape_error(
     values: tuple[Any, ...], first: int, rows: MicrobatchRows, names: Sequence[str]
 ) -> BatchShapeError:
-    """An error that lists every tensor that does not fit, with what could be meant."""
-    found = []
+    """Return an error that lists every tensor that does not fit, and the ways to wrap it.
+
+    `first` is the index of the leaf that sets the number of rows.
+    """
+    named_leaves = []
     for path, leaf in pytree.tree_flatten_with_path(values)[0]:
         name = names[path[0].idx] + pytree.keystr(path[1:])  # type: ignore[attr-defined]
-        found.append((name, leaf))
+        named_leaves.append((name, leaf))
     problems = [
         _describe_mismatch(name, leaf, rows)
-        for name, leaf in found
+        for name, leaf in named_leaves
         if not _is_splittable(leaf, rows)
     ]
-    name, leaf = found[first]
+    name, leaf = named_leaves[first]
     shape = tuple(_unwrap_chunk(leaf).shape)
     return BatchShapeError(
-        "the inputs would give different numbers of micro-batches, or different parts of them: "
-        f"the batch has {sum(rows.counts)} rows, taken from dim {rows.dim} of {name}, of shape "
-        f"{shape}, and is cut into {', '.join(map(str, rows.counts))}",
+        "the inputs would give different numbers of micro-batches, or micro-batches of different "
+        f"sizes: the batch has {sum(rows.counts)} rows (dim {rows.dim} of {name}, which has shape "
+        f"{shape}), and is split into {', '.join(map(str, rows.counts))}",
         list(dict.fromkeys(problems)),
     )
 
@@ -236,30 +299,36 @@ def _build_shape_error(
 def _describe_mismatch(name: str, leaf: Any, rows: MicrobatchRows) -> str:
     tensor = _unwrap_chunk(leaf)
     shape = tuple(tensor.shape)
-    said = "x" if name.startswith("input ") else name  # what a caller could write
-    whole = f"NoChunk({said}) if every micro-batch needs it whole"
+    variable = "x" if name.startswith("input ") else name  # an expression the caller could write
+    whole = f"NoChunk({variable}) to pass it whole to every micro-batch"
     fitting = [dim for dim, size in enumerate(shape) if rows.split_size(size) is not None]
-    other = f"Chunk({said}, dim={next(iter(fitting), min(1, tensor.dim() - 1))})"
+    other = f"Chunk({variable}, dim={next(iter(fitting), min(1, tensor.dim() - 1))})"
     if isinstance(leaf, Chunk):
-        begin = f"{name}, a Chunk of shape {shape}, has {shape[leaf.dim]} on dim {leaf.dim}"
+        begin = f"{name}, a Chunk of shape {shape}, has size {shape[leaf.dim]} on dim {leaf.dim}"
     else:
-        begin = f"{name}, of shape {shape}, has {shape[0]} on dim 0"
+        begin = f"{name}, of shape {shape}, has size {shape[0]} on dim 0"
     if fitting:
-        return f"{begin}: write {whole}, or {other} to cut it there"
-    return f"{begin}, and no dim has the batch's rows: write {whole}; {other} needs as many there"
+        return f"{begin}. Use {whole}, or {other} to split it there."
+    return (
+        f"{begin}, and no dim has the batch's rows. Use {whole}. ({other} would need them there.)"
+    )
 
 
-# ---- putting together ---------------------------------------------------------------------
+# ---- joining -------------------------------------------------------------------------------------
 
 
 def gather(
     outputs: Sequence[Any], rows: MicrobatchRows, known_leaves: Mapping[int, Any] | None = None
 ) -> Any:
-    """One output from those of the micro-batches: tensors by rows, other values as a list.
+    """Join the outputs of the micro-batches to one output.
 
-    What some of its leaves are may be `known`, by their numbers. A tensor has rows if its dim 0 has
-    as many as the micro-batch, or so many times as many. If the batch was cut on another dim, it
-    has them there or on dim 0, and just as many.
+    Tensors that have rows are concatenated. Other tensors and other values become a list with one
+    entry for each micro-batch. `known_leaves` are leaves of the result that need not be joined, by
+    their index.
+
+    A tensor has rows if the size of its dim 0 is the number of rows of the micro-batch, or the same
+    multiple of it in every micro-batch. If the batch was split on another dim, the tensor has rows
+    on that dim or on dim 0, and multiples do not count.
 
     >>> gather([(torch.zeros(2), "a"), (torch.ones(1), "b")], MicrobatchRows((2, 1)))
     (tensor([0., 0., 1.]), ['a', 'b'])
@@ -267,13 +336,14 @@ def gather(
     if all(isinstance(output, Tensor) for output in outputs):
         return _join_outputs(tuple(outputs), rows)
     flat = [pytree.tree_flatten(output) for output in outputs]
+    # Outputs of different structure have no common leaves to join.
     if len({str(spec) for _, spec in flat}) > 1:
         return list(outputs)
     columns: Iterable[tuple[Any, ...]] = zip(*(leaves for leaves, _ in flat), strict=True)
     known_leaves = known_leaves or {}
     leaves = [
-        known_leaves[at] if at in known_leaves else _join_outputs(c, rows)
-        for at, c in enumerate(columns)
+        known_leaves[index] if index in known_leaves else _join_outputs(column, rows)
+        for index, column in enumerate(columns)
     ]
     return pytree.tree_unflatten(leaves, flat[0][1])
 
@@ -281,23 +351,23 @@ def gather(
 def _join_outputs(outputs: tuple[Any, ...], rows: MicrobatchRows) -> Any:
     if not all(isinstance(value, Tensor) for value in outputs):
         return list(outputs)
-    if not rows.counts:  # one micro-batch, of nothing that was cut
+    if not rows.counts:  # the batch contained nothing to split, so there is one micro-batch
         return outputs[0] if outputs[0].dim() else list(outputs)
     dims = [d for d in dict.fromkeys((rows.dim, 0)) if _has_rows(outputs, rows, d)]
     if not dims:
         return list(outputs)
     if len(dims) > 1 and len(outputs) > 1:
         raise RunError(
-            f"an output of shape {tuple(outputs[0].shape)} has the rows of its micro-batch, "
-            f"{rows.counts[0]}, on dim {rows.dim} and on dim 0, so that it cannot be told which "
-            "is meant: let the model give the rows on dim 0 of a tensor whose "
-            f"dim {rows.dim} has another size, or set another number of chunks"
+            f"an output of shape {tuple(outputs[0].shape)} has the {rows.counts[0]} rows of its "
+            f"micro-batch on dim {rows.dim} and on dim 0, so it is not clear on which dim the "
+            f"outputs are joined. Return a tensor whose dim {rows.dim} has another size, with the "
+            "rows on dim 0, or use another number of chunks."
         )
     return torch.cat(outputs, dims[0])
 
 
 def _has_rows(column: Sequence[Tensor], rows: MicrobatchRows, dim: int) -> bool:
-    """Are they alike but for dim, where each has its rows?"""
+    """Return whether the tensors differ in shape on one dim at most, where each has its rows."""
     shapes = [tuple(value.shape) for value in column]
     if dim >= min(map(len, shapes)):
         return False
@@ -305,5 +375,6 @@ def _has_rows(column: Sequence[Tensor], rows: MicrobatchRows, dim: int) -> bool:
         return False
     sizes = [shape[dim] for shape in shapes]
     total = sum(rows.counts)
+    # A model may return several rows for each row of the batch.
     times = sum(sizes) // total if total and not rows.dim else 1
     return times > 0 and sizes == [count * times for count in rows.counts]

@@ -1,4 +1,12 @@
-"""A cut model on paper: its units in order, what they cost, and what goes between the stages."""
+"""A cut model as plain numbers: its units, their costs, and the transfers between stages.
+
+`model/describe.py` builds a `ModelSummary` from a model, `model/report.py` prints it, and
+`draw/model_picture.py` draws it. The module imports no torch, so the drawing code stays light.
+
+    units      [wte] [h.0] [h.1] | [h.2] [h.3] [head]      "|" is a cut between stage 0 and stage 1
+    transfers          h.1 -------> h.2                     stage 0 sends the output of h.1
+    shared     wte.weight = head.weight                     both stages have the parameter
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from typing import NamedTuple
 
 
 class ComputeSeconds(NamedTuple):
-    """Of one micro-batch: forward, gradient of the inputs, gradient of the weights."""
+    """The seconds of one micro-batch: forward, gradient of inputs, gradient of weights."""
 
     forward: float
     input_grad: float
@@ -16,21 +24,22 @@ class ComputeSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitSummary:
-    """One call of a unit: the smallest part that a stage takes."""
+    """One call of a unit, which is the smallest part that a stage can take."""
 
     name: str
     stage: int
-    parameter_count: int = 0  # numbers; those of a unit that is called again count once
-    parameter_bytes: int = 0  # bytes of them
+    parameter_count: int = 0  # 0 for a second call of the same unit
+    parameter_bytes: int = 0
     seconds: ComputeSeconds | None = None  # None: not measured
-    activation_bytes: int | None = None  # bytes of one micro-batch, for its backward
+    activation_bytes: int | None = None  # kept for the backward of one micro-batch
 
 
 @dataclass(frozen=True)
 class Transfer:
     """A value that one stage sends to another for every micro-batch.
 
-    It is made after the piece `start`, and used by the piece `end`, or right before or after it.
+    `producer` and `consumer` are indices of units. The value is computed by the unit `producer` or
+    by operations after it, and used by the unit `consumer` or by operations next to it.
     """
 
     name: str
@@ -38,19 +47,19 @@ class Transfer:
     dst: int
     producer: int
     consumer: int
-    nbytes: int | None = None  # bytes; None: not known
-    source_line: str = ""  # the line of the forward, where no unit made it
-    value_id: int = 0  # the same for one that goes to several stages
+    nbytes: int | None = None  # None: not known
+    source_line: str = ""  # file and line of the forward, for a value that no unit returned
+    value_id: int = 0  # equal for transfers of one value to several stages
 
     @property
     def is_skip(self) -> bool:
-        """Does it jump over a stage?"""
+        """Whether the value skips at least one stage."""
         return self.dst - self.src > 1
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several stages have, with all of its names."""
+    """A parameter that several stages use, with all of its names."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -60,7 +69,11 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """All that is known of a cut. `parameters` and `sizes` are those of each stage."""
+    """All that is known about a cut model.
+
+    `stage_parameter_counts` and `stage_parameter_bytes` have one entry for each stage. A parameter
+    that several stages share counts for each of them.
+    """
 
     model_name: str
     units: tuple[UnitSummary, ...]
@@ -71,45 +84,47 @@ class ModelSummary:
 
     @property
     def num_stages(self) -> int:
-        """How many."""
+        """The number of stages."""
         return len(self.stage_parameter_counts)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The units of each stage."""
+        """The number of units of each stage."""
         return tuple(len(self.stage_units(stage)) for stage in range(self.num_stages))
 
     @property
     def total_parameters(self) -> int:
-        """The model's parameters, each once."""
-        again = sum(one.parameter_count * (len(one.stages) - 1) for one in self.shared_parameters)
-        return sum(self.stage_parameter_counts) - again
+        """The number of parameters of the model; shared ones count once."""
+        repeated = sum(
+            shared.parameter_count * (len(shared.stages) - 1) for shared in self.shared_parameters
+        )
+        return sum(self.stage_parameter_counts) - repeated
 
     @property
     def is_measured(self) -> bool:
-        """Is it known how long everything takes?"""
-        return all(piece.seconds is not None for piece in self.units)
+        """Whether the time of every unit was measured."""
+        return all(unit.seconds is not None for unit in self.units)
 
     def stage_units(self, stage: int) -> list[UnitSummary]:
-        """A stage's pieces."""
-        return [piece for piece in self.units if piece.stage == stage]
+        """Return the units of a stage."""
+        return [unit for unit in self.units if unit.stage == stage]
 
     def stage_seconds(self, stage: int) -> ComputeSeconds:
-        """Of a stage, if it was measured."""
-        found = [piece.seconds for piece in self.stage_units(stage) if piece.seconds is not None]
+        """Return the seconds of a stage: the sum over its units that were measured."""
+        measured = [unit.seconds for unit in self.stage_units(stage) if unit.seconds is not None]
         return (
-            ComputeSeconds(*(sum(column) for column in zip(*found, strict=True)))
-            if found
+            ComputeSeconds(*(sum(column) for column in zip(*measured, strict=True)))
+            if measured
             else _ZERO_SECONDS
         )
 
     def stage_activation_bytes(self, stage: int) -> int | None:
-        """Bytes of one micro-batch that a stage keeps for its backward."""
-        found = [piece.activation_bytes for piece in self.stage_units(stage)]
-        return None if None in found else sum(kept or 0 for kept in found)
+        """Return the bytes that a stage keeps for the backward of one micro-batch, or None."""
+        sizes = [unit.activation_bytes for unit in self.stage_units(stage)]
+        return None if None in sizes else sum(size or 0 for size in sizes)
 
     def stage_load(self, stage: int) -> float:
-        """What a stage weighs: seconds, or bytes of parameters where nothing was measured."""
+        """Return the seconds of a stage, or the bytes of its parameters if nothing was measured."""
         return (
             sum(self.stage_seconds(stage))
             if self.is_measured
@@ -117,27 +132,32 @@ class ModelSummary:
         )
 
     def with_transfer_bytes(self, transfer_bytes: dict[tuple[int, int, int], int]) -> ModelSummary:
-        """With the bytes of flows: by source, destination, and which of those between the two."""
-        seen: dict[tuple[int, int], int] = {}
-        flows = []
-        for flow in self.transfers:
-            turn = seen.get((flow.src, flow.dst), 0)
-            seen[flow.src, flow.dst] = turn + 1
-            flows.append(replace(flow, nbytes=transfer_bytes.get((flow.src, flow.dst, turn))))
-        return replace(self, transfers=tuple(flows))
+        """Return a summary whose transfers have these sizes.
+
+        The keys are (source stage, destination stage, index among the transfers between the two).
+        """
+        counts: dict[tuple[int, int], int] = {}
+        transfers = []
+        for transfer in self.transfers:
+            index = counts.get((transfer.src, transfer.dst), 0)
+            counts[transfer.src, transfer.dst] = index + 1
+            nbytes = transfer_bytes.get((transfer.src, transfer.dst, index))
+            transfers.append(replace(transfer, nbytes=nbytes))
+        return replace(self, transfers=tuple(transfers))
 
 
 _ZERO_SECONDS = ComputeSeconds(0.0, 0.0, 0.0)
 
-# ---- words --------------------------------------------------------------------------------
+# ---- numbers and names as text -------------------------------------------------------------------
 
 
 def format_bytes(size: float) -> str:
-    """Three digits.
+    """Return a number of bytes with three significant digits.
 
     >>> format_bytes(512), format_bytes(1_536_000)
     ('512 B', '1.54 MB')
     """
+    # 0.9995: from there on three digits round up to the next unit, "1 MB" instead of "1e+03 KB".
     for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if size >= 0.9995 * factor:
             return f"{size / factor:.3g} {name}"
@@ -145,7 +165,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits.
+    """Return a duration with three significant digits.
 
     >>> format_seconds(1.25), format_seconds(0.0125), format_seconds(2e-6)
     ('1.25 s', '12.5 ms', '2 µs')
@@ -157,7 +177,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """As papers count parameters.
+    """Return a number of parameters as papers write it.
 
     >>> format_count(1_685), format_count(124_439_808)
     ('1,685', '124M')
@@ -169,7 +189,7 @@ def format_count(count: int) -> str:
 
 
 def format_stages(stages: tuple[int, ...] | list[int]) -> str:
-    """In a sentence.
+    """Return the stages as words for a sentence.
 
     >>> format_stages([2]), format_stages([0, 2, 3])
     ('stage 2', 'stages 0, 2 and 3')
@@ -180,7 +200,7 @@ def format_stages(stages: tuple[int, ...] | list[int]) -> str:
 
 
 def collapse_name_ranges(names: list[str]) -> list[str]:
-    """Neighbours that are counted on are said as one.
+    """Replace names with consecutive numbers by a range.
 
     >>> collapse_name_ranges(["wte", "h.0", "h.1", "h.2", "ln_f"])
     ['wte', 'h.0 to h.2', 'ln_f']
@@ -195,9 +215,9 @@ def collapse_name_ranges(names: list[str]) -> list[str]:
 
 
 def _next_name(name: str) -> str | None:
-    """The neighbour's name; a number may stand anywhere but it is the last that counts."""
+    """Return the name with its last number increased by one, or None if it has no number."""
     parts = name.split(".")
-    for at in range(len(parts) - 1, -1, -1):
-        if parts[at].isdigit():
-            return ".".join([*parts[:at], str(int(parts[at]) + 1), *parts[at + 1 :]])
+    for index in range(len(parts) - 1, -1, -1):
+        if parts[index].isdigit():
+            return ".".join([*parts[:index], str(int(parts[index]) + 1), *parts[index + 1 :]])
     return None

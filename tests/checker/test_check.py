@@ -263,8 +263,8 @@ def test_stages_that_do_not_suit_a_family_are_said() -> None:
     assert report.ok
     assert [run.case.schedule for run in report.refused] == ["interleaved"] * 4
     assert (
-        "refused: interleaved: interleaved has 2 stages a rank, and 3 stages do not divide so: "
-        "use stages=4" in str(report)
+        "refused: interleaved: interleaved has 2 stages per rank, and 3 is not a multiple of 2. "
+        "Use stages=4." in str(report)
     )
 
 
@@ -301,7 +301,7 @@ def test_what_is_asked_wrongly_is_said(options: dict[str, Any], message: str) ->
 def test_an_unsplit_model_that_fails_says_so() -> None:
     with pytest.raises(RuntimeError, match="mat1") as error:
         checked(plain(), torch.rand(8, 7))
-    assert "the reference: the unsplit model on the whole batch" in error.value.__notes__[0]
+    assert "on the CPU: the unsplit model on the whole batch" in error.value.__notes__[0]
 
 
 # ---- how it reads -------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_inputs_of_the_first_rank_have_gradients_there() -> None:
 def test_an_input_that_another_rank_takes_has_none() -> None:
     for answer in ranks(2).answers(shifted, "late", "first"):
         assert isinstance(answer, Raised)
-        assert "an input that wants a gradient is used on stage 1" in answer.traceback
+        assert "an input that requires grad is used on stage 1" in answer.traceback
     late = ranks(2).run(shifted, "late", "all")
     assert late[0][1] is None
     assert late[1][1] is not None

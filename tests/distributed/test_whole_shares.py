@@ -102,7 +102,7 @@ def with_other_blocks() -> None:
 def test_other_models_are_refused() -> None:
     for answer in ranks(2).answers(with_other_blocks):
         assert isinstance(answer, Raised)
-        assert "the model calls other units than on the first" in answer.traceback
+        assert "the model calls other units than on rank 0" in answer.traceback
 
 
 class Chooser(Speaker):
@@ -129,7 +129,7 @@ def going_other_ways() -> None:
 def test_another_division_is_refused() -> None:
     for answer in ranks(2).answers(going_other_ways):
         assert isinstance(answer, Raised)
-        assert "how the forward is divided" in answer.traceback
+        assert "the division of the forward" in answer.traceback
 
 
 class Failing(Block):

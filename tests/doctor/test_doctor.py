@@ -67,7 +67,7 @@ def test_patience_is_a_number_of_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = asked(monkeypatch, capsys, "--patience", "0")
-    assert said == (2, "", "penstock: --patience takes seconds above 0, up to 600; not 0\n")
+    assert said == (2, "", "penstock: --patience takes seconds above 0 and up to 600, not 0\n")
 
 
 def test_under_a_launcher_rank_0_speaks_for_all() -> None:
@@ -98,7 +98,7 @@ def test_a_rank_that_never_comes_is_missed_by_all() -> None:
     assert second.out == ""
     found = findings(first)
     assert found["missing"] == [2]
-    assert found["broken"][0].startswith("rank 2 of 3 did not come within 12 s")
+    assert found["broken"][0].startswith("rank 2 of 3 did not join within 12 s")
     assert [link["problem"] for link in found["links"]] == [""]
 
 
@@ -111,5 +111,5 @@ def test_a_link_between_hosts_that_is_dead_is_reported() -> None:
     found = findings(max(first, second, key=lambda ended: len(ended.out)))
     assert found["links"][0]["problem"]
     loopback, _, dead = found["broken"]
-    assert "GLOO_SOCKET_IFNAME=lo is loopback, which leads to no other host" in loopback
-    assert "do not reach each other over gloo" in dead
+    assert "GLOO_SOCKET_IFNAME=lo is loopback, which reaches no other host" in loopback
+    assert "cannot reach each other over gloo" in dead

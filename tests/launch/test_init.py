@@ -90,7 +90,8 @@ def test_it_is_called_once_unless_the_group_is_the_users() -> None:
     assert ended.code == 1
     *_, last = ended.err.strip().splitlines()
     assert last.endswith(
-        "RunError: penstock.init() was called before in this process: keep the mesh it gave"
+        "RunError: penstock.init() was already called in this process. Keep the mesh that it "
+        "returned."
     )
 
 

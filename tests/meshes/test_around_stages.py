@@ -112,9 +112,7 @@ def tied_in_parts() -> str:
 
 def test_a_tied_weight_in_parts_is_refused() -> None:
     for message in ranks(4).run(tied_in_parts):
-        assert (
-            "'0.weight' is on ranks 0, 1 of the pipe, and stage_fn has cut it in parts" in message
-        )
+        assert "'0.weight' is shared by ranks 0, 1 of the pipe, and stage_fn sharded it" in message
 
 
 def a_step_that_fails(wrap: str) -> list[str]:
@@ -128,7 +126,7 @@ def a_step_that_fails(wrap: str) -> list[str]:
     broken.broken = False
     pipe.step(x, target=y)
     broken.broken = copy_here() == 1
-    with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of copy 1, in st"):
+    with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of replica 1, in st"):
         pipe.step(x, target=y)
     broken.broken = False
     pipe.zero_grad()

@@ -102,7 +102,7 @@ def test_whoever_waits_in_a_group_of_the_users_ends_itself() -> None:
     assert isinstance(twin, Died)
     assert twin.code == 1
     assert not twin.waited
-    assert "rank 1 ends, as it does not come back from where it stands" in twin.written
+    assert "rank 1 exits, because its thread is stuck here" in twin.written
     assert "rank 3 failed, in step" in twin.written
     for answer in answers:
         assert isinstance(answer, Returned), answer

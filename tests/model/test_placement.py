@@ -86,9 +86,9 @@ def test_stages_are_balanced_by_time_if_there_is_an_example() -> None:
             {"stages": 2, "balance": "luck"},
             "balance is one of time, memory, parameters, not 'luck'",
         ),
-        ({"stages": 2, "balance": "time"}, "balance='time' measures the layers: give example="),
-        ({"stages": 2, "balance": "memory"}, "balance='memory' measures the layers: give example="),
-        ({"stages": [1, 2], "balance": "time"}, "already says where to cut: leave balance out"),
+        ({"stages": 2, "balance": "time"}, "balance='time' measures the layers on a batch"),
+        ({"stages": 2, "balance": "memory"}, "balance='memory' measures the layers on a batch"),
+        ({"stages": [1, 2], "balance": "time"}, "already says where to cut, so balance does not"),
     ],
 )
 def test_wishes_that_contradict(wish: dict[str, Any], message: str) -> None:

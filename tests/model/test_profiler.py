@@ -350,7 +350,9 @@ def test_no_attribute_and_no_random_state_is_another(fails: bool) -> None:
     if fails:
         with pytest.raises(ZeroDivisionError) as error:
             profile_call(module, (torch.ones(2, 3),))
-        assert error.value.__notes__ == ["This was a Forgetful, run on an example to measure it."]
+        assert error.value.__notes__ == [
+            "This happened while Penstock measured a Forgetful on the example."
+        ]
     else:
         profile_call(module, (torch.ones(2, 3),))
     assert state() == before

@@ -140,7 +140,7 @@ def test_a_buffer_that_nobody_uses_does_not_matter() -> None:
 
 
 def test_any_module_needs_an_example() -> None:
-    with pytest.raises(ArgumentError, match="give example=, a batch"):
+    with pytest.raises(ArgumentError, match="Pass a batch as example="):
         penstock.split(Net(), 2)
 
 
@@ -182,7 +182,7 @@ def test_the_slowest_stage_is_named() -> None:
 
 def test_a_cut_that_cannot_be_better_is_said() -> None:
     assert suggest_improvement(timed((0.7,), (0.7, 0.7), (0.7,))) == (
-        "stage 1 takes 1.5 times the mean, and no cut between units is more even: take fewer "
+        "stage 1 takes 1.5 times the mean, and no cut between units is more even: use fewer "
         "stages, or smaller units"
     )
 
@@ -190,7 +190,7 @@ def test_a_cut_that_cannot_be_better_is_said() -> None:
 def test_a_unit_that_is_too_large_is_named() -> None:
     said = suggest_improvement(timed((1.0,), (5.0, 0.1), (1.0,)))
     assert said.startswith("stage 1 takes 2.2 times the mean, and its unit 'unit.1.0' alone 2.1")
-    assert "open it with units=" in said
+    assert "split the unit with units=" in said
 
 
 def test_a_heavy_skip_is_named() -> None:
@@ -205,7 +205,7 @@ def test_a_heavy_skip_is_named() -> None:
     )
     other = replace(even, transfers=(*flows[:3], Transfer("x", 0, 2, 0, 2, 12_000_000)))
     assert suggest_improvement(other).endswith(
-        "it is spared if one stage takes all from 'unit.0.0' to 'unit.2.0'"
+        "to avoid it, put all units from 'unit.0.0' to 'unit.2.0' into one stage"
     )
 
 

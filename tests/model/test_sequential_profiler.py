@@ -214,7 +214,9 @@ def test_namespaces_keep_skips_apart(measure: Measure) -> None:
 def test_an_error_in_a_layer_says_which(measure: Measure) -> None:
     with pytest.raises(ZeroDivisionError) as error:
         measure([nn.Tanh(), Broken()], (torch.ones(3),))
-    assert error.value.__notes__ == ["This was layer 1 (Broken), run on an example to measure it."]
+    assert error.value.__notes__ == [
+        "This happened while Penstock measured layer 1 (Broken) on the example."
+    ]
 
 
 # ---- times --------------------------------------------------------------------------------
@@ -421,7 +423,7 @@ def test_another_device_may_do_the_measuring() -> None:
 
 
 def test_a_batch_is_cut_into_at_least_one() -> None:
-    with pytest.raises(ArgumentError, match="chunks=0: a batch is cut into at least one"):
+    with pytest.raises(ArgumentError, match="chunks=0: a batch is split into at least one"):
         measure_layer_bytes([nn.Tanh()], (torch.ones(3),), chunks=0)
 
 
@@ -466,5 +468,5 @@ def test_an_example_is_cut_as_a_batch_is() -> None:
     measure_layer_times([Masked()], example, timeout=0.0)
     assert seen[0] == ((2, 4), (4, 4), (2, 2))
     assert set(seen[1:]) == {((8, 4), (4, 4), (2, 8))}
-    with pytest.raises(BatchShapeError, match=r"input 1, of shape \(4, 4\), has 4 on dim 0"):
+    with pytest.raises(BatchShapeError, match=r"input 1, of shape \(4, 4\), has size 4 on dim 0"):
         measure_layer_bytes([Masked()], (torch.ones(8, 4), torch.ones(4, 4)), chunks=4)

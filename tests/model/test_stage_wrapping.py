@@ -286,12 +286,12 @@ def _less(module: nn.Module, _: int) -> nn.Module:
         (
             lambda module, index: None,
             PenstockTypeError,
-            "stage_fn gave NoneType for stage 0 (layers 0 to",
+            "stage_fn returned NoneType for stage 0 (layers 0 to",
         ),
         (_rename, ArgumentError, "changed the names of parameters or buffers of stage 0"),
-        (_more, ArgumentError, "has also parameters or buffers of the shapes (8, 8), (8,)"),
-        (_less, ArgumentError, "has not parameters or buffers of the shapes (8, 6), (8,)"),
-        (_untie, ArgumentError, "another parameter in the place of 'weight' of one layer"),
+        (_more, ArgumentError, "adds parameters or buffers of the shapes (8, 8), (8,)"),
+        (_less, ArgumentError, "lacks parameters or buffers of the shapes (8, 6), (8,)"),
+        (_untie, ArgumentError, "replaced the parameter 'weight' in one layer but not in another"),
     ],
 )
 def test_what_cannot_be_is_refused(stage_fn: Any, kind: type, message: str) -> None:

@@ -107,7 +107,7 @@ REFUSED = [
         "here",
         models.Sometimes,
         (_rows(5), _rows(9)),
-        "make the Pipe with an example like these",
+        "Make the Pipe with an example like these",
     ),
     Refused(
         "a running mean that another stage reads",

@@ -90,7 +90,7 @@ def test_who_waits_in_a_circle_is_told_at_once() -> None:
     ranks = meeting()
     other = Beside(lambda: ranks.endpoint(1).send(BACK, parcel(1)))
     assert other.is_blocked()
-    told = "wait for each other, and would for ever: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
+    told = "wait for each other in a deadlock: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
     with pytest.raises(RunError, match=told):
         ranks.endpoint(0).send(FIRST, parcel(1))
     assert isinstance(other.result(), Stopped)

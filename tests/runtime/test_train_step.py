@@ -129,10 +129,10 @@ def test_targets_of_any_shape(stages: int) -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda y, t: y - t, r"a loss is one number, but loss_fn gave shape \(3, 3\): reduce it"),
-        (lambda y, t: 1.0, "a loss is one number, but loss_fn gave <class 'float'>"),
-        (nn.MSELoss(reduction="none"), r"loss_fn gave shape \(3, 3\)"),
-        (None, r"the model, without a loss_fn, gave shape \(3, 3\)"),
+        (lambda y, t: y - t, r"a loss must be .*, but loss_fn returned shape \(3, 3\). Reduce it"),
+        (lambda y, t: 1.0, "a loss must be a tensor .*, but loss_fn returned <class 'float'>"),
+        (nn.MSELoss(reduction="none"), r"loss_fn returned shape \(3, 3\)"),
+        (None, r"the model, without a loss_fn, returned shape \(3, 3\)"),
     ],
 )
 def test_a_loss_is_one_number(loss_fn: Any, message: str) -> None:

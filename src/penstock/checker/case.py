@@ -1,4 +1,8 @@
-"""What is checked: a model and a batch, copied and in float64, and how a pipe is made of them."""
+"""The case to check: copies of a model, a batch and a loss, in float64 on the CPU.
+
+`CheckedModel` has the two ways to run them: `run_model` for the unsplit model and `run_step` for a
+pipe. Both get the same arguments, so that their results can be compared.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,7 @@ from penstock.pipe import Pipe
 from penstock.runtime.memory import Memory
 from penstock.runtime.train_step import StepResult
 from penstock.schedules.ir import Schedule
-from penstock.schedules.registry import ScheduleLike as AskedSchedule
-from penstock.schedules.registry import default_stages_per_rank
+from penstock.schedules.registry import ScheduleLike, default_stages_per_rank
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import (
     LossFn,
@@ -40,14 +43,14 @@ from penstock.torch_compat import pytree
 
 @dataclass(frozen=True)
 class StepArguments:
-    """What a step is given: positional and side inputs, and the target."""
+    """The arguments of a step: positional inputs, inputs by name (`side`), and the target."""
 
     batch: tuple[Any, ...]
     side: dict[str, Any] = field(default_factory=dict)
     target: Any = None
 
     def map_tensors(self, transform: Callable[[Tensor], Tensor]) -> StepArguments:
-        """With each tensor changed."""
+        """Return the arguments with every tensor transformed."""
 
         def map_leaf(leaf: Any) -> Any:
             if isinstance(leaf, NoChunk):
@@ -60,18 +63,18 @@ class StepArguments:
         return StepArguments(batch, side, target)
 
     def split_microbatches(self, chunks: int) -> tuple[list[StepArguments], MicrobatchRows]:
-        """The micro-batches, as a pipe cuts them; that of `chunks=1` is what a model is given."""
-        names = [f"input {at}" for at in range(len(self.batch))]
-        given = (*self.batch, *self.side.values(), self.target)
-        pieces, rows = scatter(given, chunks, [*names, *self.side, "target"])
+        """Return the micro-batches as a pipe splits them, and the rows of each."""
+        names = [f"input {index}" for index in range(len(self.batch))]
+        values = (*self.batch, *self.side.values(), self.target)
+        pieces, rows = scatter(values, chunks, [*names, *self.side, "target"])
         return [self._rebuild(piece) for piece in pieces], rows
 
     def take_whole_batch(self) -> StepArguments:
-        """The whole batch, as a model is given it."""
+        """Return the whole batch as the model gets it, without `Chunk` and `NoChunk` wrappers."""
         return self.split_microbatches(1)[0][0]
 
     def _rebuild(self, leaves: Sequence[Any]) -> StepArguments:
-        """Other values in the places of these."""
+        """Return arguments of the same structure with other values."""
         *inputs, target = leaves
         size = len(self.batch)
         return StepArguments(
@@ -79,53 +82,69 @@ class StepArguments:
         )
 
     def take_first_part(self, parts: int) -> StepArguments:
-        """The first of so many parts of the rows; what is not cut stays as it was given."""
-        mine, spec = pytree.tree_flatten((self.batch, self.side, self.target))
+        """Return the first of `parts` equal parts of the batch.
+
+        Wrappers stay, so that the result can be split again. Arguments that are not split stay as
+        they are.
+        """
+        # `Chunk` and `NoChunk` are leaves, so both lists of leaves line up although the parts have
+        # lost these wrappers.
+        whole_leaves, spec = pytree.tree_flatten((self.batch, self.side, self.target))
         piece = self.split_microbatches(parts)[0][0]
-        cut = pytree.tree_leaves((piece.batch, piece.side, piece.target))
+        part_leaves = pytree.tree_leaves((piece.batch, piece.side, piece.target))
 
-        def shorten_leaf(given: Any, found: Any) -> Any:
-            if isinstance(given, Chunk):
-                return Chunk(found, given.dim)
-            return found if isinstance(given, Tensor) else given
+        def shorten_leaf(whole: Any, part: Any) -> Any:
+            if isinstance(whole, Chunk):
+                return Chunk(part, whole.dim)
+            return part if isinstance(whole, Tensor) else whole
 
-        leaves = [shorten_leaf(given, found) for given, found in zip(mine, cut, strict=True)]
+        leaves = [
+            shorten_leaf(whole, part) for whole, part in zip(whole_leaves, part_leaves, strict=True)
+        ]
         return StepArguments(*pytree.tree_unflatten(leaves, spec))
 
     def get_named_tensors(self) -> dict[str, Tensor]:
-        """The tensors that a model is given, by a name for each: input 0, mask, ..."""
-        given = {**{f"input {at}": value for at, value in enumerate(self.batch)}, **self.side}
-        found = {}
-        for name, value in given.items():
+        """Return the input tensors, each with a name for the report: input 0, mask, ..."""
+        inputs = {
+            **{f"input {index}": value for index, value in enumerate(self.batch)},
+            **self.side,
+        }
+        tensors = {}
+        for name, value in inputs.items():
             for path, leaf in pytree.tree_flatten_with_path(value)[0]:
                 tensor = leaf.tensor if isinstance(leaf, Chunk | NoChunk) else leaf
                 if isinstance(tensor, Tensor):
-                    found[f"{name}{pytree.keystr(path)}"] = tensor
-        return found
+                    tensors[f"{name}{pytree.keystr(path)}"] = tensor
+        return tensors
 
     def require_input_grads(self) -> StepArguments:
-        """The same with gradients wanted for every input that can have one."""
+        """Return the arguments with `requires_grad` set on every floating-point input."""
         inputs = {id(tensor) for tensor in self.get_named_tensors().values()}
 
+        # Detached, because `requires_grad_` on the shared tensors would outlast this trial.
         def detach_leaf(tensor: Tensor) -> Tensor:
-            mine = tensor.detach()
-            wanted = id(tensor) in inputs and mine.is_floating_point()
-            return mine.requires_grad_(wanted or tensor.requires_grad)
+            detached = tensor.detach()
+            needs_grad = id(tensor) in inputs and detached.is_floating_point()
+            return detached.requires_grad_(needs_grad or tensor.requires_grad)
 
         return self.map_tensors(detach_leaf)
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """A copy of a tensor on the host, with its numbers in double precision."""
-    wide = torch.float64 if tensor.is_floating_point() else tensor.dtype
+    """Return a copy of a tensor on the CPU, in double precision if it is floating-point."""
+    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
     if tensor.is_complex():
-        wide = torch.complex128
-    mine = tensor.detach().to("cpu", wide, copy=True)
-    return mine.requires_grad_(tensor.requires_grad)
+        dtype = torch.complex128
+    double = tensor.detach().to("cpu", dtype, copy=True)
+    return double.requires_grad_(tensor.requires_grad)
 
 
 class ModelCallResult(NamedTuple):
-    """What a model gives for some rows; `added` counts by rows, the loss by its weight if any."""
+    """The result of one call of the unsplit model.
+
+    Across micro-batches, `loss` counts by `weight` if there is one, and by rows otherwise.
+    `aux_loss`, the sum of all `add_loss` calls, always counts by rows.
+    """
 
     output: Any
     loss: Tensor
@@ -135,7 +154,10 @@ class ModelCallResult(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model, a batch and a loss; nothing here is the user's own, and the model is never run."""
+    """Copies of a model, a batch and a loss, and the options of the pipes to build.
+
+    `model` itself is never run: every run uses a copy of it, so that all runs start alike.
+    """
 
     model: nn.Module
     arguments: StepArguments
@@ -155,33 +177,34 @@ class CheckedModel:
         chunks: int,
         units: UnitSelector = None,
     ) -> CheckedModel:
-        """Copies, in float64, on the host."""
+        """Copy a user's model, arguments and loss to float64 on the CPU."""
         check_model(model)
-        mine = copy.deepcopy(model).double().cpu()
-        mine.zero_grad(set_to_none=True)
+        model_copy = copy.deepcopy(model).double().cpu()
+        model_copy.zero_grad(set_to_none=True)
         if not is_plain_sequential(model):
             side = {**build_default_kwargs(model, arguments.side), **arguments.side}
             arguments = StepArguments(arguments.batch, side, arguments.target)
         loss_fn = _loss_to_float64(loss_fn)
         return CheckedModel(
-            mine, arguments.map_tensors(to_float64), loss_fn, reduction, stages, chunks, units
+            model_copy, arguments.map_tensors(to_float64), loss_fn, reduction, stages, chunks, units
         )
 
     def copy_model(self) -> nn.Module:
-        """The model as it was given."""
+        """Return a fresh copy of the model."""
         return copy.deepcopy(self.model)
 
     def build_pipe(
         self,
-        schedule: AskedSchedule,
+        schedule: ScheduleLike,
         ranks: int,
         checkpoint: str,
         runtime: str,
         devices: Sequence[Any] | None = None,
     ) -> Pipe:
-        """A pipe over a fresh copy."""
-        cut = isinstance(self.stages, int) and self.traced_model is not None
-        balance = "parameters" if cut else None  # the same cut each time
+        """Return a pipe over a fresh copy of the model."""
+        # Balancing by measured time could cut each pipe differently. All runs need the same cut.
+        needs_balance = isinstance(self.stages, int) and self.traced_model is not None
+        balance = "parameters" if needs_balance else None
         return Pipe(
             self.copy_model(),
             self.chunks,
@@ -197,74 +220,85 @@ class CheckedModel:
         )
 
     def run_step(self, pipe: Pipe, arguments: StepArguments, outputs: bool = True) -> StepResult:
-        """The one place where a pipe is given a batch."""
+        """Run one step of a pipe."""
         return pipe.step(
             *arguments.batch, target=arguments.target, outputs=outputs, **arguments.side
         )
 
     def measure_memory(self, pipe: Pipe) -> Memory:
-        """What is alive in a step of the pipe."""
-        values = self.arguments.map_tensors(Tensor.detach)
-        return pipe.memory(*values.batch, target=values.target, **values.side)
+        """Measure the memory of one step of a pipe."""
+        arguments = self.arguments.map_tensors(Tensor.detach)
+        return pipe.memory(*arguments.batch, target=arguments.target, **arguments.side)
 
     def run_model(self, model: nn.Module, arguments: StepArguments) -> ModelCallResult:
-        """The one place where a model is."""
-        given = () if arguments.target is None else (arguments.target,)
-        with added_losses() as extra:
+        """Run the unsplit model and its loss on a batch or a micro-batch."""
+        targets = () if arguments.target is None else (arguments.target,)
+        with added_losses() as aux_losses:
             output = call_like_pipe(model, arguments)
-            found = (
-                extract_model_loss(output) if self.loss_fn is None else self.loss_fn(output, *given)
+            loss_result = (
+                extract_model_loss(output)
+                if self.loss_fn is None
+                else self.loss_fn(output, *targets)
             )
-        loss, beside = parse_loss(found, "the loss gave")
-        added = torch.stack([torch.zeros_like(loss), *extra]).sum()
-        if beside.weight is not None:
-            return ModelCallResult(output, loss + added, torch.zeros_like(loss), beside.weight)
-        return ModelCallResult(output, loss, added, self._compute_loss_weight(arguments))
+        loss, extras = parse_loss(loss_result, "the loss gave")
+        aux_loss = torch.stack([torch.zeros_like(loss), *aux_losses]).sum()
+        # A loss that comes with a weight takes the added losses along, as in a pipe.
+        if extras.weight is not None:
+            return ModelCallResult(output, loss + aux_loss, torch.zeros_like(loss), extras.weight)
+        return ModelCallResult(output, loss, aux_loss, self._compute_loss_weight(arguments))
 
     def _compute_loss_weight(self, arguments: StepArguments) -> Tensor | None:
-        """What targets count for: the loss's own, or those that the model takes itself."""
-        counting, how = self.loss_reduction.target_counter, self.partition.how
-        if counting is not None and arguments.target is not None:
-            return counting(arguments.target)
+        """Return how much the targets count in the loss; None if the loss counts by rows.
+
+        The targets are those of `loss_fn`, or those of a loss that the model computes itself.
+        """
+        target_counter, implementation = self.loss_reduction.target_counter, self.partition.how
+        if target_counter is not None and arguments.target is not None:
+            return target_counter(arguments.target)
         if (
             self.loss_fn is not None
             or self.loss_reduction.is_sum
-            or not isinstance(how, TracedPartition)
+            or not isinstance(implementation, TracedPartition)
         ):
             return None
-        found = how.trace_microbatch(
-            arguments.batch, arguments.side, how.read_settings()
+        loss_targets = implementation.trace_microbatch(
+            arguments.batch, arguments.side, implementation.read_settings()
         ).compute_loss_targets()
-        return None if found is None else found[1](found[0])
+        return None if loss_targets is None else loss_targets[1](loss_targets[0])
 
     @cached_property
     def loss_reduction(self) -> LossReduction:
-        """How the losses of micro-batches make one."""
+        """The rule that combines the losses of micro-batches."""
         return resolve_reduction(self.loss_fn, self.reduction)
 
     @cached_property
     def partition(self) -> Partition:
-        """How the model is cut."""
+        """The cut of the model, which is the same in all runs."""
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
         return self.build_pipe("naive", number, "never", "inline")._placed_partition.partition
 
     @cached_property
     def traced_model(self) -> TracedModel | None:
-        """What was traced of a model that is no Sequential: every pipe of it is made with that."""
+        """The trace of a model that is not an `nn.Sequential`; None for one that is.
+
+        All pipes share it, so that the model is traced once.
+        """
         if is_plain_sequential(self.model):
             return None
         number = self.stages if isinstance(self.stages, int) else len(self.stages)
-        first = self.arguments.split_microbatches(self.chunks)[0][0]
-        example, cpu = ExampleMicrobatch(first.batch, first.side), torch.device("cpu")
+        microbatch = self.arguments.split_microbatches(self.chunks)[0][0]
+        example, cpu = ExampleMicrobatch(microbatch.batch, microbatch.side), torch.device("cpu")
         return trace_with_enough_units(self.copy_model(), example, self.units, number, cpu)
 
     def activations_only(self) -> CheckedModel:
-        """The same without what a step keeps until its end, by rights.
+        """Return the same case without tensors that a step legitimately keeps until its end.
 
-        Those are metrics, and gradients that it makes anew: of weighted losses, and of stand-ins
-        for tied parameters. So the loss comes alone, and no layers share anything.
+        The forecast of memory counts activations only. Metrics, the gradients of a weighted loss
+        and those of proxies for tied parameters live longer. So the loss here has no extras, and
+        no two layers share a parameter.
         """
         model = self.copy_model()
+        # Copying the layers one by one separates those that share modules or parameters.
         if is_plain_sequential(model):
             for name, layer in model._modules.items():
                 model._modules[name] = copy.deepcopy(layer)
@@ -273,53 +307,65 @@ class CheckedModel:
         return replace(self, model=model, loss_fn=partial(_compute_loss_only, self.loss_fn))
 
     def with_arguments(self, arguments: StepArguments, chunks: int) -> CheckedModel:
-        """The same model with another batch."""
+        """Return the same model with another batch."""
         return replace(self, arguments=arguments, chunks=chunks)
 
 
 def _compute_loss_only(loss_fn: LossFn | None, output: Any, *target: Any) -> Any:
-    found = extract_model_loss(output) if loss_fn is None else loss_fn(output, *target)
-    return parse_loss(found, "the loss gave")[0]
+    """Return the loss without its weight and metrics."""
+    loss_result = extract_model_loss(output) if loss_fn is None else loss_fn(output, *target)
+    return parse_loss(loss_result, "the loss gave")[0]
 
 
 def _untie_parameters(model: nn.Module) -> None:
-    """Each parameter is one module's."""
-    seen: set[int] = set()
+    """Give every module its own copy of a parameter that several modules share."""
+    seen_ids: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in seen:
-                alone = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                module._parameters[name] = alone
+            if parameter is not None and id(parameter) in seen_ids:
+                untied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                module._parameters[name] = untied
             elif parameter is not None:
-                seen.add(id(parameter))
+                seen_ids.add(id(parameter))
 
 
 def call_like_pipe(model: nn.Module, arguments: StepArguments) -> Any:
-    """The model's output; a Sequential takes several inputs, and some by name, as in a pipe."""
+    """Return the output of the unsplit model, called as a pipe calls it.
+
+    `nn.Sequential` takes one positional input. A pipe also accepts several for the first layer,
+    and inputs by name for any layer, so the layers are called one by one here.
+    """
     if type(model).forward is not nn.Sequential.forward:
         return model(*arguments.batch, **arguments.side)
     layers = list(model.children())
-    given: tuple[Any, ...] = arguments.batch
+    inputs: tuple[Any, ...] = arguments.batch
     for layer, names in zip(layers, find_side_names_per_layer(layers, first=True), strict=True):
-        given = (layer(*given, **select_side_inputs(arguments.side, names)),)
-    return given[0]
+        inputs = (layer(*inputs, **select_side_inputs(arguments.side, names)),)
+    return inputs[0]
 
 
 def count_ranks(schedule: str | Schedule, stages: int) -> int:
-    """How many ranks suit a schedule of so many stages."""
+    """Return the number of ranks for a schedule of so many stages.
+
+    Raises:
+        ArgumentError: The schedule has several stages per rank, and `stages` is not a multiple.
+    """
     if isinstance(schedule, Schedule):
         return schedule.ranks
     per_rank = default_stages_per_rank(schedule)
     if stages % per_rank:
         raise ArgumentError(
-            f"{schedule} has {per_rank} stages a rank, and {stages} stages do not divide so: "
-            f"use stages={stages + per_rank - stages % per_rank}"
+            f"{schedule} has {per_rank} stages per rank, and {stages} is not a multiple of "
+            f"{per_rank}. Use stages={stages + per_rank - stages % per_rank}."
         )
     return stages // per_rank
 
 
 def default_loss(output: Any) -> Tensor:
-    """A loss for models that come without one: a mean by rows, whichever dim these are on."""
+    """Return a loss for a model that has none: the mean of a function of every output.
+
+    It is a mean over rows, on whichever dimension these are, so it can be split by rows.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and leaf.numel():
@@ -328,7 +374,7 @@ def default_loss(output: Any) -> Tensor:
 
 
 def _loss_to_float64(loss_fn: LossFn | None) -> LossFn | None:
-    """With its own tensors (the weights of classes, say) in float64."""
+    """Return a copy of the loss with its own tensors, such as class weights, in float64."""
     if isinstance(loss_fn, nn.Module):
         return copy.deepcopy(loss_fn).double().cpu()
     if isinstance(loss_fn, partial):

@@ -1,4 +1,4 @@
-"""`penstock.check`: the proof, on a user's own model, that a pipe computes the same."""
+"""`penstock.check`: show, on a user's own model, that a pipe computes the same numbers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from penstock.checker.trial import (
 from penstock.config import RUNTIMES
 from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.model.sequential import is_plain_sequential
-from penstock.model.traced.units import UnitSelector as AskedUnits
+from penstock.model.traced.units import UnitSelector
 from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.lowering import CHECKPOINT_MODES
 from penstock.schedules.registry import FAMILIES, ScheduleLike, family_of, resolve_schedule
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import LossFn, extract_model_loss, parse_loss
 
-ProgressCallback = Callable[[int, int, str], None]  # runs done, runs in all, what comes next
+# Called with the number of runs done, the number of all runs, and the name of the next run.
+ProgressCallback = Callable[[int, int, str], None]
 
 
 def check(
@@ -53,39 +54,69 @@ def check(
     schedules: str | Sequence[ScheduleLike] = "all",
     checkpoints: Sequence[str] = ("never", "always"),
     runtimes: Sequence[str] = ("inline", "threads"),
-    units: AskedUnits = None,
+    units: UnitSelector = None,
     tolerance: float = 1e-10,
     quiet: bool = False,
     progress: ProgressCallback | None = None,
     **side: Any,
 ) -> Report:
-    """Run the model unsplit and as a pipe, under every schedule, and compare all numbers.
+    """Run a model unsplit and as a pipe, under every schedule, and compare all numbers.
 
-    Everything runs on copies, in float64 on the CPU: the model, its gradients and buffers, and
-    the random state stay as they are. The batch of a model that is no Sequential may be a dict of
-    inputs by name. Without a `loss_fn` the loss is the model's own, or, if it gives none, a mean
-    over all numbers of its output. Prints the report unless `quiet`.
+    Compares the loss, outputs, gradients, buffers, gradients of the inputs, a second step, eval
+    mode, and the peak memory with its forecast. Everything runs on copies, in float64 on the CPU:
+    the model, its gradients and buffers, and the random state stay as they are.
 
-    >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> report = check(layers, torch.randn(8, 4), schedules=["1f1b"], quiet=True)
-    >>> report.ok
-    True
+    Args:
+        model: The unsplit model. Its mode counts: call `model.train()` before to check training.
+        *batch: The positional inputs of a step. For a model that is not an `nn.Sequential`, it
+            may be one dict of inputs by name.
+        target: The target of the loss. Needs a `loss_fn`.
+        loss_fn: The loss, called with the output and the target. Without it the loss is the one
+            that the model returns; if it returns none, a mean over all numbers of its output.
+        reduction: How the losses of micro-batches are combined, as in `Pipe`.
+        stages: The number of stages, or the number of layers or units of each.
+        chunks: The number of micro-batches.
+        schedules: "all", one schedule, or a list of schedules.
+        checkpoints: Checkpoint modes to try.
+        runtimes: Runtimes to try.
+        units: Which submodules are units, as in `Pipe`.
+        tolerance: The largest difference, relative to the largest number of a tensor if that is
+            above 1, that still counts as equal.
+        quiet: Do not print the report.
+        progress: Called before each run with the number of runs done, the number of all runs,
+            and the name of the next one.
+        **side: Inputs by name.
+
+    Returns:
+        The report. It is true if something ran and everything was equal.
+
+    Raises:
+        ArgumentError: An option is not valid.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> report = check(layers, torch.randn(8, 4), schedules=["1f1b"], quiet=True)
+        >>> report.ok
+        True
     """
-    named = _name_schedules(schedules)
+    named_schedules = _name_schedules(schedules)
     _check_choices("checkpoints", checkpoints, CHECKPOINT_MODES)
     _check_choices("runtimes", runtimes, RUNTIMES)
     if target is not None and loss_fn is None:
         raise ArgumentError("a target needs a loss_fn, which is called with output and target")
     with _preserve_global_state():
-        given = _collect_arguments(model, batch, side, target)
-        subject = CheckedModel.from_user_model(
-            model, given, loss_fn, reduction, stages, chunks, units
+        arguments = _collect_arguments(model, batch, side, target)
+        checked = CheckedModel.from_user_model(
+            model, arguments, loss_fn, reduction, stages, chunks, units
         )
-        expected, subject = _prepare_reference(subject)
-        rows = tuple(_run_trials(subject, expected, named, checkpoints, runtimes, progress))
-        report = Report(_describe_model(subject), str(expected.dependence), tolerance, rows)
+        expected, checked = _prepare_reference(checked)
+        rows = tuple(
+            _run_trials(checked, expected, named_schedules, checkpoints, runtimes, progress)
+        )
+        report = Report(_describe_model(checked), str(expected.dependence), tolerance, rows)
+        # Hints take several more runs of the unsplit model, so they are only sought when needed.
         if report.problems:
-            hints = tuple(find_hints(subject, expected.dependence, report))
+            hints = tuple(find_hints(checked, expected.dependence, report))
             report = replace(report, hints=hints)
     if not quiet:
         print(report)  # noqa: T201
@@ -95,22 +126,22 @@ def check(
 def _collect_arguments(
     model: nn.Module, batch: tuple[Any, ...], side: dict[str, Any], target: Any
 ) -> StepArguments:
-    """A dict of inputs by name is what a call with these would be."""
-    named = batch[0] if len(batch) == 1 and not is_plain_sequential(model) else None
-    if isinstance(named, Mapping):
-        return StepArguments((), {**named, **side}, target)
+    """Return the arguments of a step. A single dict becomes keyword inputs."""
+    inputs_by_name = batch[0] if len(batch) == 1 and not is_plain_sequential(model) else None
+    if isinstance(inputs_by_name, Mapping):
+        return StepArguments((), {**inputs_by_name, **side}, target)
     return StepArguments(batch, side, target)
 
 
 def _name_schedules(schedules: str | Sequence[ScheduleLike]) -> list[tuple[str, str | Schedule]]:
-    """Each with what it is called in the report."""
+    """Return each schedule with its name in the report."""
     if isinstance(schedules, str):
         schedules = _list_training_schedules() if schedules == "all" else [schedules]
     if not schedules:
         raise ArgumentError(
-            f"schedules is empty: give 'all', or some of {', '.join(_list_training_schedules())}"
+            f"schedules is empty. Give 'all', or some of {', '.join(_list_training_schedules())}."
         )
-    return [_name_schedule(asked) for asked in schedules]
+    return [_name_schedule(requested) for requested in schedules]
 
 
 def _name_schedule(requested: ScheduleLike) -> tuple[str, str | Schedule]:
@@ -118,7 +149,10 @@ def _name_schedule(requested: ScheduleLike) -> tuple[str, str | Schedule]:
     if isinstance(schedule, Schedule):
         return "your own" if isinstance(requested, Schedule | Program) else str(requested), schedule
     if schedule != "fit" and not family_of(schedule).trains:
-        raise ArgumentError(f"{schedule} has no backwards, so it has no gradients to check")
+        raise ArgumentError(
+            f"{schedule} has no backwards, so it has no gradients to check. Use one of "
+            f"{', '.join(_list_training_schedules())}."
+        )
     return schedule, schedule
 
 
@@ -128,27 +162,31 @@ def _list_training_schedules() -> list[str]:
 
 def _check_choices(option: str, choices: Sequence[str], allowed: Sequence[str]) -> None:
     if isinstance(choices, str) or not choices or not set(choices) <= set(allowed):
-        listed = ", ".join(repr(one) for one in allowed)
+        listed = ", ".join(repr(choice) for choice in allowed)
         raise ArgumentError(f"{option} is a list of some of {listed}, not {choices!r}")
 
 
 def _prepare_reference(checked: CheckedModel) -> tuple[ReferenceOutcomes, CheckedModel]:
-    """What the unsplit model gives, with a loss of our own where none can be told."""
-    nature = ""
+    """Run the unsplit model. Use `default_loss` if the model returns no loss.
+
+    An error in it is the user's: it is raised with a note, and not turned into a row of the report.
+    """
+    reference = ""
     try:
         if checked.loss_fn is None and not _returns_loss(checked):
             checked = replace(checked, loss_fn=default_loss)
-        nature = str(detect_batch_dependence(checked))
+        reference = str(detect_batch_dependence(checked))
         return compute_reference(checked), checked
     except PenstockError:
         raise
     except Exception as error:
-        where = nature or "the unsplit model on the whole batch, in float64"
-        error.add_note(f"This was a copy on the CPU, the reference: {where}.")
+        where = reference or "the unsplit model on the whole batch, in float64"
+        error.add_note(f"The error is from the reference, a copy of the model on the CPU: {where}.")
         raise
 
 
 def _returns_loss(checked: CheckedModel) -> bool:
+    """Return whether the output of the model is, or contains, a loss."""
     with torch.no_grad(), added_losses():
         output = call_like_pipe(checked.copy_model(), checked.arguments.take_whole_batch())
     try:
@@ -166,44 +204,48 @@ def _run_trials(
     runtimes: Sequence[str],
     progress: ProgressCallback | None,
 ) -> Iterator[Run]:
-    scales = FootprintProfiler(checked)
-    ways = [
-        (one, checkpoint, runtime)
-        for one in named_schedules
+    """Run a pipe for every combination of options, and yield its result."""
+    profiler = FootprintProfiler(checked)
+    combinations = [
+        (named_schedule, checkpoint, runtime)
+        for named_schedule in named_schedules
         for checkpoint in checkpoints
         for runtime in runtimes
     ]
-    for at, ((name, schedule), checkpoint, runtime) in enumerate(ways):
+    for index, ((name, schedule), checkpoint, runtime) in enumerate(combinations):
         if progress is not None:
-            progress(at, len(ways), f"{name}, {checkpoint}, {runtime}")
+            progress(index, len(combinations), f"{name}, {checkpoint}, {runtime}")
         try:
             ranks = count_ranks(schedule, len(checked.partition.stages))
         except ArgumentError as error:
+            # The schedule does not suit this number of stages. The other schedules go on.
             yield Run(Case(name, 0, checkpoint, runtime), Refused(str(error)))
             continue
-        asking = TrialConfig(schedule, name, ranks, checkpoint, runtime)
-        yield run_trial(checked, expected, scales, asking)
+        config = TrialConfig(schedule, name, ranks, checkpoint, runtime)
+        yield run_trial(checked, expected, profiler, config)
     if progress is not None:
-        progress(len(ways), len(ways), "done")
+        progress(len(combinations), len(combinations), "done")
 
 
 def _describe_model(checked: CheckedModel) -> str:
-    numbers = sum(parameter.numel() for parameter in checked.model.parameters())
-    cuts = " + ".join(map(str, checked.partition.counts))
+    """Return one line on the model, its cut and its micro-batches, for the report."""
+    numel = sum(parameter.numel() for parameter in checked.model.parameters())
+    counts = " + ".join(map(str, checked.partition.counts))
     parts = "layers" if checked.traced_model is None else "units"
     rows = checked.arguments.split_microbatches(checked.chunks)[1].counts
     return (
-        f"{numbers:,} parameters; stages of {cuts} {parts}; "
+        f"{numel:,} parameters; stages of {counts} {parts}; "
         f"{sum(rows)} rows in micro-batches of {', '.join(map(str, rows))}"
     )
 
 
 @contextmanager
 def _preserve_global_state() -> Iterator[None]:
-    """Random states stay as they are; gradients are on, and each rank computes in one thread."""
-    numpy = sys.modules.get("numpy")
+    """Restore random states and thread count afterwards. Enable gradients meanwhile."""
+    numpy = sys.modules.get("numpy")  # not imported: a model that does not use it needs no state
     states = random.getstate(), numpy and numpy.random.get_state()
     threads = torch.get_num_threads()
+    # The ranks are threads of this process. Each of them gets one core.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():

@@ -1,4 +1,16 @@
-"""Why the numbers differ, as far as a few more runs of the unsplit model can tell."""
+"""Hints: why a pipe differs from the unsplit model.
+
+Most differences come from the model: it computes something else when the batch is split. A few more
+runs of the unsplit model, recorded layer by layer, tell. In this order, and the first cause wins:
+
+    1. two equal runs differ                   random numbers from outside of torch, a clock
+    2. a run on micro-batches fails            an input that should not be split, or the model
+    3. a Python attribute of a layer changes   state that every micro-batch advances
+    4. whole batch and micro-batches differ    an input that should not be split; else the first
+                                               layer whose rows differ; else the loss, a backward,
+                                               or a buffer
+    5. nothing of this                         the pipe: name the setting that the bad runs share
+"""
 
 from __future__ import annotations
 
@@ -27,7 +39,7 @@ from penstock.torch_compat import pytree
 
 
 class _RecordedCall(NamedTuple):
-    """What a module was given and what it gave: the tensors."""
+    """The tensors among the inputs and outputs of one call of a module."""
 
     name: str
     class_name: str
@@ -36,54 +48,60 @@ class _RecordedCall(NamedTuple):
 
 
 class _RecordedRun(NamedTuple):
-    """A run of the unsplit model, watched."""
+    """A recorded run of the unsplit model."""
 
     calls: list[_RecordedCall]
     outcome: StepOutcome
-    changed_attributes: list[str]  # Python attributes of layers
+    changed_attributes: list[str]  # Python attributes of layers that the run changed
 
 
 def find_hints(checked: CheckedModel, dependence: BatchDependence, report: Report) -> Iterator[str]:
-    """The first cause that is found, and otherwise in which runs it shows."""
+    """Yield the cause of the differences if one is found, and otherwise what bad runs share."""
     try:
-        found = list(_find_causes(checked, dependence, report.tolerance))
-    except Exception as error:  # a hint is no place to fail
-        found = [f"the cause could not be looked for: {type(error).__name__}: {error}"]
-    yield from found or _find_common_setting(report)
+        hints = list(_find_causes(checked, dependence, report.tolerance))
+    except Exception as error:  # the report is worth more than a hint
+        hints = [f"the search for the cause failed: {type(error).__name__}: {error}"]
+    yield from hints or _find_common_setting(report)
 
 
 def _find_causes(
     checked: CheckedModel, dependence: BatchDependence, tolerance: float
 ) -> Iterator[str]:
-    one, other = (_record_run(checked, checked.arguments, 1, training=True) for _ in range(2))
-    at = _find_first_difference(one.calls, other.calls, 0.0)
-    if at is not None or one.outcome.differs_from(other.outcome, "loss", "outputs", "gradients"):
-        where = f"layer {at}" if at else "the loss"
+    """Yield causes that lie in the model or its arguments."""
+    run, repeated = (_record_run(checked, checked.arguments, 1, training=True) for _ in range(2))
+    layer = _find_first_difference(run.calls, repeated.calls, 0.0)
+    kinds = "loss", "outputs", "gradients"
+    if layer is not None or run.outcome.differs_from(repeated.outcome, *kinds):
+        where = f"layer {layer}" if layer else "the loss"
         yield (
-            f"{where} gives another result each time, with the same seed: it draws random numbers "
-            "outside of torch's generator (Python's random, numpy), or reads a clock; draw with "
-            "torch"
+            f"{where} returns another result each time, with the same seed. It draws random "
+            "numbers outside of torch's generator (Python's random, NumPy), or reads a clock. Draw "
+            "with torch"
         )
         return
-    whole = (
-        one
+    # With dropout or BatchNorm, training mode differs between whole batch and micro-batches by
+    # nature. Eval mode shows what else does.
+    whole_run = (
+        run
         if dependence.is_independent
         else _record_run(checked, checked.arguments, 1, training=False)
     )
     try:
-        cut = _record_run(checked, checked.arguments, checked.chunks, dependence.is_independent)
+        split_run = _record_run(
+            checked, checked.arguments, checked.chunks, dependence.is_independent
+        )
     except Exception as error:
-        uncut = _find_wrongly_split_input(checked, dependence, whole.outcome, tolerance)
-        yield uncut or f"the unsplit model fails on a micro-batch, too: {error}"
+        hint = _find_wrongly_split_input(checked, dependence, whole_run.outcome, tolerance)
+        yield hint or f"the unsplit model fails on a micro-batch as well: {error}"
         return
-    changed = sorted({*whole.changed_attributes, *cut.changed_attributes})
+    changed = sorted({*whole_run.changed_attributes, *split_run.changed_attributes})
     for attribute in changed:
         yield (
-            f"{attribute} changes when its layer is called, and a pipe calls it once for each "
-            "micro-batch, and again to recompute: keep state in buffers, or outside"
+            f"{attribute} changes when its layer is called. A pipe calls the layer once for each "
+            "micro-batch, and again to recompute. Keep state in buffers, or outside of the model"
         )
     if not changed:
-        yield from _explain_split_difference(checked, dependence, tolerance, whole, cut)
+        yield from _explain_split_difference(checked, dependence, tolerance, whole_run, split_run)
 
 
 def _explain_split_difference(
@@ -93,36 +111,36 @@ def _explain_split_difference(
     whole_run: _RecordedRun,
     split_run: _RecordedRun,
 ) -> Iterator[str]:
-    """The unsplit model on the whole batch, and the same on its pieces."""
+    """Yield why the unsplit model differs between the whole batch and its micro-batches."""
     wrong = [d for d in split_run.outcome.compare_to(whole_run.outcome) if d.size > tolerance]
     buffers = [d for d in wrong if d.kind == "buffers"]
     numbers = [d for d in wrong if d.kind != "buffers"]
-    at = _find_first_difference(
+    layer = _find_first_difference(
         whole_run.calls, _merge_microbatch_calls(split_run.calls), tolerance
     )
-    uncut = (
+    input_hint = (
         _find_wrongly_split_input(checked, dependence, whole_run.outcome, tolerance)
         if numbers
         else None
     )
-    if uncut is not None:
-        yield uncut
-    elif at is not None:
+    if input_hint is not None:
+        yield input_hint
+    elif layer is not None:
         yield (
-            f"layer {at} gives other rows when the batch is cut: it looks across the rows of its "
-            "micro-batch (equal with chunks=1)"
+            f"layer {layer} returns other rows when the batch is split: it computes across the "
+            "rows of its micro-batch (equal with chunks=1)"
         )
     elif any(d.kind == "loss" for d in numbers):
         yield (
-            "the outputs are equal, and the losses of the micro-batches, weighted by their rows, "
-            "are not the loss of the batch (equal with chunks=1): the loss is no mean by rows "
-            "(ignore_index, weights of classes, a sum, a mean that a layer adds to another kind of "
-            "loss); see 'Loss and reduction' in the guide"
+            "the outputs are equal, but the losses of the micro-batches, weighted by their rows, "
+            "do not add up to the loss of the batch (equal with chunks=1). The loss is not a mean "
+            "over rows (ignore_index, class weights, a sum, a mean that a layer adds to another "
+            "kind of loss); see 'Loss and reduction' in the guide"
         )
     elif numbers:
         yield (
-            f"{numbers[0].kind} {numbers[0].name} differ when the batch is cut, in the unsplit "
-            "model, too (equal with chunks=1): a backward that depends on the number of rows"
+            f"{numbers[0].kind} {numbers[0].name} differ when the batch is split, in the unsplit "
+            "model as well (equal with chunks=1): a backward depends on the number of rows"
         )
     elif buffers:
         yield (
@@ -132,24 +150,28 @@ def _explain_split_difference(
 
 
 def _find_common_setting(report: Report) -> Iterator[str]:
-    """Not the model's doing. In which runs does it show?"""
+    """Yield the settings that all wrong runs share and no right run has.
+
+    The model is not the cause. Then it is the pipe, and its setting narrows it down.
+    """
     wrong = list(dict.fromkeys(run for runs in report.problems.values() for run in runs))
     right = [r for r in report.rows if isinstance(r.result, Compared) and r not in wrong]
-    for what, of in _RUN_SETTINGS.items():
-        seen, spared = {of(run) for run in wrong}, {of(run) for run in right}
-        if right and len(seen) == 1 and not seen & spared:
-            yield f"only with {what} {seen.pop()}"
+    for option, get_setting in _RUN_SETTINGS.items():
+        wrong_settings = {get_setting(run) for run in wrong}
+        right_settings = {get_setting(run) for run in right}
+        if right and len(wrong_settings) == 1 and not wrong_settings & right_settings:
+            yield f"only with {option} {wrong_settings.pop()}"
     if any(isinstance(run.result, Failed) for run in wrong):
-        yield "the unsplit model runs with this batch, and with its micro-batches"
+        yield "the unsplit model runs with this batch and with its micro-batches"
     elif all(problem.startswith("memory") for problem in report.problems):
         yield (
-            "the numbers are right, and something keeps what a cell has computed after its last "
+            "the numbers are right, but something keeps the activations of a cell after its last "
             "backward"
         )
     else:
         yield (
-            "the unsplit model gives the same on the whole batch and on its pieces, so this is "
-            "the pipe's doing: please report it, with this table"
+            "the unsplit model computes the same on the whole batch and on its micro-batches, so "
+            "the pipe is wrong. Please report it, with this table"
         )
 
 
@@ -160,18 +182,19 @@ _RUN_SETTINGS: dict[str, Callable[[Run], str]] = {
 }
 
 
-# ---- watching the unsplit model -----------------------------------------------------------
+# ---- recorded runs of the unsplit model ----------------------------------------------------------
 
 
 def _record_run(
     checked: CheckedModel, arguments: StepArguments, chunks: int, training: bool
 ) -> _RecordedRun:
+    """Run a copy of the unsplit model in `chunks` micro-batches, and record every module call."""
     model = checked.copy_model()
     if not training:
         model.eval()
     calls: list[_RecordedCall] = []
     torch.manual_seed(SEED)
-    before = _snapshot_attributes(model)
+    attributes_before = _snapshot_attributes(model)
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
@@ -182,15 +205,20 @@ def _record_run(
         result = run_unsplit(
             replace(checked, chunks=chunks), model, arguments, whole_batch=chunks == 1
         )
-    after = _snapshot_attributes(model)
-    changed = [name for name, value in after.items() if _has_changed(before.get(name), value)]
+    attributes = _snapshot_attributes(model)
+    changed = [
+        name
+        for name, value in attributes.items()
+        if _has_changed(attributes_before.get(name), value)
+    ]
     return _RecordedRun(calls, collect_training_outcome(model, *result), changed)
 
 
 def _make_call_recorder(calls: list[_RecordedCall], name: str) -> Callable[..., None]:
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given, made = _clone_tensors((args, kwargs)), _clone_tensors(output)
-        calls.append(_RecordedCall(name, type(module).__name__, given, made))
+        # Cloned, because a later layer may change its input in place.
+        inputs, outputs = _clone_tensors((args, kwargs)), _clone_tensors(output)
+        calls.append(_RecordedCall(name, type(module).__name__, inputs, outputs))
 
     return record
 
@@ -201,16 +229,18 @@ def _clone_tensors(values: Any) -> list[Tensor]:
 
 
 def _snapshot_attributes(model: nn.Module) -> dict[str, Any]:
-    """The plain Python attributes of layers, copied where that is possible."""
-    own = {*nn.Module().__dict__, "training"}
-    found = {}
+    """Return shallow copies of the plain Python attributes of all layers, by a description."""
+    module_attributes = {*nn.Module().__dict__, "training"}
+    attributes = {}
     for name, module in model.named_modules():
-        if isinstance(module, DeferredStatsBatchNorm):
+        if isinstance(module, DeferredStatsBatchNorm):  # counts micro-batches, on purpose
             continue
         for key, value in module.__dict__.items():
-            if key not in own and isinstance(value, bool | int | float | str | list | Tensor):
-                found[f"attribute '{key}' of layer '{name}'"] = copy.copy(value)
-    return found
+            if key not in module_attributes and isinstance(
+                value, bool | int | float | str | list | Tensor
+            ):
+                attributes[f"attribute '{key}' of layer '{name}'"] = copy.copy(value)
+    return attributes
 
 
 def _has_changed(before: Any, after: Any) -> bool:
@@ -218,27 +248,28 @@ def _has_changed(before: Any, after: Any) -> bool:
         return before.shape != after.shape or not torch.equal(before, after)
     try:
         return type(before) is not type(after) or bool(before != after)
-    except RuntimeError:  # lists of tensors
+    except RuntimeError:  # lists of tensors, whose comparison has no truth value
         return True
 
 
 def _merge_microbatch_calls(calls: Sequence[_RecordedCall]) -> list[_RecordedCall]:
-    """The calls of each module over all micro-batches, as one."""
-    found: dict[str, list[_RecordedCall]] = {}
+    """Return one call per module, with the rows of all its micro-batches."""
+    calls_by_name: dict[str, list[_RecordedCall]] = {}
     for call in calls:
-        found.setdefault(call.name, []).append(call)
+        calls_by_name.setdefault(call.name, []).append(call)
     return [
         _RecordedCall(
             name,
-            those[0].class_name,
-            _concat_rows([c.inputs for c in those]),
-            _concat_rows([c.outputs for c in those]),
+            module_calls[0].class_name,
+            _concat_rows([call.inputs for call in module_calls]),
+            _concat_rows([call.outputs for call in module_calls]),
         )
-        for name, those in found.items()
+        for name, module_calls in calls_by_name.items()
     ]
 
 
 def _concat_rows(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Concatenate tensors that have rows; of others, such as a scalar, return the first."""
     columns = zip(*pieces, strict=False)
     return [torch.cat(c) if c[0].dim() and _have_same_row_shape(c) else c[0] for c in columns]
 
@@ -250,15 +281,17 @@ def _have_same_row_shape(tensors: Sequence[Tensor]) -> bool:
 def _find_first_difference(
     first_calls: Sequence[_RecordedCall], second_calls: Sequence[_RecordedCall], tolerance: float
 ) -> str | None:
-    """The first module that was given the same and made something else."""
+    """Return the first module that got equal inputs in both runs and returned other outputs."""
+    # A module that is called several times is compared by its first call. A later call has other
+    # inputs, and is skipped.
     by_name: dict[str, _RecordedCall] = {}
     for call in second_calls:
         by_name.setdefault(call.name, call)
     for call in first_calls:
-        twin = by_name.get(call.name)
-        if twin is None or not _are_close(call.inputs, twin.inputs, tolerance):
+        other = by_name.get(call.name)
+        if other is None or not _are_close(call.inputs, other.inputs, tolerance):
             continue
-        if not _are_close(call.outputs, twin.outputs, tolerance):
+        if not _are_close(call.outputs, other.outputs, tolerance):
             return f"'{call.name}' ({call.class_name})"
     return None
 
@@ -273,23 +306,31 @@ def _are_close(first: Sequence[Tensor], second: Sequence[Tensor], tolerance: flo
 def _find_wrongly_split_input(
     checked: CheckedModel, dependence: BatchDependence, expected: StepOutcome, tolerance: float
 ) -> str | None:
-    """The input without whose cut everything is equal."""
-    names = list(checked.arguments.get_named_tensors().items())
-    for name, tensor in names[1:]:
-        values = _wrap_in_nochunk(checked.arguments, tensor)
+    """Return a hint on an input that should not be split: without its split all is equal.
+
+    A mask of shape (length, length) is an example. The first input is taken to be the batch.
+    """
+    named_tensors = list(checked.arguments.get_named_tensors().items())
+    # One input at a time, with a run for each.
+    for name, tensor in named_tensors[1:]:
+        arguments = _wrap_in_nochunk(checked.arguments, tensor)
         try:
-            found = _record_run(checked, values, checked.chunks, dependence.is_independent).outcome
-        except Exception:  # not this one, then
+            outcome = _record_run(
+                checked, arguments, checked.chunks, dependence.is_independent
+            ).outcome
+        except Exception:  # this input has to be split
             continue
-        if all(d.size <= tolerance for d in found.compare_to(expected) if d.kind != "buffers"):
+        if all(d.size <= tolerance for d in outcome.compare_to(expected) if d.kind != "buffers"):
             return (
-                f"{name}, of shape {tuple(tensor.shape)}, is cut on dim 0 as if that were its "
-                "rows, and all is equal if it is not: wrap it in penstock.NoChunk"
+                f"{name}, of shape {tuple(tensor.shape)}, is split on dim 0 as if these were rows, "
+                "and all is equal if it is not. Wrap it in penstock.NoChunk"
             )
     return None
 
 
 def _wrap_in_nochunk(arguments: StepArguments, tensor: Tensor) -> StepArguments:
+    """Return the arguments with one tensor wrapped in `NoChunk`."""
+
     def wrap_leaf(leaf: Any) -> Any:
         return NoChunk(leaf) if leaf is tensor else leaf
 

@@ -1,8 +1,9 @@
-"""What the unsplit model computes: on the whole batch, or micro-batch by micro-batch.
+"""The reference: what the unsplit model computes, and how outcomes are compared.
 
-Some models compute something else when the batch is cut, and rightly so: BatchNorm in training
-normalises what it sees, and random numbers are drawn for each cell. Their reference is the model
-itself, run over one micro-batch after another with the draws of the pipe's cells.
+Most models compute the same whether the batch is split or not, and their reference is a run on the
+whole batch. Two kinds of models do not, by nature: BatchNorm in training mode normalises the rows
+that it sees, and random numbers are drawn for each cell. Their reference is the unsplit model, run
+on one micro-batch after another, with the random numbers that the cells of a pipe would draw.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from penstock.checker.case import CheckedModel, ModelCallResult, StepArguments
@@ -27,106 +27,114 @@ from penstock.model.traced.trace import NodeKind
 from penstock.model.traced.traced_partition import TracedPartition
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
-from penstock.torch_compat import pytree
+from penstock.torch_compat import BatchNormBase, pytree
 
-# -------------------------------------------------------------------------------------------------
-# Lets the unsplit model draw what the cells of a pipe would: each stage has its own generator.
-# -------------------------------------------------------------------------------------------------
+# ---- random numbers of cells ---------------------------------------------------------------------
+#
+# In a pipe each cell (a stage on a micro-batch) draws from a generator of its own. The unsplit
+# model has to switch to the generator of a stage whenever its forward reaches code of that stage:
+#
+#     in a unit        a forward pre-hook switches to the stage of this call of the unit
+#     between units    a function mode switches to the stage that the trace gives the operation
 
-FunctionStages = Mapping[Any, Sequence[int | None]]  # by function; None: every stage that needs it
+# By function, the stages of its calls between units in order. None: it runs on every stage.
+FunctionStages = Mapping[Any, Sequence[int | None]]
 
 
 class CellRngEmulator:
-    """Of one batch, micro-batch by micro-batch."""
+    """Lets the unsplit model draw the random numbers that the cells of a pipe would draw."""
 
     def __init__(self, checked: CheckedModel, model: nn.Module) -> None:
         partition = checked.partition
         self._num_stages = len(partition.stages)
         self._units = {
-            name: (model.get_submodule(name), homes)
-            for name, homes in _find_unit_stages(partition).items()
+            name: (model.get_submodule(name), call_stages)
+            for name, call_stages in _find_unit_stages(partition).items()
         }
         self._function_stages = _find_function_stages(partition)
         self._seed, self._used_rng = peek_seed(), False
 
     @contextmanager
     def emulate(self, microbatch: int) -> Iterator[None]:
-        """Within, the model computes this micro-batch."""
+        """Run the model on a micro-batch in this context."""
         cells = [
             CellRngMode(derive_cell_seed(self._seed, stage, microbatch))
             for stage in range(self._num_stages)
         ]
-        with ExitStack() as hooks, ExitStack() as here:
+        with ExitStack() as hooks, ExitStack() as current_cell:
 
             def enter_stage(stage: int) -> None:
-                here.close()
-                here.enter_context(cells[stage])
+                current_cell.close()
+                current_cell.enter_context(cells[stage])
 
-            between = InterUnitRngMode(self._function_stages, enter_stage)
-            turns: Counter[str] = Counter()
+            inter_unit_mode = InterUnitRngMode(self._function_stages, enter_stage)
+            call_counts: Counter[str] = Counter()  # calls of each unit so far
 
-            def enter_unit(name: str, homes: Sequence[int]) -> None:
-                between.unit_depth += 1
-                enter_stage(homes[min(turns[name], len(homes) - 1)])
-                turns[name] += 1
+            def enter_unit(name: str, call_stages: Sequence[int]) -> None:
+                inter_unit_mode.unit_depth += 1
+                enter_stage(call_stages[min(call_counts[name], len(call_stages) - 1)])
+                call_counts[name] += 1
 
             def exit_unit() -> None:
-                between.unit_depth -= 1
+                inter_unit_mode.unit_depth -= 1
 
-            for name, (unit, homes) in self._units.items():
-                before = unit.register_forward_pre_hook(
-                    lambda *_, name=name, homes=homes: enter_unit(name, homes), prepend=True
+            for name, (unit, call_stages) in self._units.items():
+                # First of all hooks: a hook of the user's may draw, too.
+                pre_hook = unit.register_forward_pre_hook(
+                    lambda *_, name=name, stages=call_stages: enter_unit(name, stages),
+                    prepend=True,
                 )
-                after = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
+                post_hook = unit.register_forward_hook(lambda *_: exit_unit(), always_call=True)
+                hooks.callback(pre_hook.remove)
+                hooks.callback(post_hook.remove)
             if self._function_stages:
-                hooks.enter_context(between)
+                hooks.enter_context(inter_unit_mode)
             yield
         self._used_rng |= any(cell.has_drawn for cell in cells)
 
     def advance_generator(self) -> None:
-        """Move the generator on, as a pipe does."""
+        """Advance torch's generator if a cell drew, as a pipe does at the end of a step."""
         if self._used_rng:
             advance_caller_rng()
 
 
 def _find_unit_stages(partition: Partition) -> dict[str, list[int]]:
-    """The stages of a unit's calls, one after another."""
-    found: dict[str, list[int]] = {}
+    """Return the stages of the calls of each unit, in the order of the calls."""
+    stages_by_unit: dict[str, list[int]] = {}
     if isinstance(partition.how, TracedPartition):
         for call, stage in partition.how.ownership.call_stages.items():
-            found.setdefault(call.unit, []).append(stage)
-        return found
+            stages_by_unit.setdefault(call.unit, []).append(stage)
+        return stages_by_unit
     return {name: [stage.index] for stage in partition.stages for name in stage.names}
 
 
 def _find_function_stages(partition: Partition) -> FunctionStages:
-    """The stages that run what is called between units, function by function."""
-    found: dict[Any, list[int | None]] = {}
+    """Return the stages of the operations between units, by function."""
+    function_stages: dict[Any, list[int | None]] = {}
     if isinstance(partition.how, TracedPartition):
-        division = partition.how.summary.assignment
-        for at, step in enumerate(division.trace.nodes):
-            if step.kind is not NodeKind.UNIT:
-                found.setdefault(step.func, []).append(division.node_stages.get(at))
-    return found
+        assignment = partition.how.summary.assignment
+        for index, node in enumerate(assignment.trace.nodes):
+            if node.kind is not NodeKind.UNIT:
+                stage = assignment.node_stages.get(index)
+                function_stages.setdefault(node.func, []).append(stage)
+    return function_stages
 
 
 class InterUnitRngMode(TorchFunctionMode):
-    """Outside of units, a step draws from the generator of the stage that would run it."""
+    """Lets an operation between units draw from the generator of the stage that would run it."""
 
     def __init__(self, function_stages: FunctionStages, enter_stage: Callable[[int], None]) -> None:
         super().__init__()
         self._stage_iterators, self._enter_stage = (
-            {func: iter(those) for func, those in function_stages.items()},
+            {func: iter(stages) for func, stages in function_stages.items()},
             enter_stage,
         )
-        self.unit_depth = 0  # of units that compute
+        self.unit_depth = 0  # how many units are running, one inside another
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """As ever."""
+        """Switch to the stage of this call, and run the function."""
         if (
             not self.unit_depth
             and func in self._stage_iterators
@@ -138,19 +146,19 @@ class InterUnitRngMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- models that depend on the split of the batch ------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BatchDependence:
-    """What makes a model depend on how the batch is cut, by nature."""
+    """The reasons why a model computes something else, by nature, when its batch is split."""
 
     uses_rng: bool
     batch_norms: tuple[str, ...]
 
     @property
     def is_independent(self) -> bool:
-        """Nothing does."""
+        """Whether there is no such reason: the reference is a run on the whole batch."""
         return not self.uses_rng and not self.batch_norms
 
     def __str__(self) -> str:
@@ -160,69 +168,83 @@ class BatchDependence:
         if self.batch_norms:
             reasons.append(f"BatchNorm ({', '.join(self.batch_norms[:3])}) is in training")
         return (
-            f"the unsplit model, micro-batch by micro-batch, in float64, as {' and '.join(reasons)}"
+            "the unsplit model, micro-batch by micro-batch, in float64, because "
+            f"{' and '.join(reasons)}"
         )
 
 
 def detect_batch_dependence(checked: CheckedModel, training: bool = True) -> BatchDependence:
-    """Watch a copy of the model at work."""
+    """Run a copy of the model once, and find out whether it depends on the split of the batch."""
     model = checked.copy_model()
     if not training:
         model.eval()
+    # Without running statistics, BatchNorm uses those of the batch in eval mode as well.
     norms = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if isinstance(module, BatchNormBase) and (module.training or module.running_mean is None)
     ]
     with CellRngMode(0) as random, torch.no_grad():
         checked.run_model(model, checked.arguments.take_whole_batch())
     return BatchDependence(random.has_drawn, tuple(norms))
 
 
+# ---- outcomes and their comparison ---------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class StepOutcome:
-    """The numbers of a step, by kind and name; None where there is no gradient."""
+    """The tensors that a step computes, by kind and name; None for a missing gradient."""
 
     tensors: dict[tuple[str, str], Tensor | None]
 
     def compare_to(self, expected: StepOutcome) -> Iterator[Difference]:
-        """How far each is from what is expected."""
-        for (kind, name), wanted in expected.tensors.items():
-            yield compute_difference(kind, name, self.tensors.get((kind, name)), wanted)
+        """Yield the difference of each tensor from the expected one."""
+        for (kind, name), expected_tensor in expected.tensors.items():
+            yield compute_difference(kind, name, self.tensors.get((kind, name)), expected_tensor)
 
     def differs_from(self, other: StepOutcome, *kinds: str) -> bool:
-        """Does any number of these kinds?"""
+        """Return whether any tensor of these kinds differs at all."""
         return any(d.size for d in self.compare_to(other) if d.kind in kinds)
 
 
 def compute_difference(
     kind: str, name: str, actual: Tensor | None, expected: Tensor | None
 ) -> Difference:
-    """How far one tensor is from another."""
+    """Return the difference between two tensors.
+
+    Its size is the largest absolute difference of two elements, divided by the largest finite
+    element of `expected` if that is above 1. NaN equals NaN, and an infinity equals itself.
+    """
     if actual is None or expected is None:
         if actual is expected:
             return Difference(kind, name, 0.0)
-        note = "is missing" if actual is None else "is there, and the unsplit model has none"
+        note = "is missing" if actual is None else "is present, but the unsplit model has none"
         return Difference(kind, name, float("inf"), note)
     if actual.shape != expected.shape:
-        note = f"has the shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+        note = f"has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
         return Difference(kind, name, float("inf"), note)
     actual, expected = (t.to_dense() if t.is_sparse else t for t in (actual, expected))
     if torch.equal(actual, expected) or not expected.numel():
         return Difference(kind, name, 0.0)
-    wide = torch.complex128 if expected.is_complex() or actual.is_complex() else torch.float64
-    mine, theirs = actual.to(wide), expected.to(wide)
-    both_nan = mine.isnan() & theirs.isnan()
-    apart = (
-        (mine - theirs).abs().masked_fill(both_nan | (mine == theirs), 0.0).nan_to_num(torch.inf)
+    dtype = torch.complex128 if expected.is_complex() or actual.is_complex() else torch.float64
+    left, right = actual.to(dtype), expected.to(dtype)
+    both_nan = left.isnan() & right.isnan()
+    # Equal infinities subtract to NaN, so equal elements are set to 0. Any other NaN counts as an
+    # infinite difference.
+    distances = (
+        (left - right).abs().masked_fill(both_nan | (left == right), 0.0).nan_to_num(torch.inf)
     )
-    finite = theirs.abs().nan_to_num(0.0, 0.0)
-    size = float(apart.max()) / max(1.0, float(finite.max()))
+    finite = right.abs().nan_to_num(0.0, 0.0)
+    size = float(distances.max()) / max(1.0, float(finite.max()))
     return Difference(kind, name, 0.0 if size <= _get_rounding_tolerance(expected) else size)
 
 
 def _get_rounding_tolerance(expected: Tensor) -> float:
-    """What a model gives in float32, whatever it is asked for, is no more exact than that."""
+    """Return the rounding error to ignore in a tensor that is not float64.
+
+    A model may compute in float32 whatever the dtype of its inputs is.
+    """
     if not expected.is_floating_point() or expected.dtype is torch.float64:
         return 0.0
     return 8 * torch.finfo(expected.dtype).eps
@@ -231,31 +253,31 @@ def _get_rounding_tolerance(expected: Tensor) -> float:
 def collect_training_outcome(
     model: nn.Module, loss: Tensor, outputs: Any, arguments: StepArguments | None = None
 ) -> StepOutcome:
-    """What a step leaves; with `values`, also the gradients of the inputs."""
-    numbers: dict[tuple[str, str], Tensor | None] = {("loss", ""): _snapshot_tensor(loss)}
-    numbers.update(_collect_output_tensors(outputs))
+    """Return the outcome of a training step; with `arguments`, also the gradients of inputs."""
+    tensors: dict[tuple[str, str], Tensor | None] = {("loss", ""): _snapshot_tensor(loss)}
+    tensors.update(_collect_output_tensors(outputs))
     for name, parameter in model.named_parameters():
-        numbers["gradients", f"of '{name}'"] = _snapshot_tensor(parameter.grad)
+        tensors["gradients", f"of '{name}'"] = _snapshot_tensor(parameter.grad)
     for name, buffer in model.named_buffers():
-        numbers["buffers", f"'{name}'"] = _snapshot_tensor(buffer)
+        tensors["buffers", f"'{name}'"] = _snapshot_tensor(buffer)
     if arguments is not None:
         for name, tensor in arguments.get_named_tensors().items():
             if tensor.requires_grad:
-                numbers["inputs", f"gradient of {name}"] = _snapshot_tensor(tensor.grad)
-    return StepOutcome(numbers)
+                tensors["inputs", f"gradient of {name}"] = _snapshot_tensor(tensor.grad)
+    return StepOutcome(tensors)
 
 
 def collect_eval_outcome(loss: Tensor, outputs: Any) -> StepOutcome:
-    """What eval mode gives."""
+    """Return the outcome of a forward in eval mode."""
     return StepOutcome({("loss", ""): _snapshot_tensor(loss), **_collect_output_tensors(outputs)})
 
 
 def _collect_output_tensors(outputs: Any) -> dict[tuple[str, str], Tensor | None]:
-    """The tensors among the outputs that are put together by rows."""
-    found = pytree.tree_flatten_with_path(outputs)[0]
+    """Return the output tensors that have rows. Scalars of micro-batches cannot be joined."""
+    leaves = pytree.tree_flatten_with_path(outputs)[0]
     return {
         ("outputs", pytree.keystr(path)): _snapshot_tensor(leaf)
-        for path, leaf in found
+        for path, leaf in leaves
         if isinstance(leaf, Tensor) and leaf.dim()
     }
 
@@ -264,20 +286,33 @@ def _snapshot_tensor(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
+# ---- a step of the unsplit model -----------------------------------------------------------------
+
+
 def run_unsplit(
     checked: CheckedModel, model: nn.Module, arguments: StepArguments, whole_batch: bool
 ) -> tuple[Tensor, Any]:
-    """The loss and the outputs of the model itself; with gradients on, its backward, too."""
+    """Run the unsplit model, and its backward if gradients are enabled.
+
+    Args:
+        checked: The case.
+        model: The copy of the model to run; its gradients and buffers change.
+        arguments: The batch.
+        whole_batch: Run on the whole batch at once, and not on one micro-batch after another.
+
+    Returns:
+        The loss and the outputs.
+    """
     pieces, rows = arguments.split_microbatches(1 if whole_batch else checked.chunks)
     for layer in model.modules():
         if isinstance(layer, DeferredStatsBatchNorm):
             layer.begin_minibatch(len(pieces))
-    draws = CellRngEmulator(checked, model)
+    rng_emulator = CellRngEmulator(checked, model)
     calls = []
     for microbatch, piece in enumerate(pieces):
-        with draws.emulate(microbatch):
+        with rng_emulator.emulate(microbatch):
             calls.append(checked.run_model(model, piece))
-    draws.advance_generator()
+    rng_emulator.advance_generator()
     total = _reduce_losses(
         calls, [1.0] if whole_batch else rows.fractions(), checked.loss_reduction.is_sum
     )
@@ -289,14 +324,19 @@ def run_unsplit(
 def _reduce_losses(
     calls: Sequence[ModelCallResult], shares: Sequence[float], is_sum: bool
 ) -> Tensor:
-    """The loss of a batch, from those of its parts: by weights, if there are some."""
+    """Return the loss of a batch from the losses of its micro-batches.
+
+    A micro-batch counts by its weight if there is one. Otherwise it counts by its share of the
+    rows, or fully if the losses are summed.
+    """
     weights = [call.weight for call in calls if call.weight is not None]
-    parts: list[float | Tensor] = [1.0 if is_sum else share for share in shares]
+    factors: list[float | Tensor] = [1.0 if is_sum else share for share in shares]
     if weights and len(calls) > 1:
-        parts = [weight / torch.stack(weights).sum() for weight in weights]
+        factors = [weight / torch.stack(weights).sum() for weight in weights]
     total = torch.zeros_like(calls[0].loss)
-    for call, share, part in zip(calls, shares, parts, strict=True):
+    for call, share, factor in zip(calls, shares, factors, strict=True):
         total = total + call.aux_loss * share
-        if not isinstance(part, Tensor) or part:  # what counts for nothing may be no number
-            total = total + call.loss * part
+        # A micro-batch of weight 0, in which all targets are ignored, has a loss of NaN.
+        if not isinstance(factor, Tensor) or factor:
+            total = total + call.loss * factor
     return total.to(calls[0].loss.dtype)

@@ -1,4 +1,13 @@
-"""What a check found: a value for each run, and the table that is printed."""
+"""The report of a check: the result of each run, and the table that is printed.
+
+Report
+  rows: Run, one for each schedule, checkpoint mode and runtime
+    case: Case                what was run
+    result: Compared          the pipe ran: a Difference for each tensor, and its memory
+            Refused           Penstock raised an error: this combination is not supported
+            Failed            another error came out
+  hints: likely causes, if something differs
+"""
 
 from __future__ import annotations
 
@@ -9,21 +18,29 @@ from typing import Any
 
 from penstock.errors import PenstockError
 
-# "again" is a second step, which adds to the gradients of the first
+# The columns of the table. "inputs" are gradients of the inputs, "again" is a second step that adds
+# to the gradients of the first, and "random" compares runs with equal and with different seeds.
 COMPARED_KINDS = ("loss", "outputs", "gradients", "buffers", "inputs", "again", "random", "eval")
 _COLUMNS = ("schedule", "ranks", *COMPARED_KINDS, "memory")
 
 
 class Mismatch(PenstockError, AssertionError):
-    """The pipe does not compute what the unsplit model computes. The message is the report."""
+    """Raised when a pipe does not compute what the unsplit model computes.
+
+    The message is the report.
+    """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value of the pipe against that of the unsplit model.
+    """The difference between a tensor of the pipe and that of the unsplit model.
 
-    `size` is the largest difference between two numbers, divided by the largest number if that is
-    above 1; infinite if the two cannot be compared, and `note` says why.
+    Attributes:
+        kind: The column of the table.
+        name: The name of the tensor.
+        size: The largest difference between two elements, divided by the largest element if that
+            is above 1. Infinite if the two cannot be compared.
+        note: Why the two cannot be compared.
     """
 
     kind: str
@@ -38,15 +55,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """The most bytes alive between two actions, on each rank: measured, and on paper."""
+    """The peak of bytes alive between two actions, for each rank: measured and forecast.
+
+    `slack` allows for tensors that live until the step ends: BatchNorm statistics, and gradients
+    of parameters that stages share.
+    """
 
     measured: tuple[int, ...]
     forecast: tuple[int, ...]
-    slack: int  # for what lasts until a step ends: statistics, gradients of what stages share
+    slack: int
 
     @property
     def worst_rank(self) -> int:
-        """The rank that keeps more than forecast; if none does, the one that keeps most."""
+        """The rank with the highest peak, among those over their forecast if there are any."""
         return max(
             self.ranks_over_forecast or range(len(self.measured)),
             key=lambda rank: self.measured[rank],
@@ -54,14 +75,16 @@ class MemoryComparison:
 
     @property
     def ranks_over_forecast(self) -> list[int]:
-        """The ranks that keep more than forecast, by more than 1 % and the slack."""
+        """The ranks whose peak is over the forecast by more than 1 % and the slack."""
         pairs = enumerate(zip(self.measured, self.forecast, strict=True))
-        return [rank for rank, (found, paper) in pairs if found > 1.01 * paper + self.slack]
+        return [
+            rank for rank, (measured, forecast) in pairs if measured > 1.01 * forecast + self.slack
+        ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Under what the pipe ran."""
+    """The options of one run."""
 
     schedule: str
     ranks: int
@@ -74,34 +97,34 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """The run went through."""
+    """The result of a run that completed."""
 
     differences: tuple[Difference, ...]
     memory: MemoryComparison | None
 
     def worst(self, kind: str) -> Difference | None:
-        """The largest of its kind, if there was anything to compare."""
-        found = [difference for difference in self.differences if difference.kind == kind]
-        return max(found, key=lambda difference: difference.size, default=None)
+        """Return the largest difference of a kind, or None if nothing was compared."""
+        differences = [difference for difference in self.differences if difference.kind == kind]
+        return max(differences, key=lambda difference: difference.size, default=None)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The pipe said that it does not do this."""
+    """The result of a run that Penstock refused: it does not support the combination."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An error came out where the unsplit model runs."""
+    """The result of a run that raised another error, where the unsplit model runs."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Run:
-    """One case, and what became of it."""
+    """One case and its result."""
 
     case: Case
     result: Compared | Refused | Failed
@@ -109,7 +132,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found. It is true if everything is equal."""
+    """The result of `penstock.check`. It is true if something ran and everything was equal.
+
+    Attributes:
+        model: One line on the model, its stages and its micro-batches.
+        reference: What the pipes were compared with.
+        tolerance: The largest difference that counts as equal.
+        rows: One run for each combination of options.
+        hints: Likely causes of the differences.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> import penstock
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> report = penstock.check(
+        ...     layers, torch.randn(8, 4), stages=2, schedules=["1f1b"], quiet=True
+        ... )
+        >>> report.raise_if_wrong()
+        >>> report.problems
+        {}
+    """
 
     model: str
     reference: str
@@ -119,7 +162,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Something ran, all of it through, and nothing differs."""
+        """Whether at least one run completed, none failed, and nothing differs."""
         return bool(self.compared) and not self.problems
 
     def __bool__(self) -> bool:
@@ -127,44 +170,53 @@ class Report:
 
     @property
     def compared(self) -> list[Run]:
-        """The runs that went through."""
+        """The runs that completed."""
         return [run for run in self.rows if isinstance(run.result, Compared)]
 
     @property
     def refused(self) -> list[Run]:
-        """The runs that the pipe does not do."""
+        """The runs that Penstock does not support."""
         return [run for run in self.rows if isinstance(run.result, Refused)]
 
     @cached_property
     def worst(self) -> tuple[Run, Difference] | None:
-        """The largest difference of all, and where; also if it is within the tolerance."""
-        found = [
+        """The largest difference of all with its run, also if it is within the tolerance."""
+        pairs = [
             (run, difference)
             for run in self.compared
             if isinstance(run.result, Compared)
             for difference in run.result.differences
         ]
-        return max(found, key=lambda pair: pair[1].size, default=None)
+        return max(pairs, key=lambda pair: pair[1].size, default=None)
 
     @cached_property
     def problems(self) -> dict[str, list[Run]]:
-        """What is wrong, in words, each with the runs that have it; the first kinds first."""
-        found: dict[Difference, list[Run]] = {}
+        """The problems in words, each with the runs that have it, in the order of the columns.
+
+        One problem is one tensor. Its runs may differ in size, and the text has the largest.
+        """
+        runs_by_problem: dict[Difference, list[Run]] = {}
         for kind in (*COMPARED_KINDS, "memory", "failed"):
             for run in self.rows:
-                for wrong in _find_problems(run, kind, self.tolerance):
-                    found.setdefault(replace(wrong, size=0.0), []).append(run)
+                for problem in _find_problems(run, kind, self.tolerance):
+                    # Without its size, the same tensor is one key in all runs.
+                    runs_by_problem.setdefault(replace(problem, size=0.0), []).append(run)
         return {
-            str(replace(w, size=_find_largest_size(w, runs))): runs for w, runs in found.items()
+            str(replace(problem, size=_find_largest_size(problem, runs))): runs
+            for problem, runs in runs_by_problem.items()
         }
 
     def raise_if_wrong(self) -> None:
-        """Raise `Mismatch`, with the report as its message, unless all is equal."""
+        """Raise unless all is equal.
+
+        Raises:
+            Mismatch: Something differs or failed, or nothing ran. The message is the report.
+        """
         if not self.ok:
             raise Mismatch(str(self))
 
     def table(self) -> list[list[str]]:
-        """A headline, and a line for each schedule with the worst of its runs."""
+        """Return the table: a header, and a row for each schedule with the worst of its runs."""
         schedules = dict.fromkeys(run.case.schedule for run in self.rows)
         return [list(_COLUMNS), *(self._build_table_row(schedule) for schedule in schedules)]
 
@@ -173,6 +225,7 @@ class Report:
         results = [run.result for run in runs]
         compared = [result for result in results if isinstance(result, Compared)]
         start = [schedule, str(runs[0].case.ranks)]
+        # If any run of the schedule completed, the row shows numbers; `summary` lists the others.
         for kind, word in ((Failed, "failed"), (Refused, "refused")):
             if any(isinstance(result, kind) for result in results) and not compared:
                 return [*start, word, *("" for _ in _COLUMNS[3:])]
@@ -186,7 +239,7 @@ class Report:
         return "equal" if max(sizes) <= self.tolerance else f"{max(sizes):.0e}"
 
     def summary(self) -> Iterator[str]:
-        """What stands below the table, line by line."""
+        """Yield the lines below the table: problems, hints, the largest difference, refusals."""
         if self.problems:
             wrong = {run.case for runs in self.problems.values() for run in runs}
             yield f"NOT equal, in {len(wrong)} of {len(self.rows)} runs:"
@@ -204,25 +257,28 @@ class Report:
             yield f"refused: {', '.join(who)}: {message}"
 
     def _group_refusals(self) -> Iterator[tuple[str, list[str]]]:
-        """Each message once, and who was refused with it: schedules, or some of their cases."""
-        through = {run.case.schedule for run in self.compared}
-        found: dict[str, tuple[str, list[str]]] = {}
+        """Yield each message once, with the schedules or cases that were refused with it.
+
+        Messages that differ in the name of the schedule alone count as one.
+        """
+        completed = {run.case.schedule for run in self.compared}
+        groups: dict[str, tuple[str, list[str]]] = {}
         for run in self.refused:
             assert isinstance(run.result, Refused)
             name = run.case.schedule
-            said = run.result.message
-            _, who = found.setdefault(said.replace(name, "..."), (said, []))
-            shown = f"{run.case}" if name in through else name
-            if shown not in who:
-                who.append(shown)
-        yield from found.values()
+            message = run.result.message
+            _, refused_names = groups.setdefault(message.replace(name, "..."), (message, []))
+            label = f"{run.case}" if name in completed else name
+            if label not in refused_names:
+                refused_names.append(label)
+        yield from groups.values()
 
     def __str__(self) -> str:
         lines = [f"model      {self.model}", f"reference  {self.reference}", ""]
         return "\n".join([*lines, *align_columns(self.table()), "", *self.summary()])
 
     def as_dict(self) -> dict[str, Any]:
-        """For `json.dumps`. Infinite differences are null."""
+        """Return the report for `json.dumps`. Infinite differences are null."""
         return {
             "ok": self.ok,
             "model": self.model,
@@ -238,16 +294,19 @@ class Report:
 
 
 def align_columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table: the first column to the left, the others to the right."""
+    """Yield the lines of a table, with the first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for first, *others in table:
-        cells = [first.ljust(widths[0])]
+    for label, *others in table:
+        cells = [label.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         yield "  ".join(cells).rstrip()
 
 
 def _find_problems(run: Run, kind: str, tolerance: float) -> Iterator[Difference]:
-    """What is wrong with a run, of that kind; as differences, also where it is not a number."""
+    """Yield what is wrong with a run, of one kind.
+
+    A failure and too much memory are differences of infinite size.
+    """
     result = run.result
     if isinstance(result, Failed) and kind == "failed":
         yield Difference("failed", "", float("inf"), result.message)
@@ -261,29 +320,32 @@ def _find_problems(run: Run, kind: str, tolerance: float) -> Iterator[Difference
 
 
 def _find_largest_size(problem: Difference, runs: Sequence[Run]) -> float:
-    """Of the same value in several runs."""
+    """Return the largest size of one problem over several runs."""
     return max(
-        found.size
+        difference.size
         for run in runs
-        for found in (*_find_problems(run, problem.kind, 0.0),)
-        if found.name == problem.name
+        for difference in (*_find_problems(run, problem.kind, 0.0),)
+        if difference.name == problem.name
     )
 
 
 def _format_cases(cases: Sequence[Case]) -> str:
-    """The first case, and how many others."""
+    """Return the first case and the number of others."""
     others = len(cases) - 1
     return f"{cases[0]}" + (f", and {others} more" if others else "")
 
 
 def _format_memory_cell(comparisons: Sequence[MemoryComparison]) -> str:
-    """Measured and on paper, where it is the most; or where it is too much."""
+    """Return measured and forecast peak of the worst run, such as "6.34/6.34 KB".
+
+    A run over its forecast is worse than any other.
+    """
     if not comparisons:
         return "-"
-    most = max(comparisons, key=lambda m: (m.ranks_over_forecast != [], m.measured[m.worst_rank]))
+    worst = max(comparisons, key=lambda m: (m.ranks_over_forecast != [], m.measured[m.worst_rank]))
     measured, forecast = (
-        float(most.measured[most.worst_rank]),
-        float(most.forecast[most.worst_rank]),
+        float(worst.measured[worst.worst_rank]),
+        float(worst.forecast[worst.worst_rank]),
     )
     unit = 0
     while max(measured, forecast) >= 1000 and unit < len(_BYTE_UNITS) - 1:
@@ -297,7 +359,9 @@ _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 def _result_as_dict(result: Compared | Refused | Failed) -> dict[str, Any]:
     if not isinstance(result, Compared):
         return {"result": type(result).__name__.lower(), "message": result.message}
-    worst = [found for kind in COMPARED_KINDS if (found := result.worst(kind)) is not None]
+    worst = [
+        difference for kind in COMPARED_KINDS if (difference := result.worst(kind)) is not None
+    ]
     return {
         "result": "compared",
         "worst": [{**vars(d), "size": d.size if d.size < float("inf") else None} for d in worst],

@@ -1,4 +1,9 @@
-"""One pipe, run and compared with what the unsplit model gave."""
+"""One trial: a pipe is run and compared with the unsplit model.
+
+A trial compares two training steps (the second accumulates gradients), and eval mode on the batch
+and on half of it. For a model that draws random numbers it compares runs with equal and with
+different seeds. With the inline runtime it also compares the peak memory with a forecast.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ from penstock.checker.report import (
 from penstock.device.device import Cpu
 from penstock.errors import PenstockError
 from penstock.pipe import Pipe
-from penstock.runtime.memory import Memory as Weighed
+from penstock.runtime.memory import Memory
 from penstock.schedules.ir import (
     Compute,
     Message,
@@ -46,103 +51,109 @@ from penstock.schedules.registry import ScheduleLike
 from penstock.schedules.simulator import play
 from penstock.stage.payload import Payload
 
-# -------------------------------------------------------------------------------------------------
-# The most bytes that are alive between two actions: measured, and as the schedule says.
+# ---- peak memory: measured and forecast ----------------------------------------------------------
 #
-# Measured: by `pipe.memory`, with ranks that share no memory. On paper: what one cell keeps after
-# each of its actions is measured with a single micro-batch; the program, played, says which cells
-# are alive together.
-# -------------------------------------------------------------------------------------------------
+# The peak is the most bytes alive on a rank between two actions.
+#
+#     measured    by `pipe.memory`, with ranks that share no memory
+#     forecast    1. the footprint of one cell: the bytes that it keeps after each of its actions,
+#                    measured once, with a single micro-batch
+#                 2. the simulator plays the program, and adds up the cells that are alive together
+#
+# A measured peak above the forecast means that something outlives its last use.
 
 RESIDUAL_BYTES = 64  # bytes that a cell may leave: the loss and its weight stay until the step ends
 
 
 class CopyingCpu(Cpu):
-    """A place of its own for a rank: what arrives there is copied, as it is between devices."""
+    """A CPU device whose ranks share no memory: it copies what it receives, as between GPUs.
+
+    Ranks on one CPU otherwise pass tensors by reference, and one tensor belongs to two ranks.
+    """
 
     def receive(self, payload: Payload) -> Payload:
-        """As between devices."""
+        """Return a copy of a payload."""
         return payload.map_tensors(Tensor.clone)
 
 
-# ---- what one cell keeps ------------------------------------------------------------------
-
-
 class CellBackwardMode(NamedTuple):
-    """How a cell is computed backward."""
+    """The kind of backward of a cell: with recomputation or not, split into I and W or not."""
 
     recomputed: bool
-    split_backward: bool  # into I and W
+    split_backward: bool
 
     @staticmethod
     def of_cell(schedule: Schedule, stage: int, microbatch: int) -> CellBackwardMode:
-        """The manner of a cell."""
+        """Return the mode of a cell in a schedule."""
         cell = stage, microbatch
         return CellBackwardMode(cell in schedule.recomputed, cell in schedule.divided)
 
 
 @dataclass(frozen=True)
 class CellFootprints:
-    """Bytes that a cell keeps after each of its actions, and that a message keeps on its way."""
+    """The bytes that a cell keeps after each action, and those of a message until it is received.
 
-    cell_bytes: dict[tuple[Op, int], int]  # by op and stage
-    message_bytes: dict[tuple[int, int], int]  # by source and destination
+    `cell_bytes` is by op and stage, `message_bytes` by source and destination.
+    """
+
+    cell_bytes: dict[tuple[Op, int], int]
+    message_bytes: dict[tuple[int, int], int]
 
 
 class FootprintProfiler:
-    """Weighs cells, each kind once."""
+    """Measures the footprints of cells, once for each backward mode."""
 
     def __init__(self, checked: CheckedModel) -> None:
-        first = checked.arguments.take_first_part(checked.chunks)
-        self._checked = checked.with_arguments(first, chunks=1).activations_only()
+        microbatch = checked.arguments.take_first_part(checked.chunks)
+        self._checked = checked.with_arguments(microbatch, chunks=1).activations_only()
         self._num_stages = len(checked.partition.stages)
         self._cache: dict[CellBackwardMode, CellFootprints] = {}
 
     def measure(self, mode: CellBackwardMode) -> CellFootprints:
-        """Of the cells of every stage, in this manner."""
+        """Return the footprints of the cells of every stage, in one backward mode."""
         if mode not in self._cache:
-            places = [CopyingCpu() for _ in range(self._num_stages)]
+            devices = [CopyingCpu() for _ in range(self._num_stages)]
             checkpoint = "always" if mode.recomputed else "never"
+            # With one micro-batch and one stage per rank, the schedule decides only whether the
+            # backward is split into I and W.
             schedule = "zb-h1" if mode.split_backward else "naive"
             pipe = self._checked.build_pipe(
-                schedule, self._num_stages, checkpoint, "inline", places
+                schedule, self._num_stages, checkpoint, "inline", devices
             )
             self._cache[mode] = _derive_footprints(self._checked.measure_memory(pipe))
         return self._cache[mode]
 
 
-def _derive_footprints(measurement: Weighed) -> CellFootprints:
-    """Of a run with one stage a rank, and one micro-batch.
+def _derive_footprints(measurement: Memory) -> CellFootprints:
+    """Return the footprints from a run with one stage per rank and one micro-batch.
 
-    When a message is taken, its sender's bytes go down by what it kept.
+    A sender keeps a message until the receiver takes it. At that moment the sender's bytes go down
+    by the size of the message. What a rank has besides its messages belongs to its one cell.
     """
     graph, alive = measurement.program.graph, [reading.alive for reading in measurement.readings]
     actions = enumerate(reading.action for reading in measurement.readings)
-    computes = [(at, action) for at, action in actions if isinstance(action, Compute)]
-    carried = {}
-    for at, action in computes:
+    computes = [(index, action) for index, action in actions if isinstance(action, Compute)]
+    message_bytes = {}
+    for index, action in computes:
         for message in consumes(action, graph):
-            drop = alive[at - 1][message.src] - alive[at][message.src]
-            carried[message.src, message.dst] = max(drop, 0)
-    kept, waiting = {}, set[Message]()
-    for at, action in computes:
-        waiting.difference_update(consumes(action, graph))
-        waiting.update(produces(action, graph))
-        mine = [m for m in waiting if m.src == action.stage]
-        on_the_way = sum(carried[m.src, m.dst] for m in mine)
-        kept[action.op, action.stage] = alive[at][action.stage] - on_the_way
-    return CellFootprints(kept, carried)
-
-
-# ---- what a rank keeps --------------------------------------------------------------------
+            drop = alive[index - 1][message.src] - alive[index][message.src]
+            message_bytes[message.src, message.dst] = max(drop, 0)
+    cell_bytes, in_flight = {}, set[Message]()
+    for index, action in computes:
+        in_flight.difference_update(consumes(action, graph))
+        in_flight.update(produces(action, graph))
+        outgoing = [m for m in in_flight if m.src == action.stage]
+        outgoing_bytes = sum(message_bytes[m.src, m.dst] for m in outgoing)
+        cell_bytes[action.op, action.stage] = alive[index][action.stage] - outgoing_bytes
+    return CellFootprints(cell_bytes, message_bytes)
 
 
 def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, ...]:
-    """The most that each rank has between two actions, if no cell stays beyond its last use."""
+    """Return the peak of each rank, if no cell keeps anything beyond its last action."""
     schedule, graph = program.schedule, program.graph
-    last = {lane[at] for lane in schedule.lanes for _, at in lifetimes(lane).values()}
-    cells: dict[tuple[int, int], int] = {}
-    now, peaks = [0] * schedule.ranks, [0] * schedule.ranks
+    last_actions = {lane[index] for lane in schedule.lanes for _, index in lifetimes(lane).values()}
+    cells: dict[tuple[int, int], int] = {}  # bytes of each cell, by stage and micro-batch
+    alive, peaks = [0] * schedule.ranks, [0] * schedule.ranks
 
     def get_footprints(stage: int, microbatch: int) -> CellFootprints:
         return profiler.measure(CellBackwardMode.of_cell(schedule, stage, microbatch))
@@ -157,15 +168,15 @@ def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, .
             continue
         op, stage, microbatch = action
         for message in consumes(action, graph):
-            now[schedule.placement[message.src]] -= get_message_bytes(message)
-        kept = get_footprints(stage, microbatch).cell_bytes[op, stage]
-        if action in last:
-            kept = min(kept, RESIDUAL_BYTES)
+            alive[schedule.placement[message.src]] -= get_message_bytes(message)
+        cell_bytes = get_footprints(stage, microbatch).cell_bytes[op, stage]
+        if action in last_actions:
+            cell_bytes = min(cell_bytes, RESIDUAL_BYTES)
         rank = schedule.placement[stage]
-        now[rank] += kept - cells.get((stage, microbatch), 0)
-        cells[stage, microbatch] = kept
-        now[rank] += sum(map(get_message_bytes, produces(action, graph)))
-        peaks = list(map(max, peaks, now))
+        alive[rank] += cell_bytes - cells.get((stage, microbatch), 0)
+        cells[stage, microbatch] = cell_bytes
+        alive[rank] += sum(map(get_message_bytes, produces(action, graph)))
+        peaks = list(map(max, peaks, alive))
     return tuple(peaks)
 
 
@@ -176,64 +187,79 @@ def compare_memory(
     ranks: int,
     checkpoint: str,
 ) -> MemoryComparison:
-    """Measured and on paper."""
+    """Measure the peak memory of a pipe, and compare it with the forecast."""
     checked = checked.activations_only()
-    places = [CopyingCpu() for _ in range(ranks)]
-    pipe = checked.build_pipe(schedule, ranks, checkpoint, "inline", places)
-    weighed = checked.measure_memory(pipe)
-    paper = forecast_peak(weighed.program, profiler)
-    # A unit that stages share has gradients of its own on each, until the step ends.
-    shared = sum(
-        one.parameter_bytes for one in pipe._placed_partition.partition.outline.shared_parameters
+    devices = [CopyingCpu() for _ in range(ranks)]
+    pipe = checked.build_pipe(schedule, ranks, checkpoint, "inline", devices)
+    measurement = checked.measure_memory(pipe)
+    forecast = forecast_peak(measurement.program, profiler)
+    # Each stage that shares a unit has gradients of its own for it, until the step ends.
+    shared_bytes = sum(
+        parameters.parameter_bytes
+        for parameters in pipe._placed_partition.partition.outline.shared_parameters
     )
     return MemoryComparison(
-        weighed.peak, paper, 2 * sum(buffer.nbytes for buffer in pipe.buffers()) + shared
+        measurement.peak,
+        forecast,
+        2 * sum(buffer.nbytes for buffer in pipe.buffers()) + shared_bytes,
     )
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the outcomes of the unsplit model -----------------------------------------------------------
 
-SEED = 20_010  # of every run: what is drawn is the same
+SEED = 20_010  # every run starts from it, so that pipe and reference draw the same numbers
 
 
 @dataclass(frozen=True)
 class ReferenceOutcomes:
-    """What the unsplit model gave: two steps, and eval mode, also on half of the batch."""
+    """The outcomes of the unsplit model, with which every pipe is compared.
 
-    first: StepOutcome
-    second: StepOutcome
+    Attributes:
+        first_step: The first training step.
+        second_step: A second step, which adds to the gradients of the first.
+        eval_outcomes: Forwards in eval mode: a description, the arguments and the outcome.
+        dependence: Why the reference ran micro-batch by micro-batch, if it did.
+        inputs_require_grad: Whether the second step computes gradients of the inputs.
+    """
+
+    first_step: StepOutcome
+    second_step: StepOutcome
     eval_outcomes: tuple[tuple[str, StepArguments, StepOutcome], ...]
     dependence: BatchDependence
-    inputs_require_grad: bool  # can every input have a gradient?
+    inputs_require_grad: bool
 
 
 def compute_reference(checked: CheckedModel) -> ReferenceOutcomes:
     """Run the unsplit model: a step, another that adds to the gradients, and eval mode."""
-    nature, calm = (
+    dependence, eval_dependence = (
         detect_batch_dependence(checked),
         detect_batch_dependence(checked, training=False),
     )
-    learning = _can_require_input_grad(checked)
+    inputs_require_grad = _can_require_input_grad(checked)
     torch.manual_seed(SEED)
     model = checked.copy_model()
-    first = collect_training_outcome(
-        model, *run_unsplit(checked, model, checked.arguments, nature.is_independent)
+    first_step = collect_training_outcome(
+        model, *run_unsplit(checked, model, checked.arguments, dependence.is_independent)
     )
-    values = _make_second_arguments(checked, learning)
-    second = collect_training_outcome(
-        model, *run_unsplit(checked, model, values, nature.is_independent), values
+    arguments = _make_second_arguments(checked, inputs_require_grad)
+    second_step = collect_training_outcome(
+        model, *run_unsplit(checked, model, arguments, dependence.is_independent), arguments
     )
-    evaluated = [
-        ("the batch", checked.arguments, _run_unsplit_eval(checked, model, checked.arguments, calm))
-    ]
-    with suppress(Exception):  # a mask that is cut by mistake, say: training will show it
+    eval_outcome = _run_unsplit_eval(checked, model, checked.arguments, eval_dependence)
+    eval_outcomes = [("the batch", checked.arguments, eval_outcome)]
+    # A smaller last batch is common in evaluation. The model may fail on half of the batch: a mask
+    # that should not be split is split, for example. The training steps report that.
+    with suppress(Exception):
         half = checked.arguments.take_first_part(2)
-        evaluated.append(("half of the batch", half, _run_unsplit_eval(checked, model, half, calm)))
-    return ReferenceOutcomes(first, second, tuple(evaluated), nature, learning)
+        half_outcome = _run_unsplit_eval(checked, model, half, eval_dependence)
+        eval_outcomes.append(("half of the batch", half, half_outcome))
+    return ReferenceOutcomes(
+        first_step, second_step, tuple(eval_outcomes), dependence, inputs_require_grad
+    )
 
 
 def _make_second_arguments(checked: CheckedModel, inputs_require_grad: bool) -> StepArguments:
-    """The batch of the second step: its inputs want gradients, too, if that is possible."""
+    """Return the batch of the second step, whose inputs require gradients if that is possible."""
     return (
         checked.arguments.require_input_grads()
         if inputs_require_grad
@@ -242,14 +268,17 @@ def _make_second_arguments(checked: CheckedModel, inputs_require_grad: bool) -> 
 
 
 def _can_require_input_grad(checked: CheckedModel) -> bool:
-    """A model that changes its input in place, say, cannot give it a gradient."""
-    values = checked.arguments.require_input_grads()
-    before = [tensor._version for tensor in values.get_named_tensors().values()]
+    """Return whether the model can compute gradients of its inputs.
+
+    A model that changes an input in place cannot: autograd refuses it for a leaf.
+    """
+    arguments = checked.arguments.require_input_grads()
+    versions = [tensor._version for tensor in arguments.get_named_tensors().values()]
     try:
-        run_unsplit(checked, checked.copy_model(), values, whole_batch=True)
+        run_unsplit(checked, checked.copy_model(), arguments, whole_batch=True)
     except RuntimeError:
         return False
-    return before == [tensor._version for tensor in values.get_named_tensors().values()]
+    return versions == [tensor._version for tensor in arguments.get_named_tensors().values()]
 
 
 def _run_unsplit_eval(
@@ -265,9 +294,12 @@ def _run_unsplit_eval(
         )
 
 
+# ---- one trial -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TrialConfig:
-    """A schedule, and in which ways it is run."""
+    """The options of one trial."""
 
     schedule: ScheduleLike
     name: str
@@ -277,7 +309,7 @@ class TrialConfig:
 
     @property
     def case(self) -> Case:
-        """As it is reported."""
+        """The options as the report has them."""
         return Case(self.name, self.ranks, self.checkpoint, self.runtime)
 
 
@@ -287,12 +319,13 @@ def run_trial(
     profiler: FootprintProfiler,
     config: TrialConfig,
 ) -> Run:
-    """Run the pipe, and compare."""
+    """Run a pipe and compare it with the reference. An error becomes a result."""
     try:
-        found = list(_compare_pipe(checked, expected, config))
-        return Run(
-            config.case, Compared(tuple(found), _compare_inline_memory(checked, profiler, config))
-        )
+        differences = list(_compare_pipe(checked, expected, config))
+        memory = _compare_inline_memory(checked, profiler, config)
+        return Run(config.case, Compared(tuple(differences), memory))
+    # An error of Penstock's is a refusal with a reason. Any other error is a failure, since the
+    # unsplit model has run with the same batch.
     except PenstockError as error:
         return Run(config.case, Refused(str(error)))
     except Exception as error:
@@ -302,7 +335,7 @@ def run_trial(
 
 
 def _build_seeded_pipe(checked: CheckedModel, config: TrialConfig) -> Pipe:
-    """With the generator where every run begins."""
+    """Return a pipe, with torch's generator at the state that every run starts from."""
     torch.manual_seed(SEED)
     return checked.build_pipe(config.schedule, config.ranks, config.checkpoint, config.runtime)
 
@@ -310,26 +343,28 @@ def _build_seeded_pipe(checked: CheckedModel, config: TrialConfig) -> Pipe:
 def _compare_pipe(
     checked: CheckedModel, expected: ReferenceOutcomes, config: TrialConfig
 ) -> Iterator[Difference]:
+    """Yield all differences of a pipe, in the order in which the reference ran."""
     pipe = _build_seeded_pipe(checked, config)
-    first = _run_pipe_step(checked, pipe, checked.arguments)
-    yield from first.compare_to(expected.first)
-    values = _make_second_arguments(checked, expected.inputs_require_grad)
-    result = checked.run_step(pipe, values)
-    second = collect_training_outcome(pipe, result.loss, result.outputs, values)
-    for found in second.compare_to(expected.second):
-        yield found if found.kind == "inputs" else _relabel(found, "again")
+    first_step = _run_pipe_step(checked, pipe, checked.arguments)
+    yield from first_step.compare_to(expected.first_step)
+    arguments = _make_second_arguments(checked, expected.inputs_require_grad)
+    result = checked.run_step(pipe, arguments)
+    second_step = collect_training_outcome(pipe, result.loss, result.outputs, arguments)
+    for difference in second_step.compare_to(expected.second_step):
+        yield difference if difference.kind == "inputs" else _relabel(difference, "again")
     if expected.dependence.uses_rng:
-        yield from _compare_randomness(checked, expected, config, first, second)
+        yield from _compare_randomness(checked, expected, config, first_step, second_step)
     pipe.eval()
     with torch.no_grad():
-        for what, given, wanted in expected.eval_outcomes:
-            result = checked.run_step(pipe, given)
-            for found in collect_eval_outcome(result.loss, result.outputs).compare_to(wanted):
-                yield _relabel(found, "eval", f" of {what}")
+        for description, eval_arguments, eval_outcome in expected.eval_outcomes:
+            result = checked.run_step(pipe, eval_arguments)
+            outcome = collect_eval_outcome(result.loss, result.outputs)
+            for difference in outcome.compare_to(eval_outcome):
+                yield _relabel(difference, "eval", f" of {description}")
 
 
 def _relabel(difference: Difference, kind: str, suffix: str = "") -> Difference:
-    """The same among others of that kind."""
+    """Return a difference for another column of the table; its name tells the old kind."""
     name = f"{difference.kind} {difference.name}".strip() + suffix
     return Difference(kind, name, difference.size, difference.note)
 
@@ -346,20 +381,23 @@ def _compare_randomness(
     first: StepOutcome,
     second: StepOutcome,
 ) -> Iterator[Difference]:
-    """The same seed gives the same bits; the next one gives others, if the model's own do."""
-    again = _run_pipe_step(checked, _build_seeded_pipe(checked, config), checked.arguments)
-    same = max((found.size for found in again.compare_to(first)), default=0.0)
-    yield Difference("random", "of a second run with the same seed", same)
+    """Yield whether an equal seed gives equal bits, and the next seed gives other numbers.
+
+    The second is compared only if the steps of the unsplit model differ.
+    """
+    repeated = _run_pipe_step(checked, _build_seeded_pipe(checked, config), checked.arguments)
+    size = max((difference.size for difference in repeated.compare_to(first)), default=0.0)
+    yield Difference("random", "of a second run with the same seed", size)
     kinds = "loss", "outputs"
-    if expected.first.differs_from(expected.second, *kinds):
-        moved = first.differs_from(second, *kinds)
-        note = "" if moved else "are the same with another seed"
-        yield Difference("random", "numbers", 0.0 if moved else float("inf"), note)
+    if expected.first_step.differs_from(expected.second_step, *kinds):
+        differs = first.differs_from(second, *kinds)
+        note = "" if differs else "are the same with another seed"
+        yield Difference("random", "numbers", 0.0 if differs else float("inf"), note)
 
 
 def _compare_inline_memory(
     checked: CheckedModel, profiler: FootprintProfiler, config: TrialConfig
 ) -> MemoryComparison | None:
-    if config.runtime != "inline":
+    if config.runtime != "inline":  # memory is always measured inline, so once is enough
         return None
     return compare_memory(checked, profiler, config.schedule, config.ranks, config.checkpoint)

@@ -1,4 +1,17 @@
-"""Any module cut into stages: traced on an example, and cut between the calls of its units."""
+"""Cutting a model that is not an `nn.Sequential`: trace it, choose the cut, build the stages.
+
+    example batch
+        | ExampleMicrobatch.from_batch     the first micro-batch of the batch
+    micro-batch
+        | trace_with_enough_units          run the forward once; units are the smallest parts
+    TracedModel
+        | choose_unit_counts               measure the units, search for the best cut
+    units of each stage
+        | cut_model                        assign every operation to a stage, build the stages
+    Partition
+
+A cut is always between two calls of units, in the order in which the forward calls them.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +50,28 @@ from penstock.schedules.balance_problem import (
     check_cut,
 )
 from penstock.schedules.ir import StageGraph
+from penstock.torch_compat import is_compiled_wrapper
 
-# -------------------------------------------------------------------------------------------------
-# Where to cut a traced model: its units are measured, and the best of all cuts is taken.
-# -------------------------------------------------------------------------------------------------
+# ---- choosing the cut ----------------------------------------------------------------------------
+#
+# balance="time"        measure every unit, then search for the cut whose slowest rank takes the
+#                       least time, transfers included, and that fits the memory of the devices
+# balance="memory"      measure every unit, and even out the bytes of the stages
+# balance="parameters"  measure nothing, and even out the bytes of the parameters
 
 BALANCE_MODES = ("time", "memory", "parameters")
-_SECONDS_PER_BYTE = 1 / 20e9  # between GPUs, about what PCIe does; on one host's memory, nothing
+
+# A GPU sends about 20 GB/s over PCIe. Stages on the CPU share memory, so there a transfer is free.
+_SECONDS_PER_BYTE = 1 / 20e9
 
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """What there is to compute with: a device and the micro-batches in flight for each stage.
+    """The devices and the memory that a cut has to fit.
 
-    `placement` is the rank of each stage. `memory` are the bytes that each rank may have; left out,
-    what a GPU has, or no bound.
+    `devices` and `in_flight` (micro-batches whose activations are kept at once) have one entry for
+    each stage, and `placement` is the rank of each stage. `memory` is the number of bytes that each
+    rank may use. None means all memory of a GPU, and no limit on the CPU.
     """
 
     devices: tuple[torch.device, ...]
@@ -72,13 +92,13 @@ def choose_unit_counts(
     balance: str | None,
     limits: ResourceLimits,
 ) -> tuple[Sequence[int], list[UnitCost]]:
-    """How many calls of units each stage takes, and what was measured for that."""
+    """Return how many calls of units each stage takes, and the costs if they were measured."""
     calls = traced_model.calls
     if not isinstance(stages, int):
         if balance is not None:
             raise ArgumentError(
-                f"stages={list(stages)} already says where to cut: leave balance out, or give "
-                f"stages={len(stages)}"
+                f"stages={list(stages)} already says where to cut, so balance does not apply. "
+                f"Leave balance out, or give stages={len(stages)}."
             )
         check_cut(stages, len(calls))
         return stages, []
@@ -86,74 +106,92 @@ def choose_unit_counts(
     if balance not in BALANCE_MODES:
         raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
     units = [traced_model.units[call.unit] for call in calls]
+    # With one stage there is nothing to choose, so nothing is measured.
     if balance == "parameters" or stages == 1:
         return balance_costs(list(map(parameter_bytes, units)), stages), []
-    made = list(build_unit_calls(traced_model))
-    costs = profile_calls(made, limits.devices[0])
+    unit_calls = list(build_unit_calls(traced_model))
+    # Every unit is measured on the first device. `measure_devices` finds out how much faster or
+    # slower devices of another model are.
+    costs = profile_calls(unit_calls, limits.devices[0])
+    # The first stage keeps the most micro-batches in flight. Which stage a unit goes to is not
+    # known yet, so every unit counts as if it were there.
     if balance == "memory":
         return balance_costs(
             [c.resident_bytes + c.activation_bytes * limits.in_flight[0] for c in costs], stages
         ), costs
-    task = CutProblem(
+    problem = CutProblem(
         tuple(UnitLoad(c.seconds, c.resident_bytes, c.activation_bytes) for c in costs),
-        tuple(measure_devices(limits, made, costs)),
+        tuple(measure_devices(limits, unit_calls, costs)),
         tuple(find_unit_transfers(traced_model.trace)),
         placement=limits.placement,
         in_flight=limits.in_flight,
         seconds_per_byte=_SECONDS_PER_BYTE if limits.devices[0].type == "cuda" else 0.0,
     )
-    return find_best_cut(task).counts, costs
+    return find_best_cut(problem).counts, costs
 
 
 def build_unit_calls(traced_model: TracedModel) -> Iterator[ModuleCall]:
-    """Each call of a unit with arguments that look like its own; most of their numbers are any.
+    """Yield each call of a unit with arguments to measure it.
 
-    Lengths and indices are those of the example: with others a unit may not run.
+    Tensors have the shape and dtype that they have in the trace, and synthetic values, because
+    units are traced on fake tensors. Integer tensors that come from the inputs (lengths, indices)
+    have the values of the example: many units fail with others.
     """
     trace = traced_model.trace
-    for at in trace.unit_call_indices:
-        step = trace.nodes[at]
-        refs, spec = step.arg_template
+    for node_index in trace.unit_call_indices:
+        node = trace.nodes[node_index]
+        refs, spec = node.arg_template
         leaves = [
             _build_argument(trace, ref.value) if isinstance(ref, ValueRef) else ref for ref in refs
         ]
         args, kwargs = unflatten(leaves, spec)
-        yield traced_model.units[step.func.unit], args, kwargs
+        yield traced_model.units[node.func.unit], args, kwargs
 
 
 def _build_argument(trace: Trace, value: int) -> Tensor:
-    told = trace.unit_integer_inputs.get(value)
-    return _synthesize_argument(trace.values[value].tensor_spec) if told is None else told
+    integers = trace.unit_integer_inputs.get(value)
+    return _synthesize_argument(trace.values[value].tensor_spec) if integers is None else integers
 
 
 def find_unit_transfers(trace: Trace) -> Iterator[UnitOutput]:
-    """What goes from unit to unit. An operation between units is at the last that it follows."""
-    order = {at: number for number, at in enumerate(trace.unit_call_indices)}
-    home: dict[int, int] = {}  # of steps: the number of a call
-    users: dict[int, set[int]] = {}
-    for at, step in enumerate(trace.nodes):
-        makers = [trace.values[value].producer for value in step.inputs]
-        follows = [home[maker] for maker in makers if maker in home]
-        if step.kind is NodeKind.UNIT:
-            home[at] = order[at]
-        elif follows and not step.input_only:
-            home[at] = max(follows)
-        for value in step.inputs if at in home else ():
-            users.setdefault(value, set()).add(home[at])
-    for value in trace.output.value_indices:
-        users.setdefault(value, set()).add(len(order) - 1)
-    for value, found in users.items():
-        src = home.get(-1 if (maker := trace.values[value].producer) is None else maker)
-        dsts = tuple(sorted(dst for dst in found if src is not None and dst > src))
+    """Yield the values that one unit computes and later units use, with their bytes.
+
+    The search for a cut knows units only, so every operation between units counts as part of one:
+    the last unit among those that computed its inputs. An operation that depends on the inputs of
+    the model alone is computed wherever it is needed and belongs to no unit.
+    """
+    call_numbers = {node: number for number, node in enumerate(trace.unit_call_indices)}
+    unit_of_node: dict[int, int] = {}  # by index of the node: the number of a call of a unit
+    users: dict[int, set[int]] = {}  # by index of the value: the calls that use it
+    for node_index, node in enumerate(trace.nodes):
+        producers = [trace.values[value].producer for value in node.inputs]
+        earlier_units = [unit_of_node[index] for index in producers if index in unit_of_node]
+        if node.kind is NodeKind.UNIT:
+            unit_of_node[node_index] = call_numbers[node_index]
+        elif earlier_units and not node.input_only:
+            unit_of_node[node_index] = max(earlier_units)
+        for value in node.inputs if node_index in unit_of_node else ():
+            users.setdefault(value, set()).add(unit_of_node[node_index])
+    for value in trace.output.value_indices:  # the outputs are needed on the last stage
+        users.setdefault(value, set()).add(len(call_numbers) - 1)
+    for value, using_units in users.items():
+        producer = trace.values[value].producer
+        src = unit_of_node.get(-1 if producer is None else producer)
+        dsts = tuple(sorted(dst for dst in using_units if src is not None and dst > src))
         if src is not None and dsts:
-            look = trace.values[value].tensor_spec
-            yield UnitOutput(src, dsts, look.nbytes * (2 if look.requires_grad else 1))
+            spec = trace.values[value].tensor_spec
+            # A value that requires grad crosses the cut twice: its gradient comes back.
+            yield UnitOutput(src, dsts, spec.nbytes * (2 if spec.requires_grad else 1))
 
 
 def measure_devices(
     limits: ResourceLimits, calls: Sequence[ModuleCall], costs: Sequence[UnitCost]
 ) -> Iterator[DeviceCapacity]:
-    """How fast each is, measured by the costliest unit, if they are of several kinds."""
+    """Yield the speed and the memory of each rank's device.
+
+    Speeds are relative to the first device. A device of another model runs the costliest unit once
+    more to compare; devices of one model count as equally fast.
+    """
     memory = limits.memory
     _check_memory(memory)
     devices = limits.rank_devices
@@ -161,15 +199,15 @@ def measure_devices(
     bounds = list(memory) if isinstance(memory, Sequence) else [memory] * count
     if len(bounds) != count:
         raise ArgumentError(
-            f"memory has {len(bounds)} entries, and there are {count} ranks: give the bytes of "
-            "each rank's device, or one number for all"
+            f"memory has {len(bounds)} entries, but there are {count} ranks. Give the bytes of "
+            "each rank's device, or one number for all ranks."
         )
-    at = max(range(len(costs)), key=lambda number: costs[number].seconds)
+    slowest = max(range(len(costs)), key=lambda number: costs[number].seconds)
     speeds: dict[str, float] = {_device_model(limits.devices[0]): 1.0}
     for device, bound in zip(devices, bounds, strict=True):
         if _device_model(device) not in speeds:
-            seconds = profile_call(*calls[at], device).seconds
-            speeds[_device_model(device)] = costs[at].seconds / seconds
+            seconds = profile_call(*calls[slowest], device).seconds
+            speeds[_device_model(device)] = costs[slowest].seconds / seconds
         yield DeviceCapacity(
             speeds[_device_model(device)],
             _default_memory_limit(device) if bound is None else float(bound),
@@ -177,15 +215,15 @@ def measure_devices(
 
 
 def _check_memory(memory: Any) -> None:
-    given = (
+    limits = (
         list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory]
     )
-    for one in given:
-        number = isinstance(one, int | float) and not isinstance(one, bool)
-        if one is not None and not (number and one > 0):
+    for limit in limits:
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and limit > 0):
             raise ArgumentError(
-                f"memory is a number of bytes above 0, such as 16e9, or a list with one for each "
-                f"rank, not {memory!r}"
+                f"memory must be a number of bytes above 0, such as 16e9, or a list with one "
+                f"number for each rank, not {memory!r}"
             )
 
 
@@ -200,47 +238,53 @@ def _default_memory_limit(device: torch.device) -> float:
 
 
 def _synthesize_argument(spec: TensorSpec) -> Tensor:
-    """Numbers that every unit can take: small ones, no. 0, true."""
+    """Return a tensor of this shape and dtype with values that every unit accepts.
+
+    Floats are small, so nothing overflows. Integers are 0, which is a valid index. Booleans are
+    True, so that a mask keeps everything.
+    """
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         return (torch.randn(spec.shape).to(spec.dtype) * 0.1).requires_grad_(spec.requires_grad)
-    made = torch.ones if spec.dtype is torch.bool else torch.zeros
-    return made(spec.shape, dtype=spec.dtype)
+    fill = torch.ones if spec.dtype is torch.bool else torch.zeros
+    return fill(spec.shape, dtype=spec.dtype)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- tracing and cutting -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ExampleMicrobatch:
-    """A micro-batch: what a model's forward is called with."""
+    """The arguments of one call of the model's forward."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @staticmethod
     def from_batch(batch: Any, chunks: int) -> ExampleMicrobatch | TracedModel:
-        """The first micro-batch of a batch: a tensor, a tuple of inputs, or a dict of them.
+        """Return the first micro-batch of a batch: a tensor, a tuple of inputs or a dict of them.
 
-        What was traced with one already is as good.
+        A `TracedModel` in the place of the batch is returned as it is, so that a model that was
+        traced before need not be traced again.
         """
         if isinstance(batch, TracedModel):
             return batch
         if batch is None:
             raise ArgumentError(
-                "a model that is no nn.Sequential is cut along its forward, which is run once for "
-                "that: give example=, a batch: a tensor, a tuple of inputs, or a dict of inputs "
-                "by name"
+                "a model that is not an nn.Sequential is cut along its forward, which has to be "
+                "traced once. Pass a batch as example=: a tensor, a tuple of inputs, or a dict of "
+                "inputs by name."
             )
         args: tuple[Any, ...] = batch if isinstance(batch, tuple) else (batch,)
         if isinstance(batch, Mapping):
-            args, named = (), dict(batch)
+            args, kwargs = (), dict(batch)
         else:
-            named = {}
-        names = [*(f"input {at}" for at in range(len(args))), *named]
-        pieces, _ = scatter((*args, *named.values()), chunks, names)
-        first = pieces[0]
+            kwargs = {}
+        names = [*(f"input {index}" for index in range(len(args))), *kwargs]
+        # Split as a call of the pipe splits its inputs, so that the trace has the same shapes.
+        microbatches, _ = scatter((*args, *kwargs.values()), chunks, names)
+        values = microbatches[0]
         return ExampleMicrobatch(
-            first[: len(args)], dict(zip(named, first[len(args) :], strict=True))
+            values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
         )
 
 
@@ -251,31 +295,39 @@ def trace_with_enough_units(
     stages: int,
     device: torch.device,
 ) -> TracedModel:
-    """The model traced; units are opened until there are enough of them."""
+    """Trace the model, with at least as many calls of units as stages.
+
+    A model of three large blocks has three units, which are too few for four stages. Units are then
+    expanded into their children, and the model is traced again, until there are enough.
+    """
     _check_traceable(model)
+    # Before tracing, because the hooks are part of what is traced.
     install_output_hooks(model)
     kwargs = {**build_default_kwargs(model, example.kwargs), **example.kwargs}
     unit_selector = find_planned_units(model) if unit_selector is None else unit_selector
-    opened: set[str] = set()
+    expanded: set[str] = set()
     while True:
         trace, constants, units = trace_expanding_units(
-            model, unit_selector, example.args, kwargs, device, opened
+            model, unit_selector, example.args, kwargs, device, expanded
         )
-        found = TracedModel(model, units, trace, constants, (example.args, kwargs))
-        if len(found.calls) >= stages:
-            return found
+        traced_model = TracedModel(model, units, trace, constants, (example.args, kwargs))
+        calls = traced_model.calls
+        if len(calls) >= stages:
+            return traced_model
         more = _choose_units_to_open(units)
         if not more:
             raise ArgumentError(
-                f"stages={stages}, and the model has {len(found.calls)} calls of units to be "
-                f"dealt out, {', '.join(map(str, found.calls)) or 'none'}: take fewer stages, or "
-                "say with units= what else is one"
+                f"stages={stages} needs at least {stages} calls of units, but the model has "
+                f"{len(calls)}: {', '.join(map(str, calls)) or 'none'}. Use fewer stages, or name "
+                "more submodules as units with units=."
             )
-        opened |= more
+        expanded |= more
 
 
 def _choose_units_to_open(units: Mapping[str, nn.Module]) -> set[str]:
-    """Those with lists inside first; the largest otherwise."""
+    """Return the units to expand next: all that contain lists of layers, else the largest one."""
+    # The elements of a list are usually equal blocks, which make an even cut possible. A unit
+    # without lists may have to be cut within a block, so only one of them is expanded at a time.
     lists = {name for name, unit in units.items() if has_layer_list(unit)}
     if lists:
         return lists
@@ -291,29 +343,38 @@ def cut_model(
     balance: str | None,
     limits: ResourceLimits,
 ) -> Partition:
-    """As many stages as devices."""
+    """Trace a model and cut it into one stage for each entry of `limits.devices`.
+
+    `stages` is the number of stages, or a list with the calls of units of each.
+    """
     count = len(limits.devices)
     if isinstance(example, TracedModel):
-        prospect = example.rebind_to(model)
+        traced_model = example.rebind_to(model)
     else:
-        prospect = trace_with_enough_units(model, example, unit_selector, count, limits.devices[0])
-    counts, costs = choose_unit_counts(prospect, stages, balance, limits)
-    cut, division = assign_calls(prospect, counts)
-    survey = CutSummary(tuple(prospect.calls), tuple(counts), division, costs)
-    made, whole = build_stages(prospect, cut, survey, dict(enumerate(limits.devices)))
-    graph = StageGraph.chain(count, division.edges)
-    return Partition(tuple(made), graph, whole, describe_traced_model(prospect, cut, survey))
+        traced_model = trace_with_enough_units(
+            model, example, unit_selector, count, limits.devices[0]
+        )
+    counts, costs = choose_unit_counts(traced_model, stages, balance, limits)
+    ownership, assignment = assign_calls(traced_model, counts)
+    summary = CutSummary(tuple(traced_model.calls), tuple(counts), assignment, costs)
+    built_stages, traced_partition = build_stages(
+        traced_model, ownership, summary, dict(enumerate(limits.devices))
+    )
+    graph = StageGraph.chain(count, assignment.edges)
+    outline = describe_traced_model(traced_model, ownership, summary)
+    return Partition(tuple(built_stages), graph, traced_partition, outline)
 
 
 def _check_traceable(model: nn.Module) -> None:
-    if "_orig_mod" in model._modules or isinstance(model, torch.jit.ScriptModule):
+    # The tracer sees calls of Python functions, and compiled code makes none.
+    if is_compiled_wrapper(model) or isinstance(model, torch.jit.ScriptModule):
         raise PenstockTypeError(
-            f"the model is compiled as a whole ({type(model).__name__}), so that its forward "
-            "cannot be followed: give the model itself, and compile its blocks"
+            f"the model is compiled as a whole ({type(model).__name__}), so its forward cannot be "
+            "traced. Pass the model itself, and compile its blocks."
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ArgumentError(
-                f"'{name}' has no shape yet, as its module is a lazy one: call the model once on a "
-                "batch, and then make the Pipe"
+                f"'{name}' has no shape yet, because its module is lazy. Call the model once on a "
+                "batch before you make the Pipe."
             )

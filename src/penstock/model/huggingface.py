@@ -1,7 +1,12 @@
-"""What models of transformers need besides: told by what they have, and nothing is imported.
+"""Special treatment of models from Hugging Face transformers.
 
-No cache of keys and values is filled; what `output_hidden_states` collects through hooks has its
-hooks before the model is cut; the model's plan for pipelines names units.
+Three things differ from other models:
+
+- They fill a cache of keys and values inside their layers unless they are told not to.
+- They install hooks lazily, in the first forward that wants hidden states or attentions.
+- Some have a plan for pipeline parallelism, `_pp_plan`, which names good units.
+
+Models are recognized by their attributes, and transformers is never imported here.
 """
 
 from __future__ import annotations
@@ -17,25 +22,32 @@ from penstock.errors import CutError
 
 
 def build_default_kwargs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs that the model is given besides: no cache, which it would fill from inside units."""
+    """Return keyword arguments to add to those of the caller: `use_cache=False`, or nothing.
+
+    With a cache, layers write keys and values into an object that the model passes around. Each
+    stage would fill its own copy, so the cache would be incomplete.
+
+    Raises:
+        CutError: If the caller asks for a cache.
+    """
     if not any(_uses_cache(config) for config in _iter_configs(model)):
         return {}
     for name in ("use_cache", "past_key_values"):
         if kwargs.get(name) not in (None, False):
             raise CutError(
-                f"{name} was given to {type(model).__name__}, and a cache of keys and values is "
-                "filled from inside units, on all stages, where it cannot be followed: leave it "
-                "out; a pipe computes whole sequences, and to generate text, take the model itself"
+                f"{name} was given to {type(model).__name__}, but a cache of keys and values is "
+                f"filled inside the units of all stages and cannot be traced. Leave {name} out. A "
+                "pipe computes whole sequences; to generate text, use the model itself."
             )
     if "use_cache" in kwargs:
         return {}
     parameters = inspect.signature(model.forward).parameters.values()
-    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return {"use_cache": False} if takes else {}
+    has_option = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return {"use_cache": False} if has_option else {}
 
 
 def _iter_configs(model: nn.Module) -> Iterator[Any]:
-    """Its own, and those of its text or decoder part."""
+    """Yield the config of the model, and those of its text part and its decoder, or None."""
     config = getattr(model, "config", None)
     yield config
     for name in ("text_config", "decoder"):
@@ -46,31 +58,36 @@ def _uses_cache(config: Any) -> bool:
     return getattr(config, "use_cache", None) is True
 
 
-_HOOKS_INSTALLED_FLAG = "_output_capturing_hooks_installed"  # transformers' own mark
+_HOOKS_INSTALLED_FLAG = "_output_capturing_hooks_installed"  # set by transformers on a module
 
 
 def install_output_hooks(model: nn.Module) -> None:
-    """Have the hooks that collect hidden states and attentions, once and for all.
+    """Install the hooks that collect hidden states and attentions, before the model is cut.
 
-    transformers adds them when they are first wanted, to the modules that it then finds: in a pipe
-    these would be the copies of one stage. They do nothing until they are wanted.
+    transformers installs them in the first forward that asks for them, on the modules that it finds
+    then. In a pipe these would be the proxies of a single stage, and the other stages would collect
+    nothing. A hook that is installed early does nothing until the outputs are asked for.
+
+    The functions are private to transformers. Where they are missing, nothing is installed.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    known = getattr(capturing, "_CAN_RECORD_REGISTRY", {})
+    recordable_types = getattr(capturing, "_CAN_RECORD_REGISTRY", {})
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
     for module in model.modules():
-        if install is None or str(type(module)) not in known:
+        if install is None or str(type(module)) not in recordable_types:
             continue
+        # A module inside may have the hooks already, and a second set would collect twice.
         if not any(getattr(inner, _HOOKS_INSTALLED_FLAG, False) for inner in module.modules()):
-            install(module)  # else a part has them already, and would get them twice
+            install(module)
 
 
 def find_planned_units(model: nn.Module) -> list[str]:
-    """The modules that the model's plan for pipelines names; empty, where there is none that fits.
+    """Return the modules that the model's `_pp_plan` names and that can be units.
 
-    Of 161 causal models of transformers 5.22, 97 have one: of these, 93 name what is a unit anyway,
-    three name a dropout or a norm besides, which have no parameters, and one names modules that are
-    not there. So it counts only for what has parameters, and no list inside that could be cut.
+    The plan is a hint. Of 161 causal models of transformers 5.22, 97 have a plan: 93 of these name
+    modules that are units anyway, three also name a dropout or a norm without parameters, and one
+    names modules that do not exist. So a plan with unknown names is ignored, and of the rest only
+    modules count that have parameters and contain no list that could be cut.
     """
     plan = getattr(model, "_pp_plan", None)
     modules = dict(model.named_modules())
@@ -82,5 +99,5 @@ def find_planned_units(model: nn.Module) -> list[str]:
 def _is_unit_candidate(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return True
-    lists = any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in module.modules())
-    return not lists and next(module.parameters(), None) is not None
+    has_list = any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in module.modules())
+    return not has_list and next(module.parameters(), None) is not None

@@ -1,4 +1,8 @@
-"""A model cut into stages, with the graph of who feeds whom."""
+"""`Partition`: a model cut into stages, with the graph of which stage feeds which.
+
+There are two kinds. A Sequential is cut between its layers, and `Partition.how` is a
+`SequentialLayout`. Any other model is traced, and `Partition.how` is a `TracedPartition`.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,33 @@ from penstock.stage.stage import Stage
 
 @dataclass(frozen=True)
 class SequentialLayout:
-    """How a Sequential is cut: what crosses stages, and the side inputs of each stage's layers."""
+    """The skips between the stages of a Sequential, and the side inputs of each layer."""
 
-    skip_routes: tuple[tuple[SkipKey, int, int], ...]  # skips
-    side_names: tuple[tuple[frozenset[str], ...], ...]
+    skip_routes: tuple[tuple[SkipKey, int, int], ...]  # key, stage that stashes, stage that pops
+    side_names: tuple[tuple[frozenset[str], ...], ...]  # by stage, by layer
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The stages of a model: of the layers of a Sequential, or of parts of one whole forward."""
+    """A model cut into stages, as `penstock.split` returns it and `Pipe` runs it.
+
+    `print(partition)` shows a table of the stages, what they send to each other, and advice.
+
+    Attributes:
+        stages: The stages in topological order.
+        graph: The edges between stages, skip connections included.
+        how: The details of the cut, which depend on the kind of model.
+        outline: A summary in plain numbers, for reports and pictures.
+
+    >>> import torch
+    >>> from penstock import split
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> partition = split(model, stages=[2, 1])
+    >>> partition.counts
+    (2, 1)
+    >>> partition.graph.edges
+    ((0, 1),)
+    """
 
     stages: tuple[Stage, ...]
     graph: StageGraph
@@ -42,52 +64,62 @@ class Partition:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The units of each stage: what `stages=` takes."""
+        """The number of units of each stage. `stages=` takes such a list."""
         return self.outline.counts
 
     def draw(self, path: str | PathLike[str], *, title: str | None = None) -> None:
-        """The model as a chain of units with the cuts, into an SVG or PNG file."""
+        """Draw the model as a chain of units with the cuts.
+
+        Args:
+            path: The file to write, which ends in .svg or .png.
+            title: A title above the picture.
+
+        Raises:
+            ArgumentError: If the path has another suffix.
+            MissingExtra: If matplotlib is not installed.
+        """
         chain(self.outline, path, title=title)
 
     def computing(self) -> list[nn.Module]:
-        """The layers, and what the user has put around them."""
+        """Return the layers of all stages, and the modules that the user put around them."""
         return [module for stage in self.stages for module in (*stage.wrappers, *stage.layers)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Each once."""
+        """Return the parameters of all stages, each once."""
         layers = (layer for stage in self.stages for layer in stage.layers)
         return list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
 
     def roots(self) -> list[nn.Module]:
-        """The modules that all others that compute are in."""
+        """Return the outermost modules, which contain all modules that compute."""
         return [*self.around, *(self.computing() if self.model is None else [self.model])]
 
     def modules(self) -> list[nn.Module]:
-        """Those that compute, each once."""
+        """Return all modules that compute, each once."""
+        # `nn.Module.modules` is a chain of nested generators and takes twice as long as this loop.
         todo = self.roots()
-        found: dict[nn.Module, None] = {}
-        while todo:  # twice as fast as their own `modules`
+        visited: dict[nn.Module, None] = {}
+        while todo:
             module = todo.pop()
-            if module not in found:
-                found[module] = None
+            if module not in visited:
+                visited[module] = None
                 todo += [child for child in module._modules.values() if child is not None]
-        return list(found)
+        return list(visited)
 
     def names(self) -> dict[nn.Module, str]:
-        """The modules that compute, with their names in the model."""
+        """Return the modules that compute, with their names in the model."""
         roots = [(n, m) for s in self.stages for n, m in zip(s.names, s.layers, strict=True)]
         if self.model is not None:
             roots = [("", self.model)]
-        found: dict[nn.Module, str] = {}
+        names: dict[nn.Module, str] = {}
         for prefix, root in roots:
             for name, module in root.named_modules(prefix=prefix):
-                found.setdefault(module, name)
+                names.setdefault(module, name)
         for module in self.around:
-            found.setdefault(module, type(module).__name__)
-        return found
+            names.setdefault(module, type(module).__name__)
+        return names
 
     def children(self, stages: Sequence[Stage]) -> dict[str, nn.Module | None]:
-        """What a pipe of these stages has as its children, under the model's names."""
+        """Return the child modules of a pipe of these stages, under the model's names."""
         if isinstance(self.how, TracedPartition):
             return self.how.children
         return {
@@ -97,27 +129,27 @@ class Partition:
         }
 
     def root(self, model: nn.Module) -> nn.Module:
-        """Whose own parameters and buffers a pipe of the model has."""
+        """Return the module whose direct parameters and buffers a pipe of the model has."""
         return self.how.model if isinstance(self.how, TracedPartition) else model
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose forward is divided; None of a Sequential."""
+        """The traced model, or None for a Sequential."""
         return self.how.model if isinstance(self.how, TracedPartition) else None
 
     def begin(self) -> None:
-        """From here on, what is around the units stays what it is."""
+        """Record the modules around the units, so that later changes to them can be reported."""
         if isinstance(self.how, TracedPartition):
             self.how.check_unchanged()
 
     def takes(self, name: str) -> bool:
-        """Has the forward of a whole model an input of that name?"""
+        """Return whether the forward of a traced model has a parameter of this name."""
         model = self.model
         return model is not None and name in inspect.signature(model.forward).parameters
 
     @property
     def around(self) -> list[nn.Module]:
-        """The modules that compute, and are not among a pipe's children."""
+        """The modules that compute and are not among the children of a pipe."""
         root = [] if self.model is None else [self.model]
         if isinstance(self.how, TracedPartition) and self.how.local_model is not None:
             root += [
@@ -126,7 +158,7 @@ class Partition:
         return root + [module for stage in self.stages for module in stage.wrappers]
 
     def refresh(self, cast: TensorCast) -> None:
-        """The model was cast."""
+        """Apply a cast of the pipe, such as `pipe.half()`, to tensors outside of its children."""
         if isinstance(self.how, TracedPartition):
             self.how.apply_cast(cast)
         for stage in self.stages:

@@ -1,4 +1,16 @@
-"""A model on devices: where to cut it, which rank gets which stage, and moving it there."""
+"""Cutting a model and placing its stages on devices: `place_model`, and `penstock.split`.
+
+Four cases, by what the user gives:
+
+| model | given | cut | stages go to |
+|---|---|---|---|
+| Sequential | neither `stages=` nor `devices=` | where the device changes | they stay |
+| Sequential | `stages=` or `devices=` | by layers, balanced | one process, one device a rank |
+| any other | `stages=` or `devices=`, `example=` | by units of the trace, balanced | the same |
+| any | under torchrun | as above, decided by rank 0 | each process keeps its own stages |
+
+`split` does the cutting alone and moves nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,84 +58,96 @@ from penstock.schedules.balance_problem import check_cut
 from penstock.schedules.ir import Schedule, StageGraph
 from penstock.schedules.registry import choose_placement, default_stages_per_rank
 from penstock.stage.stage import Stage
+from penstock.torch_compat import parse_to_device
 
-# -------------------------------------------------------------------------------------------------
-# The stages of a pipe stay on their devices: what would move them is refused.
-# -------------------------------------------------------------------------------------------------
+# ---- conversions of a pipe -----------------------------------------------------------------------
+#
+# The stages of a pipe stay on the devices that they were placed on. `pipe.to(dtype)` and other
+# casts are allowed, and everything that would move a tensor to another device is refused.
 
 
 def check_no_device_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What `Module.to` was given names no device."""
+    """Raise if the arguments of `pipe.to` name a device."""
     try:
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    except RuntimeError:  # a device that is not there
+        device = parse_to_device(*args, **kwargs)
+    except RuntimeError:  # a device that this machine does not have
         raise build_move_error() from None
     if device is not None:
         raise build_move_error()
 
 
 def check_keeps_device(tensor_function: Any, devices: Iterable[Device]) -> None:
-    """What is done to each tensor leaves it on its device."""
-    for place in devices:
+    """Raise if a function for `Module._apply` moves tensors to another device.
+
+    `pipe.cuda()` and a `to` of a module around the pipe end in `_apply` with a function that cannot
+    be inspected. So it is tried on an empty tensor of each device.
+    """
+    for device in devices:
         try:
-            moved = tensor_function(torch.empty(0, device=place.device)).device != place.device
-        except (RuntimeError, AssertionError):  # to a device that is not there
+            moved = tensor_function(torch.empty(0, device=device.device)).device != device.device
+        except (RuntimeError, AssertionError):  # a move to a device that this machine does not have
             moved = True
         if moved:
             raise build_move_error()
 
 
 def build_move_error() -> PenstockTypeError:
-    """Says what would work."""
+    """Return the error for an attempt to move a pipe."""
     return PenstockTypeError(
-        "the stages of a pipe stay on the devices they were given, so moving it is denied: "
-        "make another Pipe, with other devices; casting, as in pipe.to(torch.float16), is allowed"
+        "the stages of a pipe stay on their devices, so moving it is denied. Make another Pipe "
+        "with other devices. (Casting is allowed, as in pipe.to(torch.float16).)"
     )
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- cutting and placing -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlacedPartition:
-    """A partition whose stages stand on ranks. `places` are those of this process's ranks."""
+    """A partition whose stages have ranks and devices.
+
+    In one process `devices` has an entry for every rank. Under torchrun it has one, for the rank of
+    this process.
+    """
 
     partition: Partition
-    devices: Mapping[int, Device]
-    placement: tuple[int, ...]
-    tied_tensors: tuple[TiedTensor, ...] = ()  # with ranks of other processes
-    tied_names: Mapping[str, str] = field(default_factory=dict)  # further names of what is tied
+    devices: Mapping[int, Device]  # by rank
+    placement: tuple[int, ...]  # the rank of each stage
+    tied_tensors: tuple[TiedTensor, ...] = ()  # shared with ranks in other processes
+    tied_names: Mapping[str, str] = field(default_factory=dict)  # second names of tied tensors
     uninitialized_tensors: UninitializedTensors = field(default_factory=UninitializedTensors)
 
     def is_local(self, stage: int) -> bool:
-        """Does this process compute the stage?"""
+        """Return whether this process computes the stage."""
         return self.placement[stage] in self.devices
 
     def stage_device(self, stage: int) -> Device:
-        """Where the stage computes: one of this process's."""
+        """Return the device of a stage that this process computes."""
         return self.devices[self.placement[stage]]
 
     @property
     def communicating_ranks(self) -> frozenset[tuple[int, int]]:
-        """The pairs of ranks of which the one sends messages to the other."""
+        """The pairs of ranks that send messages to each other, in both orders."""
         return self.find_communicating_ranks(self.partition.graph)
 
     def find_communicating_ranks(self, graph: StageGraph) -> frozenset[tuple[int, int]]:
-        """The same, if other stages feed each other."""
+        """Return the pairs of ranks that send messages to each other under another stage graph."""
         ranks = [(self.placement[src], self.placement[dst]) for src, dst in graph.edges]
         return frozenset(p for a, b in ranks if a != b for p in ((a, b), (b, a)))
 
     @property
     def local_stages(self) -> list[Stage]:
-        """Those that this process computes."""
+        """The stages that this process computes."""
         return [stage for stage in self.partition.stages if self.is_local(stage.index)]
 
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """Where this process stands among those of a pipe.
+    """The rank of this process among the processes of a pipe.
 
-    `settled` gives what the first rank finds, on every rank.
+    `broadcast_from_first_rank(function)` calls the function on rank 0 (of the first replica) and
+    returns its result on every rank. A decision that depends on measurements must be made once, or
+    ranks would cut the model in different places.
     """
 
     rank: int
@@ -134,7 +158,7 @@ class ProcessContext:
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """What the user says about the split; None where nothing is said."""
+    """The arguments of `Pipe` that say how to split the model; None if left out."""
 
     stages: int | Sequence[int] | None
     devices: Sequence[Any] | None
@@ -151,74 +175,80 @@ def place_model(
     schedule: str | Schedule | None,
     process: ProcessContext | None = None,
 ) -> PlacedPartition:
-    """Cut and place as wished; without a wish, as the layers stand, or a share for each process."""
+    """Cut a model into stages and place them on devices, as the table at the top says."""
     check_split_request(request)
+    # Under torchrun the rank of a process gives its device, wherever the layers are now.
     if process is not None:
         return _place_across_processes(module, request, schedule, process)
     if request.stages is None and request.devices is None:
         if request.balance is not None or request.example is not None:
             raise ArgumentError(
-                "balance and example say how to cut, but the layers stay as they were placed: "
-                "give stages= or devices=, too"
+                "balance and example say how to cut, but without stages= or devices= the layers "
+                "stay where they are. Give one of these, too."
             )
         if not is_plain_sequential(module):
             raise ArgumentError(
-                f"{type(module).__name__} is no nn.Sequential: say into how many stages it is to "
-                "be cut, and give a batch to follow its forward with, as in Pipe(model, stages=4, "
-                "example=batch)"
+                f"{type(module).__name__} is not an nn.Sequential, so stages= and example= are "
+                "needed: the number of stages, and a batch to trace its forward with, as in "
+                "Pipe(model, stages=4, example=batch)"
             )
         return _keep_user_placement(module)
     return _place_as_requested(module, request, schedule)
 
 
 def check_split_request(request: SplitRequest) -> None:
-    """Each thing is of its kind."""
+    """Raise if `stages` or `devices` has the wrong type."""
     stages, devices = request.stages, request.devices
     if isinstance(stages, bool | float | str):
         raise ArgumentError(
-            f"stages is a number of stages or a list with the layers of each, not {stages!r}"
+            f"stages must be a number of stages, or a list with the number of layers of each "
+            f"stage, not {stages!r}"
         )
     if isinstance(devices, str | torch.device):
         raise ArgumentError(
-            f"devices is a list with one for each rank, such as ['{devices}', '{devices}'], not "
-            f"'{devices}'"
+            f"devices must be a list with one device for each rank, such as ['{devices}', "
+            f"'{devices}'], not '{devices}'"
         )
     if isinstance(devices, int):
         raise ArgumentError(
-            f"devices is a list with one for each rank, not their number, {devices}"
+            f"devices must be a list with one device for each rank, not their number, {devices}"
         )
     if devices is not None and not len(devices):
-        raise ArgumentError("devices is empty: give at least one, or leave it out")
+        raise ArgumentError("devices is empty. Give at least one device, or leave it out.")
 
 
 def _keep_user_placement(module: nn.Sequential) -> PlacedPartition:
-    counts, devices = group_by_device(list(module))
-    ranks = list(dict.fromkeys(devices))
-    places = dict(enumerate(map(resolve_device, ranks)))
-    placement = tuple(ranks.index(device) for device in devices)
-    return PlacedPartition(cut_sequential(module, counts), places, placement)
+    """Cut a Sequential where the device of its layers changes; each device is a rank."""
+    counts, stage_devices = group_by_device(list(module))
+    rank_devices = list(dict.fromkeys(stage_devices))
+    devices = dict(enumerate(map(resolve_device, rank_devices)))
+    placement = tuple(rank_devices.index(device) for device in stage_devices)
+    return PlacedPartition(cut_sequential(module, counts), devices, placement)
 
 
 def _place_as_requested(
     module: nn.Module, request: SplitRequest, schedule: str | Schedule | None
 ) -> PlacedPartition:
+    """Cut and place a model in one process, by `stages=` and `devices=`."""
+    # An interleaved or V schedule has several stages a rank, and so several stages a device.
     per_rank = default_stages_per_rank(schedule)
     stages = request.stages
     if stages is None:
         assert request.devices is not None
         stages = len(request.devices) * per_rank
-    number = count_stages(stages)
-    ranks = -(-number // per_rank)
-    places = tuple(map(resolve_device, request.devices or _list_default_devices(ranks)))
-    placement = choose_placement(schedule, len(places), number)
-    devices = [places[rank].device for rank in placement]
+    num_stages = count_stages(stages)
+    ranks = -(-num_stages // per_rank)  # rounded up
+    rank_devices = tuple(map(resolve_device, request.devices or _list_default_devices(ranks)))
+    placement = choose_placement(schedule, len(rank_devices), num_stages)
+    devices = [rank_devices[rank].device for rank in placement]
     partition = partition_model(
-        module, request, stages, [places[rank] for rank in placement], placement
+        module, request, stages, [rank_devices[rank] for rank in placement], placement
     )
-    blanks = _materialize_stages(module, partition.stages, devices)
+    # Memory first: `Module.to` cannot copy a tensor out of `meta`.
+    uninitialized = _materialize_stages(module, partition.stages, devices)
     _move_stages(partition.stages, devices)
     return PlacedPartition(
-        partition, dict(enumerate(places)), placement, uninitialized_tensors=blanks
+        partition, dict(enumerate(rank_devices)), placement, uninitialized_tensors=uninitialized
     )
 
 
@@ -229,18 +259,19 @@ def partition_model(
     stage_devices: Sequence[Device],
     placement: tuple[int, ...],
 ) -> Partition:
-    """The model cut as wished, a place for each stage; nothing is moved."""
+    """Cut a model into stages for these devices, without moving anything."""
     if not is_plain_sequential(module):
-        room, example = (
+        limits, example = (
             _build_resource_limits(request, stage_devices, placement),
             ExampleMicrobatch.from_batch(request.example, request.chunks),
         )
-        return cut_model(module, stages, example, request.units, request.balance, room)
+        return cut_model(module, stages, example, request.units, request.balance, limits)
     partition = cut_sequential(
         module, _choose_layer_counts(module, stages, request, stage_devices[0])
     )
     if request.example is None:
         return partition
+    # For the report only. Without an example the sizes stay unknown.
     sizes = measure_transfer_bytes(module, partition.stages, request.example, request.chunks)
     return replace(partition, outline=partition.outline.with_transfer_bytes(sizes))
 
@@ -248,9 +279,13 @@ def partition_model(
 def _build_resource_limits(
     request: SplitRequest, stage_devices: Sequence[Device], placement: tuple[int, ...]
 ) -> ResourceLimits:
-    devices = tuple(place.device for place in stage_devices)
-    flying = tuple(min(request.chunks, len(devices) - stage) for stage in range(len(devices)))
-    return ResourceLimits(devices, flying, placement, request.memory)
+    """Return the limits of a cut, with the micro-batches in flight of a 1F1B schedule.
+
+    Under 1F1B, stage s of n keeps the activations of n - s micro-batches at once.
+    """
+    devices = tuple(device.device for device in stage_devices)
+    in_flight = tuple(min(request.chunks, len(devices) - stage) for stage in range(len(devices)))
+    return ResourceLimits(devices, in_flight, placement, request.memory)
 
 
 def _place_across_processes(
@@ -259,7 +294,10 @@ def _place_across_processes(
     schedule: str | Schedule | None,
     process: ProcessContext,
 ) -> PlacedPartition:
-    """This process's share: it keeps no layer of another's."""
+    """Cut a model on all processes alike, and keep the stages of this process.
+
+    The stages of other ranks become remote stages, which have names and no layers.
+    """
     stages = (
         process.ranks * default_stages_per_rank(schedule)
         if request.stages is None
@@ -272,14 +310,19 @@ def _place_across_processes(
         lambda: _choose_layer_counts(module, stages, request, process.device)
     )
     whole = cut_sequential(module, counts)
+    # Tied tensors are found by identity, so they are looked up while all stages are still here and
+    # before materialization and moving, which replace tensors.
     ties = find_tied_tensors(whole.stages, placement, process.rank)
-    mine = [stage for stage in whole.stages if placement[stage.index] == process.rank]
-    same = find_tied_names(module)
-    blanks = _materialize_stages(module, mine, [process.device.device for _ in mine])
-    _move_stages(mine, [process.device.device for _ in mine])
-    seen = [stage if stage in mine else stage.as_remote() for stage in whole.stages]
-    partition = replace(whole, stages=tuple(seen))
-    return PlacedPartition(partition, {process.rank: process.device}, placement, ties, same, blanks)
+    names = find_tied_names(module)
+    local_stages = [stage for stage in whole.stages if placement[stage.index] == process.rank]
+    devices = [process.device.device for _ in local_stages]
+    uninitialized = _materialize_stages(module, local_stages, devices)
+    _move_stages(local_stages, devices)
+    stages_here = [stage if stage in local_stages else stage.as_remote() for stage in whole.stages]
+    partition = replace(whole, stages=tuple(stages_here))
+    return PlacedPartition(
+        partition, {process.rank: process.device}, placement, ties, names, uninitialized
+    )
 
 
 def _place_traced_across_processes(
@@ -289,80 +332,92 @@ def _place_traced_across_processes(
     placement: tuple[int, ...],
     process: ProcessContext,
 ) -> PlacedPartition:
-    """The same of a whole forward: every process follows it, and keeps its own units."""
+    """Trace a model on all processes, and keep the units of this process.
+
+    Every process traces the forward itself. Rank 0 measures and chooses the cut for all.
+    """
     example, device = (
         ExampleMicrobatch.from_batch(request.example, request.chunks),
         process.device.device,
     )
     if not isinstance(example, TracedModel):
         example = trace_with_enough_units(module, example, request.units, len(placement), device)
-    prospect, room = (
+    traced_model, limits = (
         example.rebind_to(module),
         _build_resource_limits(request, [process.device for _ in placement], placement),
     )
-    found = process.broadcast_from_first_rank(
-        lambda: decide_cut(prospect, stages, request.balance, room)
+    decided_cut = process.broadcast_from_first_rank(
+        lambda: decide_cut(traced_model, stages, request.balance, limits)
     )
-    blanks = []
+    uninitialized = []
 
     def prepare_stages(local_stages: Sequence[Stage]) -> None:
-        blanks.append(_materialize_stages(module, local_stages, [device for _ in local_stages]))
+        uninitialized.append(
+            _materialize_stages(module, local_stages, [device for _ in local_stages])
+        )
         _move_stages(local_stages, [device for _ in local_stages])
 
-    share = build_process_share(prospect, found, placement, process.rank, device, prepare_stages)
-    here = [s for s in share.partition.stages if placement[s.index] == process.rank]
-    _move_stages(
-        here, [device for _ in here]
-    )  # a copy that a stage had for a draft was moved for it
-    places = {process.rank: process.device}
+    share = build_process_share(
+        traced_model, decided_cut, placement, process.rank, device, prepare_stages
+    )
+    # `prepare_stages` moved the layers of the draft stages. The final stages have new copies of
+    # some modules, which are moved now.
+    local_stages = [s for s in share.partition.stages if placement[s.index] == process.rank]
+    _move_stages(local_stages, [device for _ in local_stages])
+    devices = {process.rank: process.device}
     return PlacedPartition(
-        share.partition, places, placement, share.tied_tensors, share.tied_names, *blanks
+        share.partition, devices, placement, share.tied_tensors, share.tied_names, *uninitialized
     )
 
 
 def count_stages(stages: int | Sequence[int]) -> int:
-    """How many stages are asked for."""
-    number = stages if isinstance(stages, int) else len(stages)
-    if number < 1:
+    """Return the number of stages that `stages=` asks for."""
+    count = stages if isinstance(stages, int) else len(stages)
+    if count < 1:
         raise ArgumentError(f"stages={stages}: a pipe has at least one stage")
-    return number
+    return count
 
 
 def _materialize_stages(
     module: nn.Module, stages: Sequence[Stage], devices: Sequence[torch.device]
 ) -> UninitializedTensors:
-    """To what was built on meta of these stages."""
-    named = zip(stages, devices, strict=True)
+    """Give memory to the layers of these stages that were built on `meta`."""
     layers = [
         (name, layer, device)
-        for stage, device in named
+        for stage, device in zip(stages, devices, strict=True)
         for name, layer in zip(stage.names, stage.layers, strict=True)
     ]
     return materialize(module, layers)
 
 
 def _move_stages(stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
-    """Each layer to its stage's device; what several share, to that of the first."""
-    settled: set[Tensor] = set()
+    """Move each layer to its stage's device; a shared tensor goes to the first one's device.
+
+    `layer.to` would move a tensor that an earlier stage shares a second time, and replace it in
+    this layer alone, which ends the tie. So tensors that were placed before are left out.
+    """
+    placed: set[Tensor] = set()
     for stage, device in zip(stages, devices, strict=True):
         for layer in stage.layers:
-            held = {*list_module_tensors(layer)}
-            if any(t.device != device for t in held - settled):
-                if held & settled:
-                    layer._apply(lambda t, to=device: t if t in settled else t.to(to))
+            tensors = {*list_module_tensors(layer)}
+            if any(t.device != device for t in tensors - placed):
+                if tensors & placed:
+                    layer._apply(lambda t, to=device: t if t in placed else t.to(to))
                 else:
                     layer.to(device)
-            settled.update(list_module_tensors(layer))
-            settled.update(p.grad for p in layer.parameters() if p.grad is not None)
+            placed.update(list_module_tensors(layer))
+            # `Module._apply` converts gradients, too. Those of placed parameters must stay.
+            placed.update(p.grad for p in layer.parameters() if p.grad is not None)
 
 
 def _list_default_devices(ranks: int) -> list[str]:
-    """GPUs where there are enough, else the CPU several times over."""
+    """Return a GPU for each rank, or the CPU for all ranks on a machine without GPUs."""
     if torch.cuda.is_available():
         if torch.cuda.device_count() < ranks:
             raise ArgumentError(
-                f"{ranks} ranks need {ranks} GPUs, and {torch.cuda.device_count()} are here: give "
-                f"devices=, such as penstock.virtual_devices('cuda:0', {ranks})"
+                f"{ranks} ranks need {ranks} GPUs, but this machine has "
+                f"{torch.cuda.device_count()}. Give devices=, such as "
+                f"penstock.virtual_devices('cuda:0', {ranks})."
             )
         return [f"cuda:{rank}" for rank in range(ranks)]
     return ["cpu"] * ranks
@@ -374,33 +429,38 @@ def _choose_layer_counts(
     request: SplitRequest,
     profiling_device: Device,
 ) -> Sequence[int]:
+    """Return the number of layers of each stage of a Sequential."""
     if not isinstance(stages, int):
         if request.balance is not None:
             raise ArgumentError(
-                f"stages={list(stages)} already says where to cut: leave balance out, or give "
-                f"stages={len(stages)}"
+                f"stages={list(stages)} already says where to cut, so balance does not apply. "
+                f"Leave balance out, or give stages={len(stages)}."
             )
         check_cut(stages, len(module))
         return stages
-    wanted = request.balance or ("parameters" if request.example is None else "time")
-    if wanted not in BALANCE_MODES:
-        raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{wanted}'")
+    # An example is given to be measured with. Without one, only parameters can be compared.
+    balance = request.balance or ("parameters" if request.example is None else "time")
+    if balance not in BALANCE_MODES:
+        raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
     if stages == 1:
         return (len(module),)
-    if wanted == "parameters":
+    if balance == "parameters":
         return balance_costs([parameter_bytes(layer) for layer in module], stages)
     if request.example is None:
-        raise ArgumentError(f"balance='{wanted}' measures the layers: give example=, a batch")
+        raise ArgumentError(
+            f"balance='{balance}' measures the layers on a batch. Pass one as example=."
+        )
     if has_meta_tensors(module):
         raise ArgumentError(
-            f"balance='{wanted}' runs the layers, and the model was built on meta: balance by "
-            "parameters, or give the layers of each stage, as in stages=[2, 3]"
+            f"balance='{balance}' runs the layers, but the model was built on meta. Use "
+            "balance='parameters', or give the layers of each stage, as in stages=[2, 3]."
         )
     example = request.example if isinstance(request.example, tuple) else (request.example,)
     unpack = isinstance(module, PipeSequential)
     layers, device = list(module), profiling_device.device
+    # On the compute stream of the device: a virtual GPU has only some of the multiprocessors.
     with profiling_device.activate():
-        if wanted == "time":
+        if balance == "time":
             costs = measure_layer_times(layers, example, unpack=unpack, device=device)
         else:
             costs = measure_layer_bytes(
@@ -410,13 +470,13 @@ def _choose_layer_counts(
 
 
 def describe_placement(placed_partition: PlacedPartition) -> list[str]:
-    """Where each stage is, what jumps over stages, and what ranks share."""
+    """Return lines of text on the device of each stage, the skips, and the tied parameters."""
     lines = []
     for stage in placed_partition.partition.stages:
         if placed_partition.is_local(stage.index):
-            numbers = sum(p.numel() for layer in stage.layers for p in layer.parameters())
+            count = sum(p.numel() for layer in stage.layers for p in layer.parameters())
             lines.append(
-                f"{stage} on {placed_partition.stage_device(stage.index)!r}, {numbers:,} parameters"
+                f"{stage} on {placed_partition.stage_device(stage.index)!r}, {count:,} parameters"
             )
         else:
             lines.append(
@@ -435,9 +495,7 @@ def describe_placement(placed_partition: PlacedPartition) -> list[str]:
     return lines + [f"tied {tie}" for tie in tied]
 
 
-# -------------------------------------------------------------------------------------------------
-# `penstock.split`: a model cut, to be looked at before anything is made of it.
-# -------------------------------------------------------------------------------------------------
+# ---- penstock.split ------------------------------------------------------------------------------
 
 
 def split(
@@ -450,11 +508,29 @@ def split(
     balance: str | None = None,
     memory: float | Sequence[float] | None = None,
 ) -> Partition:
-    """Cut a model as `Pipe` would with the same arguments. The model stays as and where it is.
+    """Cut a model as `Pipe` would with the same arguments, without changing or moving it.
 
-    `example` is a batch: a tensor, a tuple of inputs, or a dict of inputs by name. What is said of
-    values and activations is for one of its `chunks` micro-batches. `memory` are the bytes that a
-    stage's device may have, or a list with those of each.
+    Use it to look at a cut before you make a pipe: `print` the result, or `draw` it.
+
+    Args:
+        model: Any module. An `nn.Sequential` is cut between its layers.
+        stages: The number of stages, or a list with the number of units of each.
+        example: A batch: a tensor, a tuple of inputs, or a dict of inputs by name. Needed for a
+            model that is not an `nn.Sequential`, and to balance by time or memory.
+        chunks: The number of micro-batches. Sizes of transfers and activations are those of one
+            micro-batch.
+        units: The submodules that are never cut: a path, a class, a function of name and module,
+            or a list of these. Left out, Penstock chooses.
+        balance: "time", "memory" or "parameters".
+        memory: The bytes that the device of each stage may use, or a list with one number a stage.
+
+    Returns:
+        The partition.
+
+    Raises:
+        ArgumentError: If the arguments contradict each other, or no such cut exists.
+        PenstockTypeError: If the model cannot be cut because of its type.
+        CutError: If the model's forward cannot be cut.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     >>> partition = split(layers, 2, torch.zeros(6, 4), balance="parameters")
@@ -469,14 +545,15 @@ def split(
     <BLANKLINE>
     sends    stage 0 to 1: 1, 192 B
     largest  stage 1: 360 B of parameters, 1.38 times the mean
-    advice   nothing was measured: parameters say little about time; cut by balance='time', with an
+    advice   nothing was measured, and parameters say little about time: use balance='time' and an
              example
     """
     check_model(model)
     check_chunks(chunks)
-    wish = SplitRequest(stages, None, balance, example, chunks, units, memory)
-    check_split_request(wish)
+    request = SplitRequest(stages, None, balance, example, chunks, units, memory)
+    check_split_request(request)
+    # Nothing is moved, so the units are measured where the model is.
     tensor = next((t for t in (*model.parameters(), *model.buffers())), torch.empty(0))
-    here = resolve_device("cpu" if tensor.is_meta else tensor.device)
-    number = count_stages(stages)
-    return partition_model(model, wish, stages, [here] * number, tuple(range(number)))
+    device = resolve_device("cpu" if tensor.is_meta else tensor.device)
+    count = count_stages(stages)
+    return partition_model(model, request, stages, [device] * count, tuple(range(count)))

@@ -1,4 +1,13 @@
-"""One process's share of any model: its own stages, and what it must know of the others'."""
+"""The share of one process in a traced model, under torchrun.
+
+every rank   traces the model on the example
+rank 0       `decide_cut`: measures units and chooses the cut, and sends it to all ranks
+every rank   `build_process_share`:
+               1. draft all stages, to see which ranks share tensors
+               2. allocate and move the tensors of its own stages
+               3. build a local model: its own units, and remote units without memory
+               4. build its own stages from the local model; all others are remote stages
+"""
 
 from __future__ import annotations
 
@@ -28,11 +37,11 @@ from penstock.stage.stage import Stage
 
 @dataclass(frozen=True)
 class ProcessShare:
-    """Of one process; the ties are with ranks of others."""
+    """The partition as one process has it, and the tensors that it shares with others."""
 
     partition: Partition
-    tied_tensors: tuple[TiedTensor, ...]
-    tied_names: Mapping[str, str]  # further names of what is tied, in the whole model
+    tied_tensors: tuple[TiedTensor, ...]  # shared with ranks in other processes
+    tied_names: Mapping[str, str]  # second names of tied tensors, in the whole model
 
 
 def decide_cut(
@@ -41,10 +50,14 @@ def decide_cut(
     balance: str | None,
     limits: ResourceLimits,
 ) -> list[Any]:
-    """What one process finds for all: the calls of each stage, in which order, and at what cost."""
+    """Choose the cut for all processes, as plain values that can be sent.
+
+    Returns the number of calls of units of each stage, the names of the calls in order, and the
+    cost of each call.
+    """
     counts, costs = choose_unit_counts(traced_model, stages, balance, limits)
-    told = [list(astuple(cost)) for cost in costs]
-    return [list(counts), [str(call) for call in traced_model.calls], told]
+    cost_rows = [list(astuple(cost)) for cost in costs]
+    return [list(counts), [str(call) for call in traced_model.calls], cost_rows]
 
 
 def build_process_share(
@@ -55,44 +68,54 @@ def build_process_share(
     device: torch.device,
     prepare_stages: Callable[[Sequence[Stage]], None],
 ) -> ProcessShare:
-    """`make_ready` gives the process's own stages their memory, on its device.
+    """Build the stages of this process from the cut that rank 0 decided.
 
-    All stages are drafted first: what ranks share is seen only where all of it is.
+    `prepare_stages` allocates the tensors of these stages and moves them to the device.
     """
-    counts, names, costs = decided_cut
-    cut, division = _apply_decided_cut(traced_model, counts, names)
+    counts, names, cost_rows = decided_cut
+    ownership, assignment = _apply_decided_cut(traced_model, counts, names)
+    # Tied tensors are found by identity, and the local model below has proxies in the place of
+    # most tensors. So all stages are drafted first, from the complete model.
     devices = dict.fromkeys(range(len(counts)), device)
-    drafts = build_draft_stages(traced_model, cut, division, devices, traced_model.find_parents())
-    ties, same = find_tied_tensors(drafts, placement, rank), find_tied_names(traced_model.model)
-    here = {stage: device for stage in devices if placement[stage] == rank}
-    prepare_stages([drafts[stage] for stage in here])
-    own = _find_local_state(traced_model, cut, division, here, same)
-    excerpt = build_local_model(traced_model.model, traced_model.units, own, device)
-    kept = replace(traced_model, model=excerpt.model, units=excerpt.units)
-    measured = [UnitCost(*cost) for cost in costs]
-    survey = CutSummary(tuple(traced_model.calls), tuple(counts), division, measured)
-    made, whole = build_stages(kept, cut, survey, here, excerpt)
+    parents = traced_model.find_parents()
+    drafts = build_draft_stages(traced_model, ownership, assignment, devices, parents)
+    ties = find_tied_tensors(drafts, placement, rank)
+    tied_names = find_tied_names(traced_model.model)
+    local_devices = {stage: device for stage in devices if placement[stage] == rank}
+    prepare_stages([drafts[stage] for stage in local_devices])
+    members = _find_local_state(traced_model, ownership, assignment, local_devices, tied_names)
+    local_model = build_local_model(traced_model.model, traced_model.units, members, device)
+    local_trace = replace(traced_model, model=local_model.model, units=local_model.units)
+    costs = [UnitCost(*row) for row in cost_rows]
+    summary = CutSummary(tuple(traced_model.calls), tuple(counts), assignment, costs)
+    local_stages, traced_partition = build_stages(
+        local_trace, ownership, summary, local_devices, local_model
+    )
     stages = [stage.as_remote() for stage in drafts]
-    for stage in made:
+    for stage in local_stages:
         ties = _relocate_tied_tensors(ties, drafts[stage.index], stage)
         stages[stage.index] = stage
-    graph = StageGraph.chain(len(counts), division.edges)
-    partition = Partition(
-        tuple(stages), graph, whole, describe_traced_model(traced_model, cut, survey)
-    )
-    return ProcessShare(partition, ties, same)
+    graph = StageGraph.chain(len(counts), assignment.edges)
+    outline = describe_traced_model(traced_model, ownership, summary)
+    partition = Partition(tuple(stages), graph, traced_partition, outline)
+    return ProcessShare(partition, ties, tied_names)
 
 
 def _apply_decided_cut(
     traced_model: TracedModel, counts: Sequence[int], call_names: Sequence[str]
 ) -> tuple[StageOwnership, TraceAssignment]:
+    """Assign the calls to stages in the order of rank 0.
+
+    The order may differ here, because some models iterate over sets. The calls must be the same.
+    """
     calls = {str(call): call for call in traced_model.calls}
     if calls.keys() != set(call_names):
-        more = ", ".join(sorted(calls.keys() - set(call_names))[:4]) or "no others"
-        less = ", ".join(sorted(set(call_names) - calls.keys())[:4]) or "all of those"
+        additional = ", ".join(sorted(calls.keys() - set(call_names))[:4]) or "none"
+        missing = ", ".join(sorted(set(call_names) - calls.keys())[:4]) or "none"
         raise CutError(
-            f"followed on this rank, the model calls other units than on the first: also {more}, "
-            f"and not {less}. Build the same model on every rank, and give the same example"
+            "traced on this rank, the model calls other units than on rank 0. Additional calls: "
+            f"{additional}. Missing calls: {missing}. Build the same model on every rank, and "
+            "give the same example."
         )
     return assign_calls(traced_model, counts, [calls[name] for name in call_names])
 
@@ -104,26 +127,34 @@ def _find_local_state(
     local_devices: Mapping[int, torch.device],
     tied_names: Mapping[str, str],
 ) -> LocalMembers:
-    """What is at home on these stages."""
-    mine = set(local_devices)
-    units = [name for name, homes in cut.unit_owners.items() if mine & set(homes)]
-    inside = {id(m) for unit in traced_model.units.values() for m in unit.modules()}
-    parents = {name: m for name, m in traced_model.model.named_modules() if id(m) not in inside}
-    between = {
+    """Return the names of the units, parameters and buffers that the local stages need."""
+    local_stages = set(local_devices)
+    units = [name for name, owners in cut.unit_owners.items() if local_stages & set(owners)]
+    # Parents are the modules around the units. Their direct parameters have owners of their own.
+    inside_units = {id(m) for unit in traced_model.units.values() for m in unit.modules()}
+    modules = traced_model.model.named_modules()
+    parents = {name: m for name, m in modules if id(m) not in inside_units}
+    parent_parameters = {
         name
         for path, module in parents.items()
         for key in module._parameters
-        if mine & cut.parameter_owners.get(name := f"{path}.{key}" if path else key, frozenset())
+        if local_stages
+        & cut.parameter_owners.get(name := f"{path}.{key}" if path else key, frozenset())
     }
-    used = {name for name, users in division.parameter_users.items() if mine & users}
-    written = [name for name, stage in cut.buffer_writers.items() if stage not in mine]
-    return LocalMembers(units, between | used, written, division.buffer_readers, tied_names)
+    used = {name for name, users in division.parameter_users.items() if local_stages & users}
+    written_elsewhere = [
+        name for name, stage in cut.buffer_writers.items() if stage not in local_stages
+    ]
+    return LocalMembers(
+        units, parent_parameters | used, written_elsewhere, division.buffer_readers, tied_names
+    )
 
 
 def _relocate_tied_tensors(
     tied_tensors: tuple[TiedTensor, ...], draft: Stage, built_stage: Stage
 ) -> tuple[TiedTensor, ...]:
-    """Where the stage has what it shares, and not its draft."""
+    """Replace the modules of a draft by those of the built stage in the tied tensors' locations."""
+    # A draft and the stage that is built from it have equal trees of modules.
     pairs = {
         id(a): b
         for before, after in zip(draft.layers, built_stage.layers, strict=True)

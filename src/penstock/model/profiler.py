@@ -1,7 +1,13 @@
-"""What one call of a module costs, measured: seconds of F, I and W, and bytes.
+"""Measuring one call of a module: seconds of F, I and W, and bytes.
 
-The call is run a few times with copies of its arguments, and leaves no trace: no parameter,
-gradient, buffer, attribute, mode or random state is another afterwards.
+    F  forward
+    I  gradient of the inputs
+    W  gradient of the weights, where it can be deferred; otherwise it is part of I
+
+The call runs a few times with copies of its arguments (see `model/isolation.py`). Afterwards every
+parameter, gradient, buffer, attribute, mode and random state is what it was before.
+
+Blocks of a model are mostly equal, so calls with equal cost keys are measured once.
 """
 
 from __future__ import annotations
@@ -37,22 +43,25 @@ from penstock.stage.cell_graph import CellGraph, GraphInputs, find_gradient_edge
 from penstock.stage.stage import OUTSIDE
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
+from penstock.torch_compat import get_storage_address
 
-# -------------------------------------------------------------------------------------------------
-# Which calls cost the same: those of modules that are built alike, with arguments alike.
+# ---- cost keys -----------------------------------------------------------------------------------
 #
-# Numbers that only say which block of many this is do not count, nor do fractions, such as how
-# likely something is dropped, beyond whether they are zero.
-# -------------------------------------------------------------------------------------------------
+# Two calls have equal keys if their modules have the same structure, classes, attributes and hooks,
+# and their arguments the same shapes. Two things are left out, because they differ between blocks
+# of one model and do not change the cost:
+#
+#   numbers and names of blocks     `layer_idx = 3`
+#   the exact value of a float      `p = 0.1`; only whether it is zero counts
 
 _IDENTITY_ATTRIBUTE = re.compile(r"(^|_)(idx|index|id|number|name)$")
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))  # hooks, and what is named below
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))  # training, hooks, parameters: handled below
 
 
 def build_cost_key(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Hashable:
-    """A key: if it is the same for two calls, one measurement does for both.
+    """Return a key that is equal for two calls only if one measurement holds for both.
 
     >>> x = torch.ones(2, 4)
     >>> build_cost_key(nn.Linear(4, 4), (x,)) == build_cost_key(nn.Linear(4, 4), (x + 1,))
@@ -60,8 +69,10 @@ def build_cost_key(
     >>> build_cost_key(nn.Linear(4, 4), (x,)) == build_cost_key(nn.Linear(4, 4, bias=False), (x,))
     False
     """
-    known: dict[int, int] = {}  # modules that were met, by id
-    parts = tuple(_fingerprint_module(name, part, known) for name, part in module.named_modules())
+    # Numbers tensors in the order in which they are found, by id. Tied weights get one number, so
+    # a module with tied weights has another key than one without.
+    numbers: dict[int, int] = {}
+    parts = tuple(_fingerprint_module(name, part, numbers) for name, part in module.named_modules())
     return (
         parts,
         _fingerprint_value(tuple(args), set()),
@@ -70,7 +81,7 @@ def build_cost_key(
 
 
 def _fingerprint_module(name: str, module: nn.Module, tensor_numbers: dict[int, int]) -> Hashable:
-    own = {
+    attributes = {
         attribute: _fingerprint_value(value, set())
         for attribute, value in vars(module).items()
         if attribute not in _MODULE_INTERNALS and _affects_cost(attribute, value)
@@ -81,7 +92,7 @@ def _fingerprint_module(name: str, module: nn.Module, tensor_numbers: dict[int, 
         name,
         type(module),
         module.training,
-        tuple(own.items()),
+        tuple(attributes.items()),
         tuple((key, _fingerprint_value(tensor, set())) for key, tensor in tensors.items()),
         shared,
         tuple(_fingerprint_hooks(module)),
@@ -100,18 +111,26 @@ def _fingerprint_hooks(module: nn.Module) -> Iterator[Hashable]:
 
 
 def _fingerprint_hook(hook: Any) -> Hashable:
-    """A function that was made for each block, with the block's number in it, is one function."""
+    """Return a fingerprint of a hook.
+
+    Functions count by their code. A closure that was made for each block, with the block's number
+    in it, is then the same hook in every block.
+    """
     return hook.__code__ if isinstance(hook, FunctionType) else _fingerprint_value(hook, set())
 
 
 def _affects_cost(name: Any, value: Any) -> bool:
-    """Does it say more than which one of many this is?"""
-    named = isinstance(name, str) and _IDENTITY_ATTRIBUTE.search(name)
-    return not (named and isinstance(value, int | str))
+    """Return whether an attribute is more than the number or name of a block."""
+    is_identity = isinstance(name, str) and _IDENTITY_ATTRIBUTE.search(name)
+    return not (is_identity and isinstance(value, int | str))
 
 
 def _fingerprint_value(value: Any, enclosing_ids: set[int]) -> Hashable:
-    """What counts of it; `around` are the containers that it is in."""
+    """Return a fingerprint of any value.
+
+    `enclosing_ids` are the ids of the containers around it, which end the recursion in a container
+    that contains itself.
+    """
     if isinstance(value, Tensor):
         return _fingerprint_tensor(value)
     if isinstance(value, float):
@@ -133,19 +152,21 @@ def _fingerprint_value(value: Any, enclosing_ids: set[int]) -> Hashable:
             return type(value), len(value)
         inside = enclosing_ids | {id(value)}
         if isinstance(value, dict):
-            own = ((k, v) for k, v in value.items() if _affects_cost(k, v))
+            items = ((k, v) for k, v in value.items() if _affects_cost(k, v))
             return type(value), tuple(
-                (_fingerprint_value(k, inside), _fingerprint_value(v, inside)) for k, v in own
+                (_fingerprint_value(k, inside), _fingerprint_value(v, inside)) for k, v in items
             )
         if isinstance(value, set | frozenset):
             return type(value), frozenset(_fingerprint_value(entry, inside) for entry in value)
         return type(value), tuple(_fingerprint_value(entry, inside) for entry in value)
     if isinstance(value, nn.Module):
         return type(value), IdentityKey(value)
+    # An unknown object is equal to itself only. At worst a call is measured once more.
     return IdentityKey(value)
 
 
 def _fingerprint_tensor(tensor: Tensor) -> Hashable:
+    # Strides count, because kernels for other memory formats take another time.
     layout = tensor.stride() if tensor.layout is torch.strided else tensor.layout
     return (
         type(tensor),
@@ -157,22 +178,22 @@ def _fingerprint_tensor(tensor: Tensor) -> Hashable:
     )
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 ModuleCall = tuple[nn.Module, Sequence[Any], Mapping[str, Any]]
-StorageSizes = dict[int, int]  # bytes, by where
+StorageSizes = dict[int, int]  # bytes, by address of the storage
 
 
 def profile_calls(calls: Iterable[ModuleCall], device: DeviceLike = None) -> list[UnitCost]:
-    """What each call costs; those that are alike are measured once."""
-    known: dict[Hashable, UnitCost] = {}
-    found = []
+    """Return the cost of each call; calls with equal cost keys are measured once."""
+    cost_by_key: dict[Hashable, UnitCost] = {}
+    costs = []
     for module, args, kwargs in calls:
         key = build_cost_key(module, args, kwargs)
-        if key not in known:
-            known[key] = profile_call(module, args, kwargs, device)
-        found.append(known[key])
-    return found
+        if key not in cost_by_key:
+            cost_by_key[key] = profile_call(module, args, kwargs, device)
+        costs.append(cost_by_key[key])
+    return costs
 
 
 def profile_call(
@@ -185,47 +206,51 @@ def profile_call(
     timeout: float = 0.5,
     optimizer_state_scale: int = 2,
 ) -> UnitCost:
-    """What the call `module(*args, **kwargs)` costs, on the device or where things are.
+    """Measure the call `module(*args, **kwargs)` on the device, or where its tensors are.
 
-    After one run to warm up the median of some counts: of `runs`, or of as many as start before
-    `timeout`. What has no memory (`meta`) gets some for the while. A parameter that is trained
-    counts with its gradient and `state` more of its size: 2 for Adam.
+    A first run warms up and measures bytes. The times are medians of up to `runs` further runs; no
+    run starts after `timeout` seconds. Tensors on `meta` get memory for the duration. A parameter
+    that requires grad counts with its gradient and the optimizer's state, which is
+    `optimizer_state_scale` times its size: 2 for Adam.
 
     >>> profile_call(nn.Linear(4, 8), (torch.ones(10, 4),)).resident_bytes
     640
     >>> profile_call(nn.Linear(4, 8), (torch.ones(10, 4),)).activation_bytes
     160
     """
-    given = tuple(args), dict(kwargs or {})
+    arguments = tuple(args), dict(kwargs or {})
     tensors: list[Tensor] = []
-    StructureCopier(_append_to(tensors))(given)
+    StructureCopier(_append_to(tensors))(arguments)
     tensors += iter_module_tensors(module)
-    holds = sum(
+    resident_bytes = sum(
         t.nbytes * (2 + optimizer_state_scale if t.requires_grad else 1)
         for t in iter_module_tensors(module)
     )
+    # Tensors on `meta` get memory on the device of the others, or on the CPU.
     if device is None and any(t.is_meta for t in tensors):
         device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     end = perf_counter() + timeout
     try:
         with (
             preserve_global_state(tensors, device) as synchronize,
-            isolated_module(module, device) as own,
+            isolated_module(module, device) as isolated,
         ):
-            trial = _CallProfiler(own, given, build_tensor_copier(device), synchronize)
-            keeps = trial.measure_saved_bytes()
+            profiler = _CallProfiler(isolated, arguments, build_tensor_copier(device), synchronize)
+            saved_bytes = profiler.measure_saved_bytes()
             seconds: list[tuple[float, float, float]] = []
             while not seconds or (len(seconds) < runs and perf_counter() < end):
-                seconds.append(trial.measure_seconds())
+                seconds.append(profiler.measure_seconds())
     except Exception as error:
-        error.add_note(f"This was a {type(module).__name__}, run on an example to measure it.")
+        error.add_note(
+            f"This happened while Penstock measured a {type(module).__name__} on the example."
+        )
         raise
-    forward, inputs, weights = map(median, zip(*seconds, strict=True))
-    return UnitCost(forward, inputs, weights, keeps, holds)
+    forward, input_grad, weight_grad = map(median, zip(*seconds, strict=True))
+    return UnitCost(forward, input_grad, weight_grad, saved_bytes, resident_bytes)
 
 
 def time_call(function: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """How long it takes, until the devices are done with it."""
+    """Return the seconds that a function takes, including its work on the devices."""
     synchronize()
     start = perf_counter()
     function()
@@ -234,7 +259,11 @@ def time_call(function: Callable[[], object], synchronize: Callable[[], None]) -
 
 
 class _CallProfiler:
-    """A module that may be run with copies of what is given to it."""
+    """Runs an isolated module on copies of its arguments, and measures it.
+
+    Forward and backward are run through the same classes as in a pipe (`CellGraph`,
+    `WeightGradDeferral`), so that their overhead is part of the measurement.
+    """
 
     def __init__(
         self,
@@ -249,23 +278,28 @@ class _CallProfiler:
         self._can_split_backward = True
 
     def measure_saved_bytes(self) -> int:
-        """Bytes that a forward leaves for the backward, which is then run, too."""
+        """Return the bytes that a forward keeps for its backward, and run the backward once.
+
+        Storages are counted once, however many saved tensors are views of them. Parameters and
+        buffers are not counted: they exist anyway.
+        """
         saved: StorageSizes = {}
 
         def pack(tensor: Tensor) -> Tensor:
             _record_storage(saved, tensor)
             return tensor
 
-        args, kwargs, beginning = self._build_graph_inputs()
+        args, kwargs, graph_inputs = self._build_graph_inputs()
         inputs: list[Tensor] = []
         StructureCopier(_append_to(inputs))((args, kwargs))
-        entered = [ref(tensor) for tensor in inputs]
+        input_refs = [ref(tensor) for tensor in inputs]
         with saved_tensors_hooks(pack, lambda tensor: tensor), added_losses():
-            graph, ones = _build_graph(self._module(*args, **kwargs), beginning)
+            graph, ones = _build_graph(self._module(*args, **kwargs), graph_inputs)
+        # `torch.utils.checkpoint` keeps the inputs of a function for recomputation without calling
+        # the hook. So the inputs are let go here, and those that are still alive are counted.
         del args, kwargs
         inputs.clear()
-        # what a checkpoint will compute again from, which it does not save as autograd does
-        for tensor in (found() for found in entered):
+        for tensor in (reference() for reference in input_refs):
             if tensor is not None:
                 _record_storage(saved, tensor)
         self._time_backward(graph, ones, [])
@@ -274,7 +308,11 @@ class _CallProfiler:
         return sum(saved.values())
 
     def measure_seconds(self) -> tuple[float, float, float]:
-        """Of F, I and W. If the weights cannot wait, W takes none and I all of the backward."""
+        """Return the seconds of F, I and W.
+
+        Some modules cannot run with a deferred weight gradient, for example if their forward
+        computes a gradient itself. Then W is 0 and I is the whole backward.
+        """
         if self._can_split_backward:
             try:
                 return self._time_run(split_backward=True)
@@ -283,18 +321,19 @@ class _CallProfiler:
         return self._time_run(split_backward=False)
 
     def _time_run(self, split_backward: bool) -> tuple[float, float, float]:
-        args, kwargs, beginning = self._build_graph_inputs()
+        args, kwargs, graph_inputs = self._build_graph_inputs()
         outputs: list[Any] = []
-        later: list[PendingWeightGrad] = []
+        pending: list[PendingWeightGrad] = []
         with ExitStack() as stack:
             stack.enter_context(added_losses())
             if split_backward:
-                later = stack.enter_context(self._deferral.activate())
+                pending = stack.enter_context(self._deferral.activate())
             forward = time_call(
                 lambda: outputs.append(self._module(*args, **kwargs)), self._synchronize
             )
-        graph, ones = _build_graph(outputs.pop(), beginning)
-        return forward, *self._time_backward(graph, ones, later)
+        # `pop` lets go of the outputs, so that the backward can free the graph as it goes.
+        graph, ones = _build_graph(outputs.pop(), graph_inputs)
+        return forward, *self._time_backward(graph, ones, pending)
 
     def _time_backward(
         self,
@@ -303,39 +342,39 @@ class _CallProfiler:
         pending_weight_grads: list[PendingWeightGrad],
     ) -> tuple[float, float]:
         with _preserve_gradients(graph.find_leaves()):
-            inputs = time_call(
+            input_grad = time_call(
                 lambda: graph.backward_accumulate({OUTSIDE: output_gradients}, False),
                 self._synchronize,
             )
-            return inputs, time_call(
+            return input_grad, time_call(
                 lambda: accumulate_weight_grads(pending_weight_grads), self._synchronize
             )
 
     def _build_graph_inputs(self) -> tuple[Sequence[Any], Mapping[str, Any], GraphInputs]:
-        """What is given, copied, as the beginning of a graph."""
-        fresh = StructureCopier(self._copy_tensor)(self._arguments)
+        """Return copies of the arguments, as the inputs of a graph of their own."""
+        copies = StructureCopier(self._copy_tensor)(self._arguments)
         tensors: list[Tensor] = []
-        StructureCopier(_append_to(tensors))(fresh)
+        StructureCopier(_append_to(tensors))(copies)
         outer = [tensor for tensor in tensors if tensor.requires_grad]
-        beginning = GraphInputs.from_entry(outer) if outer else GraphInputs.from_leaves(())
-        inside = dict(zip(map(id, outer), beginning.tensors, strict=True))
-        args, kwargs = StructureCopier(lambda tensor: inside.get(id(tensor), tensor))(fresh)
-        beginning.tensors = ()
-        return args, kwargs, beginning
+        graph_inputs = GraphInputs.from_entry(outer) if outer else GraphInputs.from_leaves(())
+        inner = dict(zip(map(id, outer), graph_inputs.tensors, strict=True))
+        args, kwargs = StructureCopier(lambda tensor: inner.get(id(tensor), tensor))(copies)
+        graph_inputs.tensors = ()  # or they would stay alive and count as kept for the backward
+        return args, kwargs, graph_inputs
 
 
 def _build_graph(
     output: Any, graph_inputs: GraphInputs
 ) -> tuple[CellGraph, tuple[Tensor | None, ...]]:
-    """The graph that ends in the output, and a gradient for each of its ends."""
+    """Return the graph that ends in the output, and a gradient of ones for each of its ends."""
     tensors: list[Tensor] = []
     StructureCopier(_append_to(tensors))(output)
-    exits = [tensor for tensor in tensors if tensor.requires_grad]
-    entered = (True,) * len(graph_inputs.inputs)
+    ends = [tensor for tensor in tensors if tensor.requires_grad]
+    needs_grad = (True,) * len(graph_inputs.inputs)
     graph = CellGraph(
-        {OUTSIDE: tuple(map(find_gradient_edge, exits))}, {OUTSIDE: entered}, graph_inputs
+        {OUTSIDE: tuple(map(find_gradient_edge, ends))}, {OUTSIDE: needs_grad}, graph_inputs
     )
-    return graph, tuple(map(torch.ones_like, exits))
+    return graph, tuple(map(torch.ones_like, ends))
 
 
 def _append_to(tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -352,12 +391,17 @@ def _record_storage(storages: StorageSizes, tensor: Tensor) -> None:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    if tensor.layout is not torch.strided:  # a sparse tensor has no single storage
+        return id(tensor)
+    return get_storage_address(tensor.untyped_storage())
 
 
 @contextmanager
 def _preserve_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Within, they have none; after, as before. Some may not be copies: a closure has them."""
+    """Take the gradients away from leaves, and put them back afterwards.
+
+    Most leaves are copies. A leaf that the module uses through a closure is the user's own.
+    """
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

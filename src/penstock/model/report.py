@@ -1,4 +1,9 @@
-"""A cut in words: what each stage has, takes and gives, which one is the slowest, and advice."""
+"""A cut model as text: `print(partition)`.
+
+The report has a title, a table with a row for each stage, and sections: what stages send to each
+other, which values skip stages, which parameters are shared, which stage is the slowest, and one
+piece of advice.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,22 @@ from penstock.model_summary import (
 from penstock.schedules.balance import balance_costs
 
 LINE_WIDTH = 100
-IMBALANCE_THRESHOLD = 1.25  # times the mean, from which on a stage is worth a word
-LARGE_SKIP_RATIO = 3.0  # times what neighbours send, from which on a skip is
+IMBALANCE_THRESHOLD = 1.25  # advise another cut if a stage takes this many times the mean
+LARGE_SKIP_RATIO = 3.0  # advise on a skip that is this many times the usual transfer
 
 
 def format_summary(summary: ModelSummary) -> str:
-    """All of it, line by line."""
+    """Return the whole report."""
     lines = [_format_title(summary), "", *_format_table(summary), ""]
-    for head, said in (
+    for heading, entries in (
         (
             "sends",
             _merge_duplicates(
-                [_format_transfer(flow) for flow in summary.transfers if not flow.is_skip]
+                [
+                    _format_transfer(transfer)
+                    for transfer in summary.transfers
+                    if not transfer.is_skip
+                ]
             ),
         ),
         ("skips", _merge_duplicates(list(_format_skips(summary)))),
@@ -39,7 +48,7 @@ def format_summary(summary: ModelSummary) -> str:
         ("slowest" if summary.is_measured else "largest", [_format_slowest_stage(summary)]),
         ("advice", [suggest_improvement(summary)]),
     ):
-        lines += _format_section(head, said)
+        lines += _format_section(heading, entries)
     return "\n".join(lines)
 
 
@@ -47,33 +56,37 @@ def _format_title(summary: ModelSummary) -> str:
     counts = " + ".join(map(str, summary.counts))
     units = "unit" if summary.counts == (1,) else "units"
     return (
-        f"{summary.model_name} in {summary.num_stages} stage{'s' * (summary.num_stages > 1)} of {counts} "
-        f"{units}, {format_count(summary.total_parameters)} parameters"
+        f"{summary.model_name} in {summary.num_stages} stage{'s' * (summary.num_stages > 1)} "
+        f"of {counts} {units}, {format_count(summary.total_parameters)} parameters"
     )
 
 
 def _format_section(heading: str, entries: Sequence[str]) -> Iterator[str]:
-    """The lines of one thing, the first with its heading, long ones wrapped."""
-    first = f"{heading:<9}"
-    for one in entries:
-        for line in wrap(one, LINE_WIDTH - 9, break_long_words=False) or [""]:
-            yield first + line
-            first = " " * 9
-        first = " " * 9
+    """Yield the lines of a section: the first with the heading, long entries wrapped."""
+    margin = f"{heading:<9}"
+    for entry in entries:
+        for line in wrap(entry, LINE_WIDTH - 9, break_long_words=False) or [""]:
+            yield margin + line
+            margin = " " * 9
+        margin = " " * 9
 
 
-# ---- the table ----------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def _format_table(summary: ModelSummary) -> Iterator[str]:
-    """A row a stage, its units at the end."""
+    """Yield the table: a row for each stage, with the names of its units at the end.
+
+    A column without a single value (nothing was measured, for example) is left out.
+    """
     rows = [_COLUMN_HEADINGS, *(_format_row(summary, stage) for stage in range(summary.num_stages))]
-    shown = [at for at in range(len(_COLUMN_HEADINGS)) if any(row[at] != "-" for row in rows[1:])]
-    widths = {at: max(len(row[at]) for row in rows) for at in shown}
-    room = max(LINE_WIDTH - sum(widths.values()) - 2 * len(shown), 40)
-    for stage, row in enumerate(rows, -1):
-        cells = "  ".join(f"{row[at]:>{widths[at]}}" for at in shown)
-        names = _format_unit_names(summary, stage, room) if stage >= 0 else ["units"]
+    columns = range(len(_COLUMN_HEADINGS))
+    shown = [column for column in columns if any(row[column] != "-" for row in rows[1:])]
+    widths = {column: max(len(row[column]) for row in rows) for column in shown}
+    names_width = max(LINE_WIDTH - sum(widths.values()) - 2 * len(shown), 40)
+    for stage, row in enumerate(rows, -1):  # -1 is the row of headings
+        cells = "  ".join(f"{row[column]:>{widths[column]}}" for column in shown)
+        names = _format_unit_names(summary, stage, names_width) if stage >= 0 else ["units"]
         for line in names:
             yield f"{cells}  {line}"
             cells = " " * len(cells)
@@ -95,24 +108,24 @@ def _format_row(summary: ModelSummary, stage: int) -> tuple[str, ...]:
         format_bytes(summary.stage_parameter_bytes[stage]),
         "-" if keeps is None else format_bytes(keeps),
         times,
-        _format_total_bytes(flow for flow in summary.transfers if flow.dst == stage),
-        _format_total_bytes(flow for flow in summary.transfers if flow.src == stage),
+        _format_total_bytes(t for t in summary.transfers if t.dst == stage),
+        _format_total_bytes(t for t in summary.transfers if t.src == stage),
     )
 
 
 def _format_total_bytes(transfers: Iterator[Transfer]) -> str:
-    sizes = [flow.nbytes for flow in transfers]
+    sizes = [transfer.nbytes for transfer in transfers]
     if not sizes or None in sizes:
         return "-"
     return format_bytes(sum(size or 0 for size in sizes))
 
 
 def _format_unit_names(summary: ModelSummary, stage: int, width: int) -> list[str]:
-    names = collapse_name_ranges([piece.name for piece in summary.stage_units(stage)])
+    names = collapse_name_ranges([unit.name for unit in summary.stage_units(stage)])
     return wrap(", ".join(names), width, break_long_words=False) or [""]
 
 
-# ---- what goes between stages -------------------------------------------------------------
+# ---- transfers and shared parameters -------------------------------------------------------------
 
 
 def _format_transfer(transfer: Transfer) -> str:
@@ -125,35 +138,38 @@ def _format_value(transfer: Transfer) -> str:
 
 
 def _format_skips(summary: ModelSummary) -> Iterator[str]:
-    """Each value once, with all stages that it jumps to."""
-    found: dict[tuple[str, int, int], list[Transfer]] = {}
-    for flow in summary.transfers:
-        if flow.is_skip:
-            found.setdefault((flow.name, flow.src, flow.value_id), []).append(flow)
-    for flows in found.values():
-        to = format_stages(sorted({flow.dst for flow in flows}))
-        yield f"{_format_value(flows[0])}: stage {flows[0].src} straight to {to}"
+    """Yield a line for each value that skips stages, with all stages that receive it."""
+    skips: dict[tuple[str, int, int], list[Transfer]] = {}
+    for transfer in summary.transfers:
+        if transfer.is_skip:
+            key = (transfer.name, transfer.src, transfer.value_id)
+            skips.setdefault(key, []).append(transfer)
+    for transfers in skips.values():
+        to = format_stages(sorted({transfer.dst for transfer in transfers}))
+        yield f"{_format_value(transfers[0])}: stage {transfers[0].src} straight to {to}"
 
 
 def _merge_duplicates(lines: Sequence[str]) -> list[str]:
-    """Those that are alike as one."""
+    """Return each distinct line once, with the number of times it occurs."""
     counts = Counter(lines)
     return [line + (f", {times} times" if times > 1 else "") for line, times in counts.items()]
 
 
 def _format_shared_parameters(summary: ModelSummary) -> Iterator[str]:
-    """Those of one module together."""
+    """Yield a line for each module whose parameters several stages share."""
     groups: dict[tuple[str, tuple[int, ...]], list[SharedParameter]] = {}
-    for one in summary.shared_parameters:
-        module = one.names[0].rpartition(".")[0] if len(one.names) == 1 else " = ".join(one.names)
-        groups.setdefault((module, one.stages), []).append(one)
-    for (module, stages), those in groups.items():
-        what = " = ".join(those[0].names) if len(those) == 1 else f"all {len(those)} of {module}"
-        size = format_bytes(sum(one.parameter_bytes for one in those))
+    for shared in summary.shared_parameters:
+        # A parameter with several names is tied between modules and gets a line of its own.
+        names = shared.names
+        module = names[0].rpartition(".")[0] if len(names) == 1 else " = ".join(names)
+        groups.setdefault((module, shared.stages), []).append(shared)
+    for (module, stages), group in groups.items():
+        what = " = ".join(group[0].names) if len(group) == 1 else f"all {len(group)} of {module}"
+        size = format_bytes(sum(shared.parameter_bytes for shared in group))
         yield f"{what}, {size}: on {format_stages(stages)}, their gradients are summed"
 
 
-# ---- which one is slow, and what to do ----------------------------------------------------
+# ---- the slowest stage, and advice ---------------------------------------------------------------
 
 
 def _format_slowest_stage(summary: ModelSummary) -> str:
@@ -173,20 +189,24 @@ def _find_slowest_stage(summary: ModelSummary) -> tuple[int, float]:
 
 
 def suggest_improvement(summary: ModelSummary) -> str:
-    """The one thing that would help most."""
+    """Return the one change that would help most.
+
+    An uneven cut comes first, because the slowest stage sets the speed of the whole pipe. A large
+    skip comes second. Parameters alone say too little for advice, so the third is to measure.
+    """
     worst, ratio = _find_slowest_stage(summary)
     if summary.num_stages > 1 and summary.is_measured and ratio >= IMBALANCE_THRESHOLD:
         return _suggest_rebalancing(summary, worst, ratio)
-    heavy = _find_large_skip(summary)
-    remedy = "" if heavy is None else _suggest_skip_fix(summary, heavy)
-    if heavy is not None and remedy:
+    skip = _find_large_skip(summary)
+    remedy = "" if skip is None else _suggest_skip_fix(summary, skip)
+    if skip is not None and remedy:
         return (
-            f"stage {heavy.src} sends {format_bytes(heavy.nbytes or 0)} straight to stage {heavy.dst} "
-            f"in every micro-batch: {remedy}"
+            f"stage {skip.src} sends {format_bytes(skip.nbytes or 0)} straight to stage "
+            f"{skip.dst} in every micro-batch: {remedy}"
         )
     if summary.num_stages > 1 and not summary.is_measured:
         return (
-            "nothing was measured: parameters say little about time; cut by balance='time', with "
+            "nothing was measured, and parameters say little about time: use balance='time' and "
             "an example"
         )
     return "none: the stages are even"
@@ -200,27 +220,35 @@ def _suggest_rebalancing(summary: ModelSummary, slowest_stage: int, ratio: float
     largest = max(summary.stage_units(slowest_stage), key=_sum_unit_seconds)
     if _sum_unit_seconds(largest) >= mean:
         return (
-            f"{begin}, and its unit '{largest.name}' alone {_sum_unit_seconds(largest) / mean:.2g} times: "
-            "no cut between units can be even; open it with units=, or take fewer stages"
+            f"{begin}, and its unit '{largest.name}' alone "
+            f"{_sum_unit_seconds(largest) / mean:.2g} times: no cut between units can be even; "
+            "split the unit with units=, or use fewer stages"
         )
+    # The current cut may be uneven because stages=[...] was given by hand. Suggest the best cut of
+    # the same units, if it takes at least 5 percent off the slowest stage.
     times = list(map(_sum_unit_seconds, summary.units))
     best = balance_costs(times, summary.num_stages)
     ends = [sum(best[: stage + 1]) for stage in range(len(best))]
     most = max(sum(times[end - count : end]) for end, count in zip(ends, best, strict=True))
     if most < 0.95 * summary.stage_load(slowest_stage):
         return f"{begin}: stages={list(best)} would be more even, {most / mean:.2g} times"
-    return f"{begin}, and no cut between units is more even: take fewer stages, or smaller units"
+    return f"{begin}, and no cut between units is more even: use fewer stages, or smaller units"
 
 
 def _suggest_skip_fix(summary: ModelSummary, skip: Transfer) -> str:
-    """A V schedule has stages 0 and the last on one rank, 1 and the last but one, and so on."""
+    """Return how to avoid sending a skip, or an empty text.
+
+    A V schedule places stage 0 and the last stage on one rank, stage 1 and the last but one, and so
+    on. A skip between two such stages then stays on its rank.
+    """
     if skip.src + skip.dst == summary.num_stages - 1:
-        first = "a" if summary.num_stages % 2 == 0 else "with an even number of stages, a"
-        return f"{first} schedule such as zb-v has both on one rank, and sends nothing"
+        article = "a" if summary.num_stages % 2 == 0 else "with an even number of stages, a"
+        return f"{article} schedule such as zb-v has both on one rank, and sends nothing"
+    # One stage with more than half of the units would cost more than the skip.
     if skip.consumer - skip.producer > len(summary.units) / 2:
         return ""
-    made, used = summary.units[skip.producer].name, summary.units[skip.consumer].name
-    return f"it is spared if one stage takes all from '{made}' to '{used}'"
+    producer, consumer = summary.units[skip.producer].name, summary.units[skip.consumer].name
+    return f"to avoid it, put all units from '{producer}' to '{consumer}' into one stage"
 
 
 def _sum_unit_seconds(unit: UnitSummary) -> float:
@@ -228,10 +256,10 @@ def _sum_unit_seconds(unit: UnitSummary) -> float:
 
 
 def _find_large_skip(summary: ModelSummary) -> Transfer | None:
-    """One that is several times as large as what neighbours usually send."""
+    """Return the largest skip, if it is much larger than the median transfer of neighbours."""
     sizes = sorted(f.nbytes for f in summary.transfers if f.nbytes is not None and not f.is_skip)
-    skips = [flow for flow in summary.transfers if flow.is_skip and flow.nbytes]
+    skips = [transfer for transfer in summary.transfers if transfer.is_skip and transfer.nbytes]
     if not skips or not sizes:
         return None
-    heaviest = max(skips, key=lambda flow: flow.nbytes or 0)
-    return heaviest if (heaviest.nbytes or 0) >= LARGE_SKIP_RATIO * sizes[len(sizes) // 2] else None
+    largest = max(skips, key=lambda transfer: transfer.nbytes or 0)
+    return largest if (largest.nbytes or 0) >= LARGE_SKIP_RATIO * sizes[len(sizes) // 2] else None

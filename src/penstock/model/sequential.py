@@ -1,4 +1,12 @@
-"""`nn.Sequential` cut into stages: each child is a unit, skip connections are edges."""
+"""Cutting an `nn.Sequential` into stages.
+
+Each child is a unit. A stage is a run of neighbouring children. A skip connection, which one layer
+stashes and a later layer pops, is an additional edge of the stage graph:
+
+    children   0   1 | 2 | 3   4        counts = (2, 1, 2)
+    edges      0 ----> 1 ----> 2        each stage feeds the next
+               0 ------------> 2        layer 1 stashes a tensor that layer 3 pops
+"""
 
 from __future__ import annotations
 
@@ -24,7 +32,14 @@ from penstock.stage.stage import Stage
 
 
 class PipeSequential(nn.Sequential):
-    """A Sequential that passes a tuple on as several arguments, and side inputs by their names.
+    """A Sequential that unpacks tuples, and passes inputs by name to the layers that want them.
+
+    If a layer returns a tuple, the next layer gets its elements as separate arguments. An input
+    that is given by name (a side input) goes to every layer whose forward has a parameter of that
+    name.
+
+    Args:
+        *args: The layers, as for `nn.Sequential`.
 
     >>> class Twice(nn.Module):
     ...     def forward(self, x):
@@ -37,26 +52,54 @@ class PipeSequential(nn.Sequential):
     """
 
     def forward(self, *inputs: Any, **side: Any) -> Any:
-        """Layer after layer. A side input goes to every layer whose forward names it."""
+        """Run the layers one after the other.
+
+        Args:
+            *inputs: The arguments of the first layer.
+            **side: Side inputs. Each goes to every layer whose forward has a parameter of that
+                name.
+
+        Returns:
+            The output of the last layer.
+
+        Raises:
+            PenstockTypeError: If no layer takes a side input.
+        """
         value: Any = inputs
+        # Without side inputs the layers' signatures need not be inspected.
         if not side:
             for layer in self:
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
             return value
-        takes = find_side_names_per_layer(self, first=True)
-        check_side_inputs(side, list(self._modules), takes)
-        for layer, names in zip(self, takes, strict=True):
+        side_names = find_side_names_per_layer(self, first=True)
+        check_side_inputs(side, list(self._modules), side_names)
+        for layer, names in zip(self, side_names, strict=True):
             values = value if isinstance(value, tuple) else (value,)
             value = layer(*values, **select_side_inputs(side, names))
         return value
 
     def side_names(self, first: bool) -> frozenset[str]:
-        """The side inputs that its layers take."""
+        """Return the side inputs that the layers take; `first` says whether nothing runs before."""
         return frozenset().union(*find_side_names_per_layer(self, first))
 
 
 class WithDevice(nn.Module):
-    """A layer that has no parameters to tell its device, placed: `WithDevice(relu, "cuda:1")`."""
+    """A wrapper that places a layer without parameters, such as a ReLU, on a device.
+
+    A Sequential that is given to `Pipe` without `stages=` and `devices=` is cut where the device of
+    its layers changes. A layer without parameters stays with the layer before it, unless it is
+    wrapped.
+
+    Args:
+        module: The layer.
+        device: The device that it runs on.
+
+    >>> layer = WithDevice(nn.ReLU(), "cpu")
+    >>> layer.device
+    device(type='cpu')
+    >>> layer(torch.tensor([-1.0, 1.0]))
+    tensor([0., 1.])
+    """
 
     def __init__(self, module: nn.Module, device: torch.device | str) -> None:
         super().__init__()
@@ -64,72 +107,80 @@ class WithDevice(nn.Module):
         self.device = torch.device(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's."""
+        """Run the layer."""
         return self.module(*args, **kwargs)
 
     def side_names(self, first: bool) -> frozenset[str]:
-        """The side inputs that the layer takes."""
+        """Return the side inputs that the layer takes."""
         return find_side_names(self.module, first)
 
 
 def list_module_tensors(layer: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers."""
+    """Return the parameters and buffers of a layer."""
     return [*layer.parameters(), *layer.buffers()]
 
 
 def find_layer_device(
     layer: nn.Module, owned_by_earlier_layers: Collection[torch.Tensor] = ()
 ) -> torch.device | None:
-    """Where the layer's parameters and buffers are; None if it has none.
+    """Return the device of the layer's parameters and buffers, or None if it has none.
 
-    Those of others count if it has no others.
+    Tied tensors that an earlier layer has, too, may be on that layer's device. They count only if
+    the layer has no others.
     """
     if isinstance(layer, WithDevice):
         return layer.device
-    held = list_module_tensors(layer)
-    found = {t.device for t in held if t not in owned_by_earlier_layers} or {t.device for t in held}
-    if len(found) > 1:
-        where = ", ".join(sorted(map(str, found)))
+    tensors = list_module_tensors(layer)
+    devices = {t.device for t in tensors if t not in owned_by_earlier_layers} or {
+        t.device for t in tensors
+    }
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
         raise ArgumentError(
-            f"one child has parameters on several devices, {where}: {layer}\n"
-            "A child is on one device; split it into several children"
+            f"one child has parameters on several devices, {names}: {layer}\n"
+            "A child must be on one device. Split it into several children."
         )
-    return found.pop() if found else None
+    return devices.pop() if devices else None
 
 
 def group_by_device(
     children: Sequence[nn.Module],
 ) -> tuple[list[int], list[torch.device]]:
-    """The neighbours on one device make a stage: how many each takes, and where it is.
+    """Make a stage of each run of neighbours on one device.
 
-    A child without parameters stays with the one before it, if that has a device.
+    Returns the number of children of each stage, and the device of each. A child without parameters
+    stays with the one before it. Children without parameters at the beginning go with the first one
+    that has a device.
     """
     counts: list[int] = []
-    devices: list[torch.device] = []
-    homes: list[torch.device | None] = []
-    seen: set[torch.Tensor] = set()
+    stage_devices: list[torch.device] = []
+    child_devices: list[torch.device | None] = []
+    earlier_tensors: set[torch.Tensor] = set()
     for child in children:
-        homes.append(find_layer_device(child, seen))
-        seen.update(list_module_tensors(child))
-    first = next((home for home in homes if home is not None), torch.device("cpu"))
-    for home in homes:
-        here = home or (devices[-1] if devices else first)
-        if devices and devices[-1] == here:
+        child_devices.append(find_layer_device(child, earlier_tensors))
+        earlier_tensors.update(list_module_tensors(child))
+    first_device = next((d for d in child_devices if d is not None), torch.device("cpu"))
+    for child_device in child_devices:
+        device = child_device or (stage_devices[-1] if stage_devices else first_device)
+        if stage_devices and stage_devices[-1] == device:
             counts[-1] += 1
         else:
             counts.append(1)
-            devices.append(here)
-    return counts, devices
+            stage_devices.append(device)
+    return counts, stage_devices
 
 
 def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Is it a Sequential, whose children run one after the other?"""
+    """Return whether the module is a Sequential that runs its children one after the other.
+
+    A subclass with another forward is traced like any other module.
+    """
     plain = (nn.Sequential.forward, PipeSequential.forward)
     return isinstance(module, nn.Sequential) and type(module).forward in plain
 
 
 def check_model(module: nn.Module) -> None:
-    """A module; if it is a Sequential, one that can be cut between its children."""
+    """Raise if the argument is not a module, or is a Sequential that cannot be cut."""
     if not isinstance(module, nn.Module):
         raise PenstockTypeError(f"a pipe is made of a module, not of {type(module).__name__}")
     if is_plain_sequential(module):
@@ -138,65 +189,68 @@ def check_model(module: nn.Module) -> None:
 
 
 def check_children(module: nn.Module) -> None:
-    """It is a Sequential with children, none of them twice."""
+    """Raise if the module is not a Sequential with children, each in one place."""
     if not isinstance(module, nn.Sequential):
         raise PenstockTypeError(
-            f"a pipe is made of an nn.Sequential, not of {type(module).__name__}: write the model "
-            "as nn.Sequential(layer, layer, ...), or take penstock.Pipe, which cuts any module"
+            f"a pipe is made of an nn.Sequential, not of {type(module).__name__}. Write the model "
+            "as nn.Sequential(layer, layer, ...), or use penstock.Pipe, which cuts any module."
         )
     if not is_plain_sequential(module):
         raise PenstockTypeError(
-            f"{type(module).__name__} has a forward of its own, which a pipe would not run: give "
-            "the layers as a plain nn.Sequential, and put the rest into a layer"
+            f"{type(module).__name__} has a forward of its own, which a pipe would not run. Pass "
+            "the layers as a plain nn.Sequential, and put the rest of the forward into a layer."
         )
+    # The stages call the children, and nothing calls the Sequential itself.
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name, None) for name in hooks):
         raise ArgumentError(
-            "the Sequential itself has hooks, which a pipe would not run: register them on its "
-            "layers, or on the pipe"
+            "the Sequential itself has hooks, which a pipe would not run. Register them on its "
+            "layers, or on the pipe."
         )
     if not len(module):
-        raise ArgumentError("the Sequential is empty: a pipe needs at least one layer")
-    places: dict[int, list[str]] = {}
+        raise ArgumentError("the Sequential is empty. A pipe needs at least one layer.")
+    # A child that occurs twice would belong to two stages, which cannot both own its parameters.
+    names_by_child: dict[int, list[str]] = {}
     for name, child in module._modules.items():
-        places.setdefault(id(child), []).append(name)
-    twice = [" and ".join(names) for names in places.values() if len(names) > 1]
-    if twice:
+        names_by_child.setdefault(id(child), []).append(name)
+    duplicates = [" and ".join(names) for names in names_by_child.values() if len(names) > 1]
+    if duplicates:
         raise ArgumentError(
-            f"the same layer stands in several places, {', '.join(twice)}: duplicate children are "
-            "not supported; make one layer for each place"
+            f"the same layer is in several places, {', '.join(duplicates)}: duplicate children are "
+            "not supported. Make a layer for each place."
         )
 
 
 def check_layers_unchanged(
     children: Mapping[str, nn.Module | None], stages: Sequence[Stage]
 ) -> None:
-    """They are still the layers that the stages were cut from."""
-    known = [name for stage in stages for name in stage.names]
-    if list(children) != known:
+    """Raise if the children of a pipe are not the layers that its stages were cut from."""
+    # `pipe[0] = layer` changes the children of the pipe, but the stages refer to the old layers.
+    names = [name for stage in stages for name in stage.names]
+    if list(children) != names:
         raise RunError(
-            f"the pipe was made of the layers {', '.join(known)}, and now has "
-            f"{', '.join(children)}: make the Pipe after the change"
+            f"the pipe was made of the layers {', '.join(names)}, but now has "
+            f"{', '.join(children)}. Make the Pipe after the change."
         )
     for stage in stages:
         for name, layer in zip(stage.names, stage.layers, strict=True):
             if children.get(name) is not layer:
                 raise RunError(
-                    f"layer '{name}' was replaced after the pipe was made, and would not run: "
-                    "make the Pipe after the change, or change what is inside the layer"
+                    f"layer '{name}' was replaced after the pipe was made, and would not run. "
+                    "Make the Pipe after the change, or change the inside of the layer."
                 )
 
 
 def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> Partition:
-    """Cut after so many children each time; `counts` add up to them all."""
+    """Cut a Sequential into stages with these numbers of children."""
     names, children = zip(*module._modules.items(), strict=True)
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
     routes = tuple(_find_skip_routes([children[part] for part in slices]))
     graph = StageGraph.chain(len(counts), [(src, dst) for _, src, dst in routes])
     unpack = isinstance(module, PipeSequential)
-    named = find_side_names_per_layer(children, first=True)
-    takes = tuple(tuple(named[part]) for part in slices)
+    layer_side_names = find_side_names_per_layer(children, first=True)
+    side_names = tuple(tuple(layer_side_names[part]) for part in slices)
     stages = tuple(
         Stage(
             index,
@@ -208,16 +262,21 @@ def cut_sequential(module: nn.Sequential, counts: Sequence[int]) -> Partition:
                 unpack,
                 routes,
                 is_last=index == len(counts) - 1,
-                side_names=takes[index],
+                side_names=side_names[index],
             ),
         )
         for index, part in enumerate(slices)
     )
     outline = describe_sequential(module, counts, routes)
-    return Partition(stages, graph, SequentialLayout(routes, takes), outline)
+    return Partition(stages, graph, SequentialLayout(routes, side_names), outline)
 
 
 def _find_skip_routes(stages: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[SkipKey, int, int]]:
+    """Yield the skips that cross stages: the key, the stage that stashes and the one that pops.
+
+    In one stage, pops are looked up before stashes are added: a skip that is stashed and popped in
+    the same stage never leaves it.
+    """
     stashed: dict[SkipKey, int] = {}
     for stage, children in enumerate(stages):
         inner = [module for child in children for module in child.modules()]

@@ -1,8 +1,12 @@
-"""What each layer costs, measured: its seconds, and the bytes it keeps for its backward.
+"""Measuring the layers of a Sequential: seconds, and bytes kept for the backward.
 
-The layers run one after another. Each is a copy of its own, and cut off from the layers before
-it, as at the start of a stage, so that its backward is its own too. Nothing that was given
-changes: no parameter, gradient, buffer, mode, random state or stashed value.
+The layers run one after the other on an example. Each layer is a copy, and its inputs are detached
+from the layers before it, as at the start of a stage:
+
+    example -> [copy of layer 0] -> detach -> [copy of layer 1] -> detach -> ...
+                backward of 0 alone            backward of 1 alone
+
+No parameter, gradient, buffer, mode, random state or stashed value of the caller changes.
 """
 
 from __future__ import annotations
@@ -42,11 +46,12 @@ def measure_layer_times(
     timeout: float = 1.0,
     device: DeviceLike = None,
 ) -> list[float]:
-    """Seconds of each layer's forward and backward together: the median of many passes.
+    """Return the seconds of each layer's forward and backward: the median over many passes.
 
-    A pass takes the example through all layers; a first one, to warm up, is not counted. The
-    last one starts before `timeout`. With `unpack` a tuple that a layer returns becomes the next
-    one's arguments, as in `PipeSequential`; without, it stays one value, as in `nn.Sequential`.
+    A pass takes the example through all layers. The first pass warms up and is not counted, and no
+    pass after the second starts later than `timeout`. With `unpack`, a tuple that a layer returns
+    becomes the arguments of the next, as in `PipeSequential`. Without it, the tuple stays one
+    value, as in `nn.Sequential`.
 
     >>> len(measure_layer_times([nn.Linear(4, 4), nn.ReLU()], (torch.ones(8, 4),), timeout=0.0))
     2
@@ -56,8 +61,8 @@ def measure_layer_times(
     end = perf_counter() + timeout
     with preserve_global_state(_iter_tensors(layers, whole), device) as synchronize:
         while len(passes) < 2 or perf_counter() < end:
-            turns = _iter_layer_runs(layers, whole, unpack, device)
-            passes.append([_time_layer(turn, synchronize) for turn in turns])
+            layer_runs = _iter_layer_runs(layers, whole, unpack, device)
+            passes.append([_time_layer(layer_run, synchronize) for layer_run in layer_runs])
     return [median(seconds) for seconds in zip(*passes[1:], strict=True)]
 
 
@@ -70,24 +75,27 @@ def measure_layer_bytes(
     param_scale: float = 2.0,
     device: DeviceLike = None,
 ) -> list[float]:
-    """Bytes of each layer: what one micro-batch keeps for its backward, and its parameters.
+    """Return the bytes of each layer: its parameters, and what one micro-batch keeps.
 
-    The micro-batch is the first of `chunks` that the example is cut into, as a batch is. What two
-    layers keep (one its output, the next the same as its input) is counted once, for the first.
-    Parameters count `param_scale` times: 2 for their gradients, more for an optimizer's state.
+    The example is split into `chunks` micro-batches, and the first one is measured. If two layers
+    keep the same tensor (one as its output, the next as its input), it counts for the first.
+    Parameters count `param_scale` times: 2 for parameters and gradients, more with the state of an
+    optimizer.
 
     >>> measure_layer_bytes([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], (torch.ones(8, 4),))
     [288.0, 128.0, 160.0]
     """
     if chunks < 1:
-        raise ArgumentError(f"chunks={chunks}: a batch is cut into at least one micro-batch")
-    first = scatter(example, chunks)[0][0]
+        raise ArgumentError(f"chunks={chunks}: a batch is split into at least one micro-batch")
+    microbatch = scatter(example, chunks)[0][0]
+    # Weak references: a storage that nothing keeps is freed, and its memory may be used again by a
+    # storage that has to be counted.
     counted: WeakSet[torch.UntypedStorage] = WeakSet()
-    with preserve_global_state(_iter_tensors(layers, first), device):
+    with preserve_global_state(_iter_tensors(layers, microbatch), device):
         return [
-            _measure_saved_bytes(turn, counted)
-            + param_scale * sum(p.nbytes for p in turn.layer.parameters())
-            for turn in _iter_layer_runs(layers, first, unpack, device)
+            _measure_saved_bytes(layer_run, counted)
+            + param_scale * sum(p.nbytes for p in layer_run.layer.parameters())
+            for layer_run in _iter_layer_runs(layers, microbatch, unpack, device)
         ]
 
 
@@ -99,28 +107,30 @@ def _time_layer(layer_run: _LayerRun, synchronize: Callable[[], None]) -> float:
 def _measure_saved_bytes(
     layer_run: _LayerRun, counted_storages: WeakSet[torch.UntypedStorage]
 ) -> int:
-    """Bytes kept for the backward by the layer's forward, and by none before."""
+    """Run the layer's forward, and return the bytes that it and no earlier layer keeps."""
     counted_storages.update(t.untyped_storage() for t in iter_module_tensors(layer_run.layer))
-    kept: set[torch.UntypedStorage] = set()
+    saved_storages: set[torch.UntypedStorage] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.add(tensor.untyped_storage())
+        saved_storages.add(tensor.untyped_storage())
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layer_run.forward()
-    kept.difference_update(counted_storages)
-    counted_storages.update(kept)
-    return sum(storage.nbytes() for storage in kept)
+    saved_storages.difference_update(counted_storages)
+    counted_storages.update(saved_storages)
+    return sum(storage.nbytes() for storage in saved_storages)
 
 
-# ---- one layer after another --------------------------------------------------------------
+# ---- running one layer after another -------------------------------------------------------------
 
 
 class _DetachInput(torch.autograd.Function):
-    """The same memory, but no leaf and no view, so that a layer may change it in place.
+    """An identity whose output shares memory with its input and can be changed in place.
 
-    It has no backward: gradients are asked for at its output.
+    A layer may change its input in place. PyTorch forbids that for a leaf that requires grad and
+    for a view of one, and the output of a Function is neither. There is no `backward`, because the
+    gradients are computed for the output of this node and go no further.
     """
 
     @staticmethod
@@ -129,7 +139,11 @@ class _DetachInput(torch.autograd.Function):
 
 
 class _LayerRun(Skips):
-    """One layer's turn to run, between cuts: values enter it and leave it without their graph."""
+    """One layer that is run by itself: inputs, outputs and skips are detached from other layers.
+
+    It is the `Skips` object during the layer's forward, so that stashed and popped values are
+    detached like inputs and outputs.
+    """
 
     def __init__(self, name: str, layer: nn.Module, inputs: tuple[Any, ...], skips: Skips) -> None:
         self.name = name
@@ -146,11 +160,13 @@ class _LayerRun(Skips):
             with use_skips(self), added_losses():
                 self.output = self._detach_outputs(self.layer(*self.inputs))
         except Exception as error:
-            error.add_note(f"This was layer {self.name}, run on an example to measure it.")
+            error.add_note(
+                f"This happened while Penstock measured layer {self.name} on the example."
+            )
             raise
 
     def build_backward(self) -> Callable[[], object]:
-        """What will compute the gradients of inputs and parameters, from ones."""
+        """Return a function that computes the gradients of inputs and parameters, from ones."""
         wanted = [*self.input_edges, *(p for p in self.layer.parameters() if p.requires_grad)]
         if not wanted:
             return lambda: None
@@ -158,20 +174,20 @@ class _LayerRun(Skips):
         return partial(torch.autograd.grad, self.output_tensors, wanted, ones, allow_unused=True)
 
     def stash(self, key: SkipKey, value: Any, shared: bool) -> None:
-        """A way out."""
+        """Stash a value, detached, for a later layer."""
         self.skips.stash(key, self._detach_outputs(value), shared)
 
     def pop(self, key: SkipKey) -> Any:
-        """A way in."""
+        """Pop a value that an earlier layer stashed, as an input of this layer."""
         return self._detach_inputs(self.skips.pop(key))
 
     def _detach_inputs(self, values: Any) -> Any:
         def detach_input(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            inside: Tensor = _DetachInput.apply(tensor)  # type: ignore[no-untyped-call]
-            self.input_edges.append(get_gradient_edge(inside))
-            return inside
+            detached: Tensor = _DetachInput.apply(tensor)  # type: ignore[no-untyped-call]
+            self.input_edges.append(get_gradient_edge(detached))
+            return detached
 
         return pytree.tree_map_only(Tensor, detach_input, values)
 
@@ -187,16 +203,21 @@ class _LayerRun(Skips):
 def _iter_layer_runs(
     layers: Sequence[nn.Module], example: tuple[Any, ...], unpack: bool, device: DeviceLike
 ) -> Iterator[_LayerRun]:
-    """Each layer's turn, to be run before the next is asked for."""
+    """Yield a run for each layer. The caller runs it before it asks for the next.
+
+    A layer is copied only now, and its copy is dropped with the run, so that there is memory for
+    one layer at a time.
+    """
 
     skips = Skips()
     values = pytree.tree_map_only(Tensor, build_tensor_copier(device), example)
-    for at, layer in enumerate(layers):
-        turn = _LayerRun(
-            f"{at} ({type(layer).__name__})", copy.deepcopy(layer).to(device), values, skips
+    for index, layer in enumerate(layers):
+        layer_run = _LayerRun(
+            f"{index} ({type(layer).__name__})", copy.deepcopy(layer).to(device), values, skips
         )
-        yield turn
-        values = turn.output if unpack and isinstance(turn.output, tuple) else (turn.output,)
+        yield layer_run
+        output = layer_run.output
+        values = output if unpack and isinstance(output, tuple) else (output,)
 
 
 def _iter_tensors(layers: Sequence[nn.Module], example: tuple[Any, ...]) -> Iterator[Any]:

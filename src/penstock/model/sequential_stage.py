@@ -1,4 +1,12 @@
-"""What one stage computes: its layers, one after the other, as a module of their own."""
+"""The computation of one stage of a Sequential.
+
+    SequentialStage      inputs by source stage  ->  outputs by destination stage
+      StageModule        the layers of the stage, as one `nn.Module` that users may wrap (stage_fn)
+        the layers
+
+A stage has three kinds of inputs: the value of the stage before, skips from any earlier stage, and
+side inputs, which the caller of the pipe gives by name.
+"""
 
 from __future__ import annotations
 
@@ -13,63 +21,65 @@ from torch import nn
 from penstock.errors import PenstockTypeError
 from penstock.stage.skip import SkipKey, Skips, popped_keys, stashed_keys, use_skips
 from penstock.stage.stage import OUTSIDE
+from penstock.torch_compat import unwrap_compiled
 
-# -------------------------------------------------------------------------------------------------
-# Side inputs: what a caller gives by name goes to the layers whose forward names it.
+# ---- side inputs ---------------------------------------------------------------------------------
 #
-# A mask or positions need not be handed from layer to layer. A layer that wants one has a parameter
-# of that name, and gets it straight from the caller.
-# -------------------------------------------------------------------------------------------------
+# A mask or positions need not be passed on from layer to layer. The caller gives them by name, and
+# every layer whose forward has a parameter of that name gets them directly.
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class SideInputs(NamedTuple):
-    """Side inputs on their way to a stage, after its other inputs."""
+    """The side inputs of a stage, as the last of the values that it gets from outside."""
 
     values: dict[str, Any]
 
 
 @runtime_checkable
 class ForwardsSideInputs(Protocol):
-    """A layer that passes side inputs on to layers inside of it."""
+    """A layer that passes side inputs on to the layers inside it."""
 
     def side_names(self, first: bool) -> frozenset[str]:
-        """Those that the layers inside name."""
+        """Return the side inputs that the layers inside take."""
 
 
 def find_side_names(layer: nn.Module, first: bool) -> frozenset[str]:
-    """The side inputs that a layer takes: its forward's parameters.
+    """Return the side inputs that a layer can take: the parameters of its forward.
 
-    Its first is what the layer before gives, unless it is the `first` layer of all: that one has
-    no other before it, so a caller may name all of its inputs.
+    The first parameter is left out, because it gets the value of the layer before. The `first`
+    layer of the model has no layer before it, so the caller may give all of its inputs by name.
     """
-    layer = getattr(layer, "_orig_mod", layer)  # of a compiled one
+    layer = unwrap_compiled(layer)  # the wrapper's forward is (*args, **kwargs)
     if isinstance(layer, ForwardsSideInputs):
         return layer.side_names(first)
     try:
         parameters = list(inspect.signature(layer.forward).parameters.values())
-    except (TypeError, ValueError):  # not written in Python
+    except (TypeError, ValueError):  # a forward that is not written in Python has no signature
         return frozenset()
-    by_place = parameters and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    rest = parameters if first or not by_place else parameters[1:]
-    return frozenset(p.name for p in rest if p.kind in _KEYWORD_KINDS)
+    is_positional = parameters and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    candidates = parameters if first or not is_positional else parameters[1:]
+    return frozenset(p.name for p in candidates if p.kind in _KEYWORD_KINDS)
 
 
 def find_side_names_per_layer(layers: Iterable[nn.Module], first: bool) -> list[frozenset[str]]:
-    """The side inputs that each takes of layers that run one after the other."""
-    return [find_side_names(layer, first and not at) for at, layer in enumerate(layers)]
+    """Return the side inputs that each of several consecutive layers takes.
+
+    `first` says whether these are the first layers of the model.
+    """
+    return [find_side_names(layer, first and not index) for index, layer in enumerate(layers)]
 
 
 def select_side_inputs(side: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Those of these names."""
+    """Return the side inputs with these names."""
     return {name: value for name, value in side.items() if name in names}
 
 
 def check_side_inputs(
     side: Iterable[str], layers: Sequence[str], side_names: Sequence[frozenset[str]]
 ) -> None:
-    """Each is taken by some layer: what nobody takes was meant for somebody."""
+    """Raise if no layer takes one of the side inputs, which is usually a misspelled name."""
     strays = [name for name in side if not any(name in names for names in side_names)]
     if not strays:
         return
@@ -77,24 +87,27 @@ def check_side_inputs(
     for layer, names in zip(layers, side_names, strict=True):
         for name in sorted(names):
             takers.setdefault(name, []).append(layer)
-    known = "; ".join(f"{name} (layer {', '.join(takers[name])})" for name in sorted(takers))
+    listed = "; ".join(f"{name} (layer {', '.join(takers[name])})" for name in sorted(takers))
     raise PenstockTypeError(
-        f"no layer takes {', '.join(map(repr, strays))}: a side input goes to the layers whose "
-        f"forward has a parameter of that name, and here they name {known or 'nothing'}"
+        f"no layer takes {', '.join(map(repr, strays))}. A side input goes to the layers whose "
+        f"forward has a parameter of that name. The names here are: {listed or 'none'}"
     )
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the layers of a stage -----------------------------------------------------------------------
 
-SkipRoute = tuple[SkipKey, int, int]  # from a stage to another
+SkipRoute = tuple[SkipKey, int, int]  # key, stage that stashes, stage that pops
 
 
 class StageModule(nn.Module):
-    """The layers of one stage, under their names.
+    """The layers of one stage as one module, under their names.
 
-    It takes what the stage before gives (the first stage: the batch) and then the skips that come
-    from other stages, and side inputs by name. It gives what the stage after takes; with skips that
-    go to other stages, a tuple of that and those. So whatever is wrapped around it sees everything.
+    Arguments: the value of the stage before (in the first stage: the batch), then the skips from
+    other stages, and side inputs by name. Output: the value for the next stage; if skips go to
+    other stages, a tuple of the value and these skips.
+
+    All tensors enter and leave as arguments and outputs. A wrapper around the module, such as DDP
+    or `torch.compile`, therefore sees all of them.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class StageModule(nn.Module):
         skips: tuple[Sequence[SkipKey], Sequence[SkipKey]],
     ) -> None:
         super().__init__()
+        # `add_module` would refuse a layer whose name is an attribute of this class.
         self._modules.update(layers)
         self._unpack_tuples, self._is_first, self._side_names = (
             unpack_tuples,
@@ -113,16 +127,19 @@ class StageModule(nn.Module):
             tuple(side_names),
         )
         self._incoming_skips, self._outgoing_skips = skips
+        # Looked up once, because the forward runs for every micro-batch.
         self._uses_skips = any(
             popped_keys(m) or stashed_keys(m) for l in layers.values() for m in l.modules()
         )
 
     def forward(self, *values: Any, **side: Any) -> Any:
-        """Layer after layer."""
+        """Run the layers one after the other, with the skips of the stage in reach."""
         if not self._uses_skips:
             return self._run_layers(values, side)
         skips = Skips()
         main = len(values) - len(self._incoming_skips)
+        # `shared` lets several layers of this stage pop the value. `verify_skippables` has checked
+        # that only skips that are declared as shared are popped more than once.
         for key, value in zip(self._incoming_skips, values[main:], strict=True):
             skips.stash(key, value, shared=True)
         with use_skips(skips):
@@ -132,32 +149,38 @@ class StageModule(nn.Module):
         return value, *(skips.pop(key) for key in self._outgoing_skips)
 
     def with_own_code(self) -> StageModule:
-        """Itself, with code of its own: a compiler takes equal code of stages for one function.
+        """Give this object a forward with a code object of its own, and return it.
 
-        What it compiles for one of them would have to fit all, and it soon gives up.
+        `torch.compile` caches compiled code by code object. All stages would share the code of
+        `StageModule.forward`, recompile for each stage, and soon reach the recompilation limit,
+        after which they run uncompiled.
         """
-        written = type(self).forward
-        code = written.__code__.replace()
-        own = FunctionType(code, written.__globals__, code.co_name, written.__defaults__)
-        self.__dict__["forward"] = MethodType(own, self)
+        original = type(self).forward
+        code = original.__code__.replace()
+        function = FunctionType(code, original.__globals__, code.co_name, original.__defaults__)
+        self.__dict__["forward"] = MethodType(function, self)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.pop("forward", None)  # it has no name by which to be found again
+        state.pop("forward", None)  # pickle finds functions by name, and this one has none
         return state
 
     def _run_layers(self, inputs: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
-        """The first layer of all takes the batch as its arguments; later ones, one value."""
+        """Run the layers.
+
+        The first layer of the model gets the batch as separate arguments. Every other layer gets
+        one value, unless tuples are unpacked.
+        """
         value: Any = inputs if self._is_first else inputs[0]
-        for at, layer in enumerate(self._modules.values()):
+        for index, layer in enumerate(self._modules.values()):
             assert layer is not None
-            if (self._is_first and not at) or (self._unpack_tuples and isinstance(value, tuple)):
+            if (self._is_first and not index) or (self._unpack_tuples and isinstance(value, tuple)):
                 values = value
             else:
                 values = (value,)
             value = (
-                layer(*values, **select_side_inputs(side, self._side_names[at]))
+                layer(*values, **select_side_inputs(side, self._side_names[index]))
                 if side
                 else layer(*values)
             )
@@ -166,33 +189,38 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class SequentialStage:
-    """A stage's computation: from what came, by source, to what goes on, by destination.
+    """The function of a stage: from inputs by source stage to outputs by destination stage.
 
-    From the stage before come the value and the skips that begin there; from others, skips; from
-    outside, side inputs.
+    | source | values |
+    |---|---|
+    | the stage before | its output, then the skips that it stashed |
+    | an earlier stage | skips |
+    | `OUTSIDE` | in the first stage the batch; in every stage the side inputs, as `SideInputs` |
+
+    The outputs have the same form: the value and skips for the next stage, skips for later ones.
     """
 
     module: StageModule
-    forward_fn: Callable[..., Any]  # the module's forward, or what stands in its place
+    forward_fn: Callable[..., Any]  # the module's forward, or the wrapper that stage_fn returned
     previous_stage: int
     next_stage: int
-    incoming_skip_counts: Mapping[int, int]  # how many skips, by neighbour
-    outgoing_skip_counts: Mapping[int, int]
+    incoming_skip_counts: Mapping[int, int]  # number of skips, by source stage
+    outgoing_skip_counts: Mapping[int, int]  # number of skips, by destination stage
 
     def with_module(self, module: nn.Module) -> SequentialStage:
-        """As it is, but the module computes."""
+        """Return the same stage with another module in the place of its layers."""
         return replace(self, forward_fn=module)
 
     def __call__(
         self, inputs_by_source: Mapping[int, tuple[Any, ...]]
     ) -> dict[int, tuple[Any, ...]]:
-        """As a stage computes."""
+        """Run the stage."""
         main = inputs_by_source[self.previous_stage]
         side: dict[str, Any] = {}
-        given = inputs_by_source.get(OUTSIDE)
-        if given and isinstance(given[-1], SideInputs):
-            side = given[-1].values
-            main = given[:-1] if self.previous_stage == OUTSIDE else main
+        from_outside = inputs_by_source.get(OUTSIDE)
+        if from_outside and isinstance(from_outside[-1], SideInputs):
+            side = from_outside[-1].values
+            main = from_outside[:-1] if self.previous_stage == OUTSIDE else main
         if self.incoming_skip_counts:
             values = main if self.previous_stage == OUTSIDE else main[:1]
             for source in self.incoming_skip_counts:
@@ -203,15 +231,15 @@ class SequentialStage:
                 )
         else:
             values = main
-        found = self.forward_fn(*values, **side)
+        output = self.forward_fn(*values, **side)
         if not self.outgoing_skip_counts:
-            return {self.next_stage: (found,)}
-        value, *stashed = found
-        departing: dict[int, tuple[Any, ...]] = {self.next_stage: (value,)}
-        for neighbour, number in self.outgoing_skip_counts.items():
-            departing[neighbour] = (*departing.get(neighbour, ()), *stashed[:number])
-            del stashed[:number]
-        return departing
+            return {self.next_stage: (output,)}
+        value, *skips = output
+        outputs: dict[int, tuple[Any, ...]] = {self.next_stage: (value,)}
+        for destination, count in self.outgoing_skip_counts.items():
+            outputs[destination] = (*outputs.get(destination, ()), *skips[:count])
+            del skips[:count]
+        return outputs
 
 
 def build_sequential_stage(
@@ -222,12 +250,12 @@ def build_sequential_stage(
     is_last: bool,
     side_names: Sequence[frozenset[str]],
 ) -> SequentialStage:
-    """That of a stage, with the skips that come to it and go from it."""
+    """Build the function of a stage from its layers and the skips of the whole model."""
     skip_routes = tuple(skip_routes)
     arriving = _group_by_neighbour((src, key) for key, src, dst in skip_routes if dst == index)
     departing = _group_by_neighbour((dst, key) for key, src, dst in skip_routes if src == index)
     skips = tuple(
-        [key for keys in found.values() for key in keys] for found in (arriving, departing)
+        [key for keys in groups.values() for key in keys] for groups in (arriving, departing)
     )
     module = StageModule(layers, unpack_tuples, not index, side_names, (skips[0], skips[1]))
     return SequentialStage(
@@ -241,7 +269,7 @@ def build_sequential_stage(
 
 
 def _group_by_neighbour(pairs: Iterable[tuple[int, SkipKey]]) -> dict[int, tuple[SkipKey, ...]]:
-    found: dict[int, tuple[SkipKey, ...]] = {}
+    groups: dict[int, tuple[SkipKey, ...]] = {}
     for neighbour, key in pairs:
-        found[neighbour] = (*found.get(neighbour, ()), key)
-    return found
+        groups[neighbour] = (*groups.get(neighbour, ()), key)
+    return groups

@@ -1,4 +1,10 @@
-"""What the user puts around the layers of a stage: `stage_fn`."""
+"""Applying `stage_fn`, by which the user wraps the layers of a stage.
+
+`stage_fn(module, index)` gets the layers of a stage as one module and returns the module that
+computes in their place: the same one after `fully_shard`, or a wrapper such as DDP or
+`torch.compile`. The pipe keeps the names, parameters and buffers of the unsplit model, so what
+`stage_fn` returns is checked for that.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ from penstock.model.traced.traced_partition import TracedPartition
 from penstock.stage.stage import Stage
 
 StageFn = Callable[[nn.Module, int], nn.Module]
-ParameterLocation = tuple[nn.Module, str]  # where a parameter is registered
+ParameterLocation = tuple[nn.Module, str]  # the module that registers a parameter, and its name
 
 
 def wrap_stages(
@@ -28,10 +34,12 @@ def wrap_stages(
     stage_indices: Collection[int],
     tied_tensors: Sequence[TiedTensor] = (),
 ) -> Partition:
-    """The partition, with what `stage_fn` makes of those stages computing in their place.
+    """Return the partition with `stage_fn` applied to these stages.
 
-    `between` are ties with ranks of other processes.
+    `tied_tensors` are shared with ranks in other processes.
     """
+    # Layers may be in `fully_shard` without a `stage_fn`. Such stages take the same path, because
+    # the pipe has to know which modules exchange their parameters during a forward.
     if stage_fn is None:
         modules = (module for stage in partition.stages for module in stage.modules())
         if not any(map(is_fsdp_module, modules)):
@@ -39,38 +47,46 @@ def wrap_stages(
         stage_fn = _identity_stage_fn
     if isinstance(partition.how, TracedPartition):
         return _mark_resharding_modules(partition, stage_fn)
-    ties = [
-        homes for homes in _find_parameter_locations(partition.stages).values() if len(homes) > 1
+    tied_locations = [
+        locations
+        for locations in _find_parameter_locations(partition.stages).values()
+        if len(locations) > 1
     ]
     stages = tuple(
         _wrap_stage(stage, stage_fn) if stage.index in stage_indices else stage
         for stage in partition.stages
     )
-    for homes in ties:
-        if len({id(module._parameters[name]) for module, name in homes}) > 1:
+    # `fully_shard` replaces parameters. If it replaces a tied parameter in one layer only, the two
+    # layers would train apart from each other without an error.
+    for locations in tied_locations:
+        if len({id(module._parameters[name]) for module, name in locations}) > 1:
             raise ArgumentError(
-                f"stage_fn has put another parameter in the place of '{homes[0][1]}' of one layer, "
-                "but not of another that shares it, so that they are no longer tied: keep such "
-                "layers out of it, or put them into one stage and wrap them together"
+                f"stage_fn replaced the parameter '{locations[0][1]}' in one layer but not in "
+                "another layer that shares it, so they are no longer tied. Leave these layers out "
+                "of stage_fn, or put them into one stage and wrap them together."
             )
     for tie in tied_tensors:
         if tie.local_tensor is not None and is_dtensor(tie.local_tensor):
             raise ArgumentError(
-                f"'{tie.name}' is on ranks {', '.join(map(str, tie.ranks))} of the pipe, and "
-                "stage_fn has cut it in parts (fully_shard, tensor parallelism), whose gradients "
-                "are not summed between ranks: keep its layers out of that, or put them into "
-                "stages of one rank"
+                f"'{tie.name}' is shared by ranks {', '.join(map(str, tie.ranks))} of the pipe, "
+                "and stage_fn sharded it (fully_shard, tensor parallelism). Gradients of shards "
+                "are not summed between ranks. Do not shard its layers, or put them into stages "
+                "of one rank."
             )
     return replace(partition, stages=stages)
 
 
 def _mark_resharding_modules(partition: Partition, stage_fn: StageFn) -> Partition:
-    """Parts of a forward have nothing that could be wrapped; units may have been, before."""
+    """Note the sharded modules of a traced model's stages.
+
+    A stage of a traced model runs a part of the model's own forward, so there is no module that
+    `stage_fn` could wrap. Units may have been wrapped before the model was cut.
+    """
     if stage_fn is not _identity_stage_fn:
         raise ArgumentError(
-            "stage_fn wraps the layers of a Sequential, and here the stages are parts of one "
-            "forward: wrap the model's blocks (fully_shard(block), block.compile()) before you "
-            "make the Pipe"
+            "stage_fn wraps the layers of a Sequential, but here the stages are parts of one "
+            "forward. Wrap the model's blocks before you make the Pipe, as in fully_shard(block) "
+            "or block.compile()."
         )
     return replace(
         partition,
@@ -93,38 +109,40 @@ def _identity_stage_fn(module: nn.Module, _: int) -> nn.Module:
 def _find_parameter_locations(
     stages: Sequence[Stage],
 ) -> dict[nn.Parameter, list[ParameterLocation]]:
-    found: dict[nn.Parameter, list[ParameterLocation]] = {}
+    locations: dict[nn.Parameter, list[ParameterLocation]] = {}
     for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, []).append((module, name))
-    return found
+                locations.setdefault(parameter, []).append((module, name))
+    return locations
 
 
 def _wrap_stage(stage: Stage, stage_fn: StageFn) -> Stage:
-    chain = stage.compute
-    assert isinstance(chain, SequentialStage)
+    """Apply `stage_fn` to one stage, and check that the result has the stage's tensors."""
+    compute = stage.compute
+    assert isinstance(compute, SequentialStage)
+    # Before the call, because `stage_fn` may change the layers in place.
     names = list(_iter_tensor_names(stage))
-    made = stage_fn(chain.module.with_own_code(), stage.index)
-    if not isinstance(made, nn.Module):
+    wrapped = stage_fn(compute.module.with_own_code(), stage.index)
+    if not isinstance(wrapped, nn.Module):
         raise PenstockTypeError(
-            f"stage_fn gave {type(made).__name__} for {stage}, and not a module: return what is to "
-            "compute in the stage's place, also if it is the module that was given"
+            f"stage_fn returned {type(wrapped).__name__} for {stage}, and not a module. Return the "
+            "module that computes in the stage's place, even if it is the one that was passed in."
         )
     if list(_iter_tensor_names(stage)) != names:
         changed = sorted(set(names) ^ set(_iter_tensor_names(stage)))
         raise ArgumentError(
-            f"stage_fn changed the names of parameters or buffers of {stage}, {', '.join(changed)}:"
-            " a pipe keeps the unsplit model's; put something around the stage, or change the "
-            "model before you make the Pipe"
+            f"stage_fn changed the names of parameters or buffers of {stage}: "
+            f"{', '.join(changed)}. A pipe keeps the names of the unsplit model. Return a wrapper "
+            "around the stage, or change the model before you make the Pipe."
         )
-    _check_same_tensors(stage, made)
+    _check_same_tensors(stage, wrapped)
     inner = set(stage.modules())
     return replace(
         stage,
-        compute=chain.with_module(made),
-        wrappers=tuple(module for module in made.modules() if module not in inner),
-        resharding_modules=frozenset(_find_resharding_modules(made)),
+        compute=compute.with_module(wrapped),
+        wrappers=tuple(module for module in wrapped.modules() if module not in inner),
+        resharding_modules=frozenset(_find_resharding_modules(wrapped)),
     )
 
 
@@ -135,28 +153,39 @@ def _iter_tensor_names(stage: Stage) -> Iterator[str]:
 
 
 def _check_same_tensors(stage: Stage, wrapped_module: nn.Module) -> None:
-    """Everything that the layers learn by is in it, and nothing else: it would not be saved."""
-    ours = {id(t): t for layer in stage.layers for t in list_module_tensors(layer)}
-    theirs = {id(t): t for t in list_module_tensors(wrapped_module)}
-    for what, first, second in (("has not", ours, theirs), ("has also", theirs, ours)):
-        found = [tuple(tensor.shape) for key, tensor in first.items() if key not in second]
-        if found:
+    """Raise if the wrapped module has other parameters and buffers than the stage's layers.
+
+    A tensor that is missing would not be trained. An additional one would not be saved.
+    """
+    stage_tensors = {id(t): t for layer in stage.layers for t in list_module_tensors(layer)}
+    wrapped_tensors = {id(t): t for t in list_module_tensors(wrapped_module)}
+    for problem, tensors, others in (
+        ("lacks", stage_tensors, wrapped_tensors),
+        ("adds", wrapped_tensors, stage_tensors),
+    ):
+        shapes = [tuple(tensor.shape) for key, tensor in tensors.items() if key not in others]
+        if shapes:
             raise ArgumentError(
-                f"what stage_fn gave for {stage} {what} parameters or buffers of the shapes "
-                f"{', '.join(map(str, found))}: it computes with those of the stage's layers; "
-                "change the model before you make the Pipe"
+                f"the module that stage_fn returned for {stage} {problem} parameters or buffers "
+                f"of the shapes {', '.join(map(str, shapes))}. It must have exactly those of the "
+                "stage's layers. Change the model before you make the Pipe."
             )
 
 
 def _find_resharding_modules(wrapped_module: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose parameters are gathered to compute, and others at rest."""
+    """Yield the modules whose parameters `fully_shard` gathers for a forward and frees again."""
     for part in wrapped_module.modules():
         if is_fsdp_module(part):
             yield from (m for m in part.modules() if any(map(is_dtensor, m.parameters(False))))
 
 
 def check_separate_process_groups(partition: Partition, placement: Sequence[int]) -> None:
-    """Threads of one process do not communicate within one group: their order is chance."""
+    """Raise if stages of several ranks in this process use one process group.
+
+    Collectives of a group must be called in the same order in all processes. The ranks of one
+    process are threads, and their order differs from run to run, so the collectives could
+    deadlock or mix up their data.
+    """
     users: dict[Any, set[int]] = {}
     for stage in partition.stages:
         tensors: list[Tensor] = [t for layer in stage.layers for t in list_module_tensors(layer)]
@@ -168,7 +197,7 @@ def check_separate_process_groups(partition: Partition, placement: Sequence[int]
         if len(ranks) > 1:
             raise ArgumentError(
                 f"the stages of ranks {', '.join(map(str, sorted(ranks)))} communicate in one "
-                "process group (fully_shard, tensor parallelism) while their threads run beside "
-                "each other, in an order that other processes need not have: take "
-                "runtime='inline', or a mesh of its own for each rank"
+                "process group (fully_shard, tensor parallelism). Their threads run at once, so "
+                "the order of their collectives may differ between processes. Use "
+                "runtime='inline', or a mesh of its own for each rank."
             )

@@ -1,4 +1,10 @@
-"""What stages of several ranks share: a parameter or buffer that stands in layers of several."""
+"""Finding tied tensors: parameters and buffers that several layers share.
+
+In one process a tied tensor is one object, and stages on several devices use it where it is. Under
+torchrun each process has a tensor of its own, so the ranks that share one must keep their values
+equal and sum their gradients. `find_tied_tensors` says which ranks these are. The first stage that
+has the tensor owns it.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +14,18 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.stage.stage import Stage
+from penstock.torch_compat import COMPILED_NAME_PREFIX
 
-_COMPILE_PREFIX = (
-    "_orig_mod."  # torch.compile puts it into names; PyTorch's checkpoints leave it out
-)
-
-TensorLocation = tuple[nn.Module, str]  # a module, and a name of its own
+TensorLocation = tuple[nn.Module, str]  # the module that registers a tensor, and its name there
 
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """One tensor that ranks share, each in a process of its own, where it is a tensor of its own.
+    """A tensor that several ranks share, each with a copy in its own process."""
 
-    `holders` are the ranks, its owner's first; `spots` are where this process has it.
-    """
-
-    name: str  # that of its owner's
-    ranks: tuple[int, ...]
-    locations: tuple[TensorLocation, ...]
+    name: str  # the name in the owner's stage
+    ranks: tuple[int, ...]  # the owner first
+    locations: tuple[TensorLocation, ...]  # in this process; empty if it does not have the tensor
 
     @property
     def owner_rank(self) -> int:
@@ -34,7 +34,7 @@ class TiedTensor:
 
     @property
     def local_tensor(self) -> Tensor | None:
-        """This process's; None if it has none."""
+        """The tensor of this process, or None if it does not have it."""
         for module, name in self.locations:
             return _registered_tensors(module)[name]
         return None
@@ -43,57 +43,63 @@ class TiedTensor:
 def find_tied_tensors(
     stages: Sequence[Stage], placement: Sequence[int], rank: int
 ) -> tuple[TiedTensor, ...]:
-    """The tensors that several ranks have, in the order of their first stages, as `rank` sees."""
-    found: dict[Tensor, list[tuple[int, str, TensorLocation]]] = {}
+    """Return the tensors that several ranks share, with their locations on this rank.
+
+    The order is that of the stages, which is the same on every rank. All stages must have their
+    layers, so this runs before a process drops the layers of other ranks.
+    """
+    # A tensor as a key of a dict is compared by identity.
+    uses: dict[Tensor, list[tuple[int, str, TensorLocation]]] = {}  # rank, name, location
     for stage in stages:
-        for name, tensor, spot in _iter_stage_tensors(stage):
-            found.setdefault(tensor, []).append((placement[stage.index], name, spot))
+        for name, tensor, location in _iter_stage_tensors(stage):
+            uses.setdefault(tensor, []).append((placement[stage.index], name, location))
     ties = []
-    for places in found.values():
-        holders = tuple(dict.fromkeys(holder for holder, _, _ in places))
-        if len(holders) > 1:
-            spots = tuple(spot for holder, _, spot in places if holder == rank)
-            ties.append(TiedTensor(places[0][1], holders, spots))
+    for tensor_uses in uses.values():
+        ranks = tuple(dict.fromkeys(user for user, _, _ in tensor_uses))
+        if len(ranks) > 1:
+            locations = tuple(location for user, _, location in tensor_uses if user == rank)
+            ties.append(TiedTensor(tensor_uses[0][1], ranks, locations))
     return tuple(ties)
 
 
 def strip_compile_prefix(name: str) -> str:
-    """The name without what torch.compile adds to it."""
-    return name.replace(_COMPILE_PREFIX, "")
+    """Return a parameter's name without the prefix that `torch.compile` puts into it."""
+    return name.replace(COMPILED_NAME_PREFIX, "")
 
 
 def find_tied_names(module: nn.Module) -> dict[str, str]:
-    """The further names of tensors that have several, each with the first.
+    """Return the second and later names of tied tensors, each with the first name.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> layers[1].weight = layers[0].weight
     >>> find_tied_names(layers)
     {'1.weight': '0.weight'}
     """
-    first: dict[Tensor, str] = {}
+    first_names: dict[Tensor, str] = {}
+    # With `remove_duplicate=True`, the default, a tied tensor is listed under its first name only.
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
     return {
-        strip_compile_prefix(name): kept
+        strip_compile_prefix(name): first_name
         for name, tensor in (*parameters, *buffers)
-        if (kept := first.setdefault(tensor, strip_compile_prefix(name)))
+        if (first_name := first_names.setdefault(tensor, strip_compile_prefix(name)))
         != strip_compile_prefix(name)
     }
 
 
 def describe_tied_parameters(stages: Sequence[Stage], placement: Sequence[int]) -> list[str]:
-    """Every parameter that stages of several ranks share, and whose it is."""
+    """Return a line of text for each parameter that a rank shares with an earlier rank."""
     owners: dict[Tensor, tuple[str, int]] = {}
-    found = []
+    lines = []
     for stage in stages:
         rank = placement[stage.index]
         for layer_name, layer in zip(stage.names, stage.layers, strict=True):
             for inner, parameter in layer.named_parameters():
                 name = f"{layer_name}.{inner}"
-                first, owner = owners.setdefault(parameter, (name, rank))
+                owner_name, owner = owners.setdefault(parameter, (name, rank))
                 if owner != rank:
-                    found.append(f"{name} on rank {rank} is {first} of rank {owner}")
-    return found
+                    lines.append(f"{name} on rank {rank} is {owner_name} of rank {owner}")
+    return lines
 
 
 def _iter_stage_tensors(stage: Stage) -> Iterator[tuple[str, Tensor, TensorLocation]]:
@@ -105,5 +111,5 @@ def _iter_stage_tensors(stage: Stage) -> Iterator[tuple[str, Tensor, TensorLocat
 
 
 def _registered_tensors(module: nn.Module) -> Mapping[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
+    registered = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in registered.items() if tensor is not None}

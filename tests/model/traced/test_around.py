@@ -103,7 +103,7 @@ def test_what_is_around_the_units_may_not_be_replaced(change: Any) -> None:
     model, x = Chain().double(), torch.randn(8, WIDTH).double()
     pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
     change(model)
-    with pytest.raises(RunError, match="replaced, added or taken away after the pipe was made"):
+    with pytest.raises(RunError, match="replaced, added or removed after the pipe was made"):
         pipe.step(x)
 
 
@@ -177,7 +177,7 @@ def test_another_loss_that_ignores_targets_is_warned_of() -> None:
 
 @pytest.mark.parametrize("memory", ["1GB", -1, [1e9, "a"], True])
 def test_memory_is_a_number_of_bytes(memory: Any) -> None:
-    with pytest.raises(ArgumentError, match="memory is a number of bytes above 0"):
+    with pytest.raises(ArgumentError, match="memory must be a number of bytes above 0"):
         split(Chain(), 2, torch.randn(8, WIDTH), memory=memory)
 
 

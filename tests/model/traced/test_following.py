@@ -208,10 +208,10 @@ def test_a_shape_that_depends_on_numbers() -> None:
     assert_same(Picked, lengths=(7, 7, 9))
     model, (example, batch) = made(PickedAndMeasured), batches(7, 7)
     pipe = piped(model, example, 3)
-    with pytest.raises(CutError, match=r"unit 'b' gives a tensor of the shape \(2, \d, 4\), and"):
+    with pytest.raises(CutError, match=r"unit 'b' returned a tensor of shape \(2, \d, 4\), but"):
         pipe(batch)
     pipe = piped(made(PickedApart), example, 3)
-    with pytest.raises(CutError, match=r"unbind gives \d values, and \d were planned"):
+    with pytest.raises(CutError, match=r"unbind returned \d values, but the trace has \d"):
         pipe(batch)
 
 

@@ -121,7 +121,7 @@ class Replaced(Four):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Forces, "grad goes backward inside the forward, through what stages 0, 1 compute"),
+        (Forces, "grad runs a backward inside the forward, through operations of stages 0, 1"),
         (Transformed, "the forward computes inside a transform of torch.func"),
         (Ragged, "the forward makes a nested tensor"),
         (Replaced, "unit 'c' is called with other tensors in place of its parameters"),

@@ -217,7 +217,7 @@ class Learns(nn.Module):
     [
         (Follows, "ggggg", ""),
         (Counts, "ggttt", "Counts: it changes its attribute 'calls' in every step"),
-        (Learns, "gtttt", "a layer learns by a tensor of shape .. that is no parameter"),
+        (Learns, "gtttt", "a layer uses a tensor of shape .. that requires grad but"),
     ],
 )
 def test_a_loss_with_a_state_of_its_own(make: type[nn.Module], ran: str, text: str) -> None:

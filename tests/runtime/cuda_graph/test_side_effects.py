@@ -97,8 +97,8 @@ class Unregistered(nn.Module):
     ("make", "text"),
     [
         (Grows, r"layer 1 \(Grows\): its 'seen' is another tensor .*keep its shape"),
-        (KeepsGraph, r"layer 1 \(KeepsGraph\): it keeps a tensor with its history as its 'last'"),
-        (Unregistered, "a layer learns by a tensor of shape .8,. that is no parameter"),
+        (KeepsGraph, r"layer 1 \(KeepsGraph\): it stores a tensor with an autograd history"),
+        (Unregistered, "a layer uses a tensor of shape .8,. that requires grad but is not"),
     ],
 )
 def test_tensors_that_no_replay_would_make(make: Callable[[], nn.Module], text: str) -> None:
@@ -151,7 +151,7 @@ def test_a_hook_that_takes_it_away_only_at_times() -> None:
 
     for pipe in pair.both:
         pipe[3].weight.register_post_accumulate_grad_hook(take)
-    steps(pair, "gttt", "the gradient of 3.weight is not added to the one before: a hook takes")
+    steps(pair, "gttt", "the gradient of 3.weight is replaced instead of being added to .grad")
 
 
 def doubled(_: nn.Module, gradients: Any) -> Any:

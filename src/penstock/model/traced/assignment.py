@@ -1,8 +1,17 @@
-"""A forward divided among stages: who runs which step, and which values go from whom to whom.
+"""The assignment pass: which stage runs each node of a trace, and which values it sends to whom.
 
-Units stand where the cut puts them. An operation between units runs on the last stage among those
-that make what it takes, or on the stage that uses what it makes, if that sends no more bytes. What
-follows from the inputs alone is computed by every stage that needs it.
+The pass works on one trace, in this order:
+
+    1. Units          go where the cut puts their calls.
+    2. Operations     between units go to one stage each; see `_NodePlacer.place_operations`.
+    3. Needed values  of each stage are traced back: to the inputs, to a node that this stage can
+                      run, or to a stage that sends them.
+    4. Sends          mirror the receives.
+    5. Checks         refuse what the stages cannot compute correctly.
+
+A node or value is *input-only* if it depends on nothing but the inputs, buffers and constants: a
+causal mask, position ids. Such a node has no stage of its own. Every stage that needs its result
+computes it again, which costs less than sending it.
 """
 
 from __future__ import annotations
@@ -24,37 +33,40 @@ from penstock.model.traced.trace import (
     ValueLeaf,
 )
 
-OwnerStages = Mapping[str, frozenset[int]]  # the stages that have a parameter, or write a buffer
+# The stages that own a parameter or write a buffer, by the tensor's name.
+OwnerStages = Mapping[str, frozenset[int]]
 
 
 @dataclass
 class StageAssignment:
-    """One stage's part of a forward."""
+    """One stage's part of a forward. Nodes and values are indices into the trace."""
 
-    nodes: set[int] = field(default_factory=set)  # steps
-    needed_values: set[int] = field(default_factory=set)  # values
-    input_indices: list[int] = field(default_factory=list)  # inputs that it takes
-    recv_values: dict[int, list[int]] = field(default_factory=dict)  # values, by source
-    send_values: dict[int, list[int]] = field(default_factory=dict)  # by destination
-    end: int = 0  # one after its last step
+    nodes: set[int] = field(default_factory=set)  # run on this stage
+    needed_values: set[int] = field(default_factory=set)  # used on this stage, wherever they arise
+    input_indices: list[int] = field(default_factory=list)  # which tensors of the batch it takes
+    recv_values: dict[int, list[int]] = field(default_factory=dict)  # by source stage
+    send_values: dict[int, list[int]] = field(default_factory=dict)  # by destination stage
+    end: int = 0  # one after its last node
 
 
 @dataclass(frozen=True)
 class TraceAssignment:
-    """A trace and what each stage does of it."""
+    """A trace and the part of it that each stage runs.
+
+    `parameter_users`, `buffer_readers` and `buffer_writers` are about operations between units; the
+    parameters and buffers inside units go where their unit goes.
+    """
 
     trace: Trace
     stage_assignments: tuple[StageAssignment, ...]
-    node_stages: Mapping[int, int]  # of the steps that run on one stage alone
-    parameter_users: Mapping[
-        str, frozenset[int]
-    ]  # parameters that are used between units, by stages
-    buffer_readers: Mapping[str, frozenset[int]]  # the same of buffers
-    buffer_writers: Mapping[str, int]  # buffers that are changed there, by stages
+    node_stages: Mapping[int, int]  # the stage of each node that runs on one stage alone
+    parameter_users: Mapping[str, frozenset[int]]  # stages, by name
+    buffer_readers: Mapping[str, frozenset[int]]
+    buffer_writers: Mapping[str, int]
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """Who sends to whom."""
+        """The pairs of stages (source, destination) between which values are sent."""
         return [(s, dst) for s, p in enumerate(self.stage_assignments) for dst in p.send_values]
 
 
@@ -64,186 +76,246 @@ def assign_nodes(
     num_stages: int,
     owners: OwnerStages | None = None,
 ) -> TraceAssignment:
-    """`placed` gives the stage of a unit's call, after calls on the stage that it is told.
+    """Assign every node of a trace to a stage.
 
-    With `homes`, parameters are at home there already.
+    Args:
+        trace: The traced forward.
+        place_call: Returns the stage of a unit's call. Its second argument is the stage of the call
+            before it.
+        num_stages: The number of stages.
+        owners: The stages that own each parameter, once these are fixed: the example fixes them,
+            and later traces have to follow. None while the example itself is assigned.
+
+    Raises:
+        CutError: The stages cannot compute this forward, and the message says why.
     """
-    where = _NodePlacer(trace, num_stages, owners)
-    where.place_units(place_call)
-    where.place_operations()
-    portions = [StageAssignment() for _ in range(num_stages)]
-    for at, stage in where.node_stages.items():
-        portions[stage].nodes.add(at)
-        portions[stage].needed_values.update(where.get_needed_values(at))
-        changed = [(old, trace.values[old]) for old in trace.nodes[at].mutations]
-        # others that share the memory: made here, so that they can be sent as they are then
-        portions[stage].needed_values.update(
-            old for old, v in changed if v.input_only and v.producer is not None
+    placer = _NodePlacer(trace, num_stages, owners)
+    placer.place_units(place_call)
+    placer.place_operations()
+    assignments = [StageAssignment() for _ in range(num_stages)]
+    for node_index, stage in placer.node_stages.items():
+        assignments[stage].nodes.add(node_index)
+        assignments[stage].needed_values.update(placer.get_needed_values(node_index))
+        # A change in place also changes every tensor that shares the memory. If such a tensor is
+        # input-only, this stage computes it before the change, so that it can send its new state.
+        mutated = [(old, trace.values[old]) for old in trace.nodes[node_index].mutations]
+        assignments[stage].needed_values.update(
+            old for old, v in mutated if v.input_only and v.producer is not None
         )
-    last = portions[num_stages - 1]
+    # The last stage returns the output. A buffer that the forward assigns anew is written by the
+    # stage that computes its new tensor; by stage 0 if no single stage does.
+    last = assignments[num_stages - 1]
     last.needed_values.update(trace.output.value_indices)
     for value in trace.reassigned_buffers.values():
-        maker = trace.values[value].producer
-        portions[where.node_stages.get(-1 if maker is None else maker, 0)].needed_values.add(value)
-    for stage, portion in enumerate(portions):
-        _resolve_needed_values(stage, portion, trace, where.node_stages)
-    for stage, portion in enumerate(portions):
-        for source, values in portion.recv_values.items():
-            portions[source].send_values[stage] = values
-    _check_inplace_changes(trace, where.node_stages, portions)
-    _check_inner_backward(trace, where.node_stages)
-    uses = _find_users(trace, portions, lambda v: v.parameter_name)
-    reads = _find_users(trace, portions, lambda v: v.buffer_name)
-    writes = _find_writers(trace, where.node_stages, reads)
-    return TraceAssignment(trace, tuple(portions), dict(where.node_stages), uses, reads, writes)
+        producer = trace.values[value].producer
+        buffer_stage = placer.node_stages.get(-1 if producer is None else producer, 0)
+        assignments[buffer_stage].needed_values.add(value)
+    for stage, assignment in enumerate(assignments):
+        _resolve_needed_values(stage, assignment, trace, placer.node_stages)
+    for stage, assignment in enumerate(assignments):
+        for source, values in assignment.recv_values.items():
+            assignments[source].send_values[stage] = values
+    _check_inplace_changes(trace, placer.node_stages, assignments)
+    _check_inner_backward(trace, placer.node_stages)
+    users = _find_users(trace, assignments, lambda v: v.parameter_name)
+    readers = _find_users(trace, assignments, lambda v: v.buffer_name)
+    writers = _find_writers(trace, placer.node_stages, readers)
+    return TraceAssignment(
+        trace, tuple(assignments), dict(placer.node_stages), users, readers, writers
+    )
 
 
 def fingerprint_assignment(assignment: TraceAssignment) -> str:
-    """A few letters: the same where units are on the same stages, and the same values go there."""
+    """Return a short hash of an assignment, for processes to compare.
+
+    Two assignments have the same fingerprint if their units are on the same stages and the same
+    values go between them. It uses names and shapes, not indices: some models iterate over sets, so
+    the nodes of two processes may be numbered differently.
+    """
     trace = assignment.trace
-    told: list[Any] = sorted(
-        (str(trace.nodes[at].func), assignment.node_stages[at]) for at in trace.unit_call_indices
+    facts: list[Any] = sorted(
+        (str(trace.nodes[node_index].func), assignment.node_stages[node_index])
+        for node_index in trace.unit_call_indices
     )
-    for portion in assignment.stage_assignments:
-        for source, values in sorted(portion.recv_values.items()):
-            those = [trace.values[value] for value in values]
-            told.append((source, [f"{value.name} {value.tensor_spec}" for value in those]))
-        told.append(portion.input_indices)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+    for stage_assignment in assignment.stage_assignments:
+        for source, values in sorted(stage_assignment.recv_values.items()):
+            received = [trace.values[value] for value in values]
+            facts.append((source, [f"{value.name} {value.tensor_spec}" for value in received]))
+        facts.append(stage_assignment.input_indices)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 class _NodePlacer:
-    """Where each step that runs on one stage alone does."""
+    """Chooses the stage of each node that runs on one stage alone."""
 
     def __init__(self, trace: Trace, num_stages: int, owners: OwnerStages | None) -> None:
         self.trace, self._num_stages, self._owners = trace, num_stages, owners
         self.node_stages: dict[int, int] = {}
-        self._consumers: dict[int, list[int]] = {}
-        for at, step in enumerate(trace.nodes):
-            for value in step.inputs:
-                self._consumers.setdefault(value, []).append(at)
+        self._consumers: dict[int, list[int]] = {}  # nodes that take a value, by value
+        for node_index, node in enumerate(trace.nodes):
+            for value in node.inputs:
+                self._consumers.setdefault(value, []).append(node_index)
         self._output_values = set(trace.output.value_indices)
-        self._mutators = {old: at for at, step in enumerate(trace.nodes) for old in step.mutations}
+        # The node that changes a value in place, by value.
+        self._mutators = {
+            old: node_index for node_index, node in enumerate(trace.nodes) for old in node.mutations
+        }
 
     def get_needed_values(self, node_index: int) -> Iterable[int]:
-        """The values that a step needs."""
+        """Return the values that a node takes."""
         return self.trace.nodes[node_index].inputs
 
     def place_units(self, place_call: Callable[[UnitCall, int], int]) -> None:
-        """As the cut says."""
-        before = 0
-        for at in self.trace.unit_call_indices:
-            step = self.trace.nodes[at]
-            before = self.node_stages[at] = place_call(step.func, before)
+        """Place the calls of units where the cut puts them."""
+        previous_stage = 0
+        for node_index in self.trace.unit_call_indices:
+            node = self.trace.nodes[node_index]
+            previous_stage = self.node_stages[node_index] = place_call(node.func, previous_stage)
 
     def place_operations(self) -> None:
-        """First as early as what they take allows; then, from the end, where it is used."""
-        early: dict[int, int | None] = {}
-        for at, step in enumerate(self.trace.nodes):
-            if self._runs_on_every_stage(step):
+        """Place the operations between units, in two passes.
+
+        The forward pass finds the earliest stage that can run each operation: the last stage among
+        the producers of its arguments. The backward pass then moves an operation to the first
+        stage that uses its result, if that sends no more bytes. It goes from the end because the
+        consumers of an operation must have their stages before it.
+        """
+        earliest_stages: dict[int, int | None] = {}
+        for node_index, node in enumerate(self.trace.nodes):
+            if self._runs_on_every_stage(node):
                 continue
-            if step.kind is not NodeKind.UNIT:
-                early[at] = self._find_earliest_stage(step, early)
+            if node.kind is not NodeKind.UNIT:
+                earliest_stages[node_index] = self._find_earliest_stage(node, earliest_stages)
                 continue
-            early[at] = self.node_stages[at]
-        for at in reversed(early):
-            if at not in self.node_stages:
-                self.node_stages[at] = self._choose_stage(at, early[at])
+            earliest_stages[node_index] = self.node_stages[node_index]
+        for node_index in reversed(earliest_stages):
+            if node_index not in self.node_stages:
+                self.node_stages[node_index] = self._choose_stage(
+                    node_index, earliest_stages[node_index]
+                )
 
     def _runs_on_every_stage(self, node: TraceNode) -> bool:
-        reads = (
-            node.kind is NodeKind.HOST_READ and not node.has_side_effect
-        )  # else it is a check, made once
-        return node.input_only or reads or node.kind is NodeKind.NON_TENSOR
+        # A host read with a side effect is an assertion. One stage checks it, once.
+        is_plain_read = node.kind is NodeKind.HOST_READ and not node.has_side_effect
+        return node.input_only or is_plain_read or node.kind is NodeKind.NON_TENSOR
 
     def _find_earliest_stage(
         self, node: TraceNode, earliest_stages: Mapping[int, int | None]
     ) -> int | None:
-        makers = [self.trace.values[value].producer for value in node.inputs]
-        found = [earliest_stages[m] for m in makers if m is not None and m in earliest_stages]
-        known = [stage for stage in found if stage is not None]
-        return max(known) if known else None
+        """Return the last stage among the producers of a node's arguments.
+
+        None means that no argument comes from a stage, as for an operation on parameters alone.
+        """
+        producers = [self.trace.values[value].producer for value in node.inputs]
+        candidates = [
+            earliest_stages[p] for p in producers if p is not None and p in earliest_stages
+        ]
+        stages = [stage for stage in candidates if stage is not None]
+        return max(stages) if stages else None
 
     def _choose_stage(self, node_index: int, earliest: int | None) -> int:
-        step = self.trace.nodes[node_index]
-        made = get_produced_values(step)
-        users = [self.node_stages[u] for value in made for u in self._consumers.get(value, ())
+        """Return the stage of an operation whose consumers are placed."""
+        node = self.trace.nodes[node_index]
+        produced = get_produced_values(node)
+        users = [self.node_stages[u] for value in produced for u in self._consumers.get(value, ())
                  if u in self.node_stages]  # fmt: skip
-        if made & self._output_values:
+        if produced & self._output_values:
             users.append(self._num_stages - 1)
-        first = min(users, default=earliest or 0)
-        changed = [self.node_stages.get(self._mutators.get(value, -1), 0) for value in made]
-        if step.mutations or not users:
-            chosen = earliest if earliest is not None else first
-        elif (earliest or 0) < max(changed, default=0) <= first:
-            chosen = max(changed)  # what is changed in place is made there, from what it looks at
-        elif earliest is None or (first > earliest and self._can_sink(node_index, made, first)):
-            chosen = first
+        first_user = min(users, default=earliest or 0)
+        mutators = [self.node_stages.get(self._mutators.get(value, -1), 0) for value in produced]
+        if node.mutations or not users:
+            # A change in place stays with the tensors that it changes. A node whose result nobody
+            # uses, such as an assertion, stays with its arguments.
+            chosen = earliest if earliest is not None else first_user
+        elif (earliest or 0) < max(mutators, default=0) <= first_user:
+            # A view that is changed in place later is made on the stage that changes it. Sent as a
+            # tensor of its own, it would no longer share the memory of its base.
+            chosen = max(mutators)
+        elif earliest is None or (
+            first_user > earliest and self._can_sink(node_index, produced, first_user)
+        ):
+            chosen = first_user
         else:
             chosen = earliest
-        return self._move_to_owner(step, chosen, earliest)
+        return self._move_to_owner(node, chosen, earliest)
 
     def _can_sink(self, node_index: int, produced: set[int], stage: int) -> bool:
-        """Does it send no more bytes, if it runs where its result is used?"""
+        """Return whether an operation sends no more bytes if it runs on the stage of its consumer.
+
+        Sinking sends the arguments instead of the results. Arguments that the stage has anyway are
+        free. An argument that is changed in place later must be read before the change.
+        """
         values = self.trace.values
-        out = sum(values[value].tensor_spec.nbytes for value in produced)
-        step = self.trace.nodes[node_index]
-        into = 0
-        for value in set(step.inputs):
+        result_bytes = sum(values[value].tensor_spec.nbytes for value in produced)
+        node = self.trace.nodes[node_index]
+        argument_bytes = 0
+        for value in set(node.inputs):
             if (
                 values[value].input_only
                 or values[value].parameter_name
                 or self._is_sent_to(value, stage, node_index)
             ):
                 continue
-            into += values[value].tensor_spec.nbytes
-        changed = {old for s in self.trace.nodes[node_index:] for old in s.mutations}
-        return into <= out and not changed & set(step.inputs)
+            argument_bytes += values[value].tensor_spec.nbytes
+        changed_later = {old for n in self.trace.nodes[node_index:] for old in n.mutations}
+        return argument_bytes <= result_bytes and not changed_later & set(node.inputs)
 
     def _is_sent_to(self, value: int, stage: int, excluded_node: int) -> bool:
-        """Is it sent there anyway?"""
+        """Return whether another node on the stage needs the value anyway."""
         users = self._consumers.get(value, ())
         return any(self.node_stages.get(user) == stage for user in users if user != excluded_node)
 
     def _move_to_owner(self, node: TraceNode, chosen: int, earliest: int | None) -> int:
-        """A parameter that has its home already is used there, and a buffer that is written."""
+        """Return a stage that owns the parameters and written buffers of a node.
+
+        Once the example has fixed the owners, an operation on a parameter runs where that
+        parameter is. The parameter cannot move to the operation.
+        """
         if self._owners is None:
             return chosen
-        for value in (self.trace.values[at] for at in node.inputs):
+        for value in (self.trace.values[value_index] for value_index in node.inputs):
             name = value.parameter_name or value.buffer_name
             if not value.parameter_name and name not in self._owners:
                 continue
-            homes = sorted(self._owners[name])
-            fitting = [home for home in homes if home >= (earliest or 0)]
-            if not fitting:
+            owner_stages = sorted(self._owners[name])
+            possible_stages = [stage for stage in owner_stages if stage >= (earliest or 0)]
+            if not possible_stages:
                 raise CutError(
-                    f"at {node.location}, {get_function_name(node.func)} needs '{name}' of stage {homes[-1]} "
-                    f"together with a value of stage {earliest}, and with the example it was not so: "
-                    "make the Pipe with an example like these inputs"
+                    f"at {node.location}, {get_function_name(node.func)} uses '{name}', which is "
+                    f"on stage {owner_stages[-1]}, together with a value of stage {earliest}. "
+                    "With the example it did not. Make the Pipe with an example like these inputs."
                 )
-            chosen = fitting[0] if chosen not in homes else chosen
+            chosen = possible_stages[0] if chosen not in owner_stages else chosen
         return chosen
 
 
 def _resolve_needed_values(
     stage: int, assignment: StageAssignment, trace: Trace, node_stages: Mapping[int, int]
 ) -> None:
-    """What it needs: made here, taken from the inputs, computed along, or sent by another."""
-    waiting, seen = list(assignment.needed_values), set(assignment.needed_values)
-    while waiting:
-        value = trace.values[waiting.pop()]
+    """Find out where each value that a stage needs comes from.
+
+    | the value is                      | then the stage                                        |
+    |-----------------------------------|-------------------------------------------------------|
+    | produced by one of its nodes      | has it                                                |
+    | a tensor of the batch             | takes it: `input_indices`                             |
+    | input-only                        | runs its producer, and needs what that takes          |
+    | produced by a node on another one | receives it: `recv_values`                            |
+    """
+    pending, needed = list(assignment.needed_values), set(assignment.needed_values)
+    while pending:
+        value = trace.values[pending.pop()]
         if value.producer is None or value.producer in assignment.nodes:
             continue
-        step = trace.nodes[value.producer]
-        if not step.input_only:
+        producer = trace.nodes[value.producer]
+        if not producer.input_only:
             continue
         assignment.nodes.add(value.producer)
-        new = set(step.inputs) - seen
-        seen |= new
-        waiting += new
-    assignment.needed_values = seen
-    for at in sorted(seen):
-        value = trace.values[at]
+        new = set(producer.inputs) - needed
+        needed |= new
+        pending += new
+    assignment.needed_values = needed
+    for value_index in sorted(needed):
+        value = trace.values[value_index]
         if value.input_index is not None:
             assignment.input_indices.append(value.input_index)
         source = None if value.producer is None else node_stages.get(value.producer)
@@ -251,126 +323,158 @@ def _resolve_needed_values(
             continue
         if source > stage:
             raise _backward_edge_error(trace, value.producer or 0, source, stage)
-        assignment.recv_values.setdefault(source, []).append(at)
+        assignment.recv_values.setdefault(source, []).append(value_index)
+    # Sender and receiver may be two processes. They order a payload by names, which are the same
+    # in both; indices may differ.
     for values in assignment.recv_values.values():
-        values.sort(key=lambda at: trace.values[at].name)
+        values.sort(key=lambda value_index: trace.values[value_index].name)
     assignment.input_indices.sort()
     assignment.end = max(assignment.nodes, default=-1) + 1
 
 
 def _backward_edge_error(trace: Trace, producer: int, source: int, stage: int) -> CutError:
-    step = trace.nodes[producer]
-    what = f"unit '{step.func}'" if step.kind is NodeKind.UNIT else get_function_name(step.func)
+    node = trace.nodes[producer]
+    what = f"unit '{node.func}'" if node.kind is NodeKind.UNIT else get_function_name(node.func)
     return CutError(
-        f"at {step.location}, {what} is on stage {source}, and what it makes is used on stage "
-        f"{stage}, which is before: with these inputs the model calls its units in another order "
-        "than with the example; make the Pipe with an example like these"
+        f"at {node.location}, {what} runs on stage {source}, but its result is used on stage "
+        f"{stage}, which comes before. With these inputs the model calls its units in another "
+        "order than with the example. Make the Pipe with an example like these inputs."
     )
 
 
 def _check_inplace_changes(
     trace: Trace, node_stages: Mapping[int, int], assignments: list[StageAssignment]
 ) -> None:
-    """Who changes a tensor in place must have all that shares its memory, if it is used again."""
-    needed = set().union(*(portion.needed_values for portion in assignments))
-    for at, stage in node_stages.items():
-        step = trace.nodes[at]
-        for old, new in step.mutations.items():
-            maker = trace.values[old].producer
-            if new not in needed or old in step.inputs:
+    """Raise if a stage changes a tensor in place of which another stage has a view in use.
+
+    The other stage would not see the change: stages share no memory.
+    """
+    needed = set().union(*(assignment.needed_values for assignment in assignments))
+    for node_index, stage in node_stages.items():
+        node = trace.nodes[node_index]
+        for old, new in node.mutations.items():
+            producer = trace.values[old].producer
+            if new not in needed or old in node.inputs:
                 continue
-            home = None if maker is None else node_stages.get(maker, stage)
-            if home not in (None, stage) and not _is_local_view(
-                trace, step, old, node_stages, stage
+            view_stage = None if producer is None else node_stages.get(producer, stage)
+            if view_stage not in (None, stage) and not _is_local_view(
+                trace, node, old, node_stages, stage
             ):
                 raise CutError(
-                    f"at {step.location}, {get_function_name(step.func)} changes a tensor in place of which "
-                    f"stage {home} has a view that is used again: clone it before you change it, "
-                    "or put both into one unit with units="
+                    f"at {node.location}, {get_function_name(node.func)} changes a tensor in "
+                    f"place, and stage {view_stage} has a view of it that is used again. Clone "
+                    "the tensor before you change it, or put both into one unit with units=."
                 )
 
 
 def _check_inner_backward(trace: Trace, node_stages: Mapping[int, int]) -> None:
-    """Who goes backward inside the forward must have computed all that lies between."""
-    for at, step in enumerate(trace.nodes):
-        if step.func not in BACKWARD_CALLS or at not in node_stages:
+    """Raise if `torch.autograd.grad` inside the forward goes through nodes of several stages.
+
+    The graph between its inputs and its outputs has to be on one stage, because autograd cannot go
+    through a message inside a forward.
+    """
+    for node_index, node in enumerate(trace.nodes):
+        if node.func not in BACKWARD_CALLS or node_index not in node_stages:
             continue
-        after, before = set(step.inputs), set(step.inputs)
-        earlier = list(enumerate(trace.nodes[:at]))
-        for _, one in earlier:
-            after |= get_produced_values(one) if after.intersection(one.inputs) else set()
+        # The nodes between are those that depend on an argument of the call (`descendants`) and
+        # that an argument of the call depends on (`ancestors`).
+        descendants, ancestors = set(node.inputs), set(node.inputs)
+        earlier = list(enumerate(trace.nodes[:node_index]))
+        for _, previous in earlier:
+            descendants |= (
+                get_produced_values(previous)
+                if descendants.intersection(previous.inputs)
+                else set()
+            )
         between = []
-        for number, one in reversed(earlier):
-            if before & get_produced_values(one):
-                before.update(one.inputs)
-                between += [number] if after.intersection(one.inputs) else []
-        homes = {node_stages.get(number, node_stages[at]) for number in between} | {node_stages[at]}
-        if len(homes) > 1:
+        for index, previous in reversed(earlier):
+            if ancestors & get_produced_values(previous):
+                ancestors.update(previous.inputs)
+                between += [index] if descendants.intersection(previous.inputs) else []
+        stages = {node_stages.get(index, node_stages[node_index]) for index in between} | {
+            node_stages[node_index]
+        }
+        if len(stages) > 1:
             raise CutError(
-                f"at {step.location}, {get_function_name(step.func)} goes backward inside the forward, through "
-                f"what stages {', '.join(map(str, sorted(homes)))} compute: put it all into one "
-                "unit with units=, or cut elsewhere with stages="
+                f"at {node.location}, {get_function_name(node.func)} runs a backward inside the "
+                f"forward, through operations of stages {', '.join(map(str, sorted(stages)))}. "
+                "Put all of it into one unit with units=, or cut elsewhere with stages=."
             )
 
 
 def get_produced_values(node: TraceNode) -> set[int]:
-    """The values that there are after it."""
+    """Return the values that a node produces, by its result or by changing a tensor in place."""
     return {*(node.output.value_indices if node.output else ()), *node.mutations.values()}
 
 
 def _is_local_view(
     trace: Trace, node: TraceNode, base: int, node_stages: Mapping[int, int], stage: int
 ) -> bool:
-    """Was what the step changes made on this stage, as a view of the base that arrives?"""
-    waiting = [value for value in node.inputs if value in node.mutations]
-    while waiting:
-        maker = trace.values[waiting.pop()].producer
-        if maker is None or node_stages.get(maker) != stage:
+    """Return whether the tensor that a node changes is a view of `base` made on the same stage.
+
+    Then the stage has received the base, and the change reaches it.
+    """
+    # Follow the changed tensor back through views that this stage made, until the base appears.
+    pending = [value for value in node.inputs if value in node.mutations]
+    while pending:
+        producer = trace.values[pending.pop()].producer
+        if producer is None or node_stages.get(producer) != stage:
             continue
-        takes = trace.nodes[maker].inputs
-        if base in takes:
+        producer_inputs = trace.nodes[producer].inputs
+        if base in producer_inputs:
             return True
-        waiting += [value for value in takes if value in node.mutations]
+        pending += [value for value in producer_inputs if value in node.mutations]
     return False
 
 
 def _find_users(
     trace: Trace, assignments: Sequence[StageAssignment], name_of: Callable[[TracedValue], str]
 ) -> dict[str, frozenset[int]]:
-    found: dict[str, set[int]] = {}
-    for stage, portion in enumerate(assignments):
-        for at in portion.needed_values:
-            value = trace.values[at]
+    """Return the stages that need each parameter or buffer between units, by its name."""
+    users: dict[str, set[int]] = {}
+    for stage, assignment in enumerate(assignments):
+        for value_index in assignment.needed_values:
+            value = trace.values[value_index]
             if value.producer is None and name_of(value):
-                found.setdefault(name_of(value), set()).add(stage)
-    return {name: frozenset(where) for name, where in found.items()}
+                users.setdefault(name_of(value), set()).add(stage)
+    return {name: frozenset(stages) for name, stages in users.items()}
 
 
 def _find_writers(
     trace: Trace, node_stages: Mapping[int, int], readers: Mapping[str, frozenset[int]]
 ) -> dict[str, int]:
-    """Who changes a buffer must be the only one that has it."""
-    found: dict[str, set[int]] = {}
-    for at, stage in node_stages.items():
-        for old in trace.nodes[at].mutations:
+    """Return the stage that changes each buffer between units.
+
+    A buffer may change in place or be assigned anew. No other stage may use it: stages run the same
+    micro-batch at different times and would read the buffer before or after the change at random.
+    """
+    writers: dict[str, set[int]] = {}
+    for node_index, stage in node_stages.items():
+        for old in trace.nodes[node_index].mutations:
             if trace.values[old].buffer_name:
-                found.setdefault(trace.values[old].buffer_name, set()).add(stage)
+                writers.setdefault(trace.values[old].buffer_name, set()).add(stage)
     for name, value in trace.reassigned_buffers.items():
-        maker = trace.values[value].producer
-        found.setdefault(name, set()).add(node_stages.get(-1 if maker is None else maker, 0))
-    for name, writers in found.items():
-        having = sorted(writers | readers.get(name, frozenset()))
-        if len(having) > 1:
+        producer = trace.values[value].producer
+        writers.setdefault(name, set()).add(
+            node_stages.get(-1 if producer is None else producer, 0)
+        )
+    for name, stages in writers.items():
+        users = sorted(stages | readers.get(name, frozenset()))
+        if len(users) > 1:
             raise CutError(
                 f"the forward changes the buffer '{name}' between units, and stages "
-                f"{', '.join(map(str, having))} would have it, each at its own time: change and "
-                "read it in one unit, or cut elsewhere with stages="
+                f"{', '.join(map(str, users))} use it, each at its own time. Change and read it "
+                "in one unit with units=, or cut elsewhere with stages=."
             )
-    return {name: min(writers) for name, writers in found.items()}
+    return {name: min(stages) for name, stages in writers.items()}
 
 
 def locate_value(node: TraceNode, value: int) -> ValueLeaf | ArgumentLeaf | int:
-    """Where a step has a value: in its result, among its arguments, or as an older value."""
+    """Return where a node has a value that it produces.
+
+    A `ValueLeaf` is a leaf of its result. An `ArgumentLeaf` is an argument that it changes in
+    place. An int is an older value that shares memory with a changed argument.
+    """
     assert node.output is not None
     for leaf in node.output.leaves:
         if isinstance(leaf, ValueLeaf) and leaf.value == value:
@@ -378,4 +482,4 @@ def locate_value(node: TraceNode, value: int) -> ValueLeaf | ArgumentLeaf | int:
     for old, new in node.mutations.items():
         if new == value:
             return ArgumentLeaf(node.inputs.index(old)) if old in node.inputs else old
-    raise AssertionError("a value that the step does not make")
+    raise AssertionError("a value that the node does not produce")

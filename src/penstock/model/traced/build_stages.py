@@ -1,4 +1,16 @@
-"""A traced model cut into stages: what each has, and what it computes with."""
+"""Build the stages of a traced model: decide what each stage owns, and give it the modules.
+
+    TracedModel --assign_calls--> StageOwnership, TraceAssignment
+                --build_stages--> Stage (modules and a `StageForward`), TracedPartition
+
+The layers of a `Stage` are the modules whose parameters and buffers it holds:
+
+    a unit that the stage calls          the user's module, or a copy that shares its tensors if
+                                         an earlier stage has the module already
+    a unit of another stage              a copy with those tensors alone that operations between
+                                         units use on this stage
+    a parent's own parameters, buffers   an empty `nn.Module` that holds them
+"""
 
 from __future__ import annotations
 
@@ -31,29 +43,37 @@ from penstock.stage.stage import Stage
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model that was traced, and is to be cut."""
+    """A model with the trace of its example, before it is cut.
+
+    Attributes:
+        model: The user's model.
+        units: Its units by name.
+        trace: The trace of the example.
+        constants: Tensors that the forward took from elsewhere, by value index.
+        example: The positional and keyword arguments of the example micro-batch.
+        trace_caches: Caches of compiled traces, by cut and devices. Partitions of copies of the
+            model share them.
+    """
 
     model: nn.Module
     units: Mapping[str, nn.Module]
     trace: Trace
     constants: Mapping[int, Tensor]
     example: tuple[tuple[Any, ...], dict[str, Any]]
-    trace_caches: dict[Any, TraceCache] = field(
-        default_factory=dict, repr=False
-    )  # by cut and devices
+    trace_caches: dict[Any, TraceCache] = field(default_factory=dict, repr=False)
 
     def rebind_to(self, model: nn.Module) -> TracedModel:
-        """The same for a copy of the model, to be cut alike: no plan has to be made twice."""
+        """Return the same for a copy of the model, which then needs no tracing of its own."""
         units = {name: model.get_submodule(name) for name in self.units}
         return replace(self, model=model, units=units)
 
     @property
     def calls(self) -> list[UnitCall]:
-        """Of units, in order: between them it can be cut."""
-        return [self.trace.nodes[at].func for at in self.trace.unit_call_indices]
+        """The calls of units in order. The model can be cut between any two of them."""
+        return [self.trace.nodes[index].func for index in self.trace.unit_call_indices]
 
     def find_parents(self) -> dict[str, nn.Module]:
-        """The modules that are not in a unit."""
+        """Return the modules that are not in a unit, by name."""
         inside = {id(m) for unit in self.units.values() for m in unit.modules()}
         return {name: m for name, m in self.model.named_modules() if id(m) not in inside}
 
@@ -61,33 +81,46 @@ class TracedModel:
 def assign_calls(
     traced_model: TracedModel, calls_per_stage: Sequence[int], call_order: Sequence[UnitCall] = ()
 ) -> tuple[StageOwnership, TraceAssignment]:
-    """So many calls for each stage: where everything is at home, and who does what.
+    """Cut a traced model.
 
-    The order is the model's own, unless another is given: that of the first of several processes.
+    Args:
+        traced_model: The model.
+        calls_per_stage: The number of unit calls of each stage.
+        call_order: The order in which the calls are dealt out; by default that of the trace. Under
+            torchrun it is the order of the first process, since a model that iterates over a set
+            may call its units in another order in each process.
+
+    Returns:
+        What each stage owns, and which nodes of the trace it runs.
     """
-    calls: dict[UnitCall, int] = {}
+    call_stages: dict[UnitCall, int] = {}
     order = iter(call_order or traced_model.calls)
     for stage, count in enumerate(calls_per_stage):
         for _ in range(count):
-            calls[next(order)] = stage
-    division = assign_nodes(traced_model.trace, lambda call, _: calls[call], len(calls_per_stage))
-    units = _find_unit_owners(traced_model.units, calls)
-    homes = _find_parameter_owners(traced_model, units, division)
+            call_stages[next(order)] = stage
+    assignment = assign_nodes(
+        traced_model.trace, lambda call, _: call_stages[call], len(calls_per_stage)
+    )
+    unit_owners = _find_unit_owners(traced_model.units, call_stages)
+    parameter_owners = _find_parameter_owners(traced_model, unit_owners, assignment)
     return StageOwnership(
-        len(calls_per_stage), calls, units, homes, division.buffer_writers
-    ), division
+        len(calls_per_stage), call_stages, unit_owners, parameter_owners, assignment.buffer_writers
+    ), assignment
 
 
 def _find_unit_owners(
     units: Mapping[str, nn.Module], call_stages: Mapping[UnitCall, int]
 ) -> dict[str, tuple[int, ...]]:
-    """One that was not called stays with the one that was registered before it."""
-    found: dict[str, tuple[int, ...]] = {}
-    before: tuple[int, ...] = (0,)
+    """Return the stages that call each unit.
+
+    A unit that the example did not call goes to the stage of the unit registered before it.
+    """
+    owners: dict[str, tuple[int, ...]] = {}
+    previous: tuple[int, ...] = (0,)
     for name in units:
         stages = sorted({stage for call, stage in call_stages.items() if call.unit == name})
-        before = found[name] = tuple(stages) or before[-1:]
-    return found
+        previous = owners[name] = tuple(stages) or previous[-1:]
+    return owners
 
 
 def _find_parameter_owners(
@@ -95,26 +128,31 @@ def _find_parameter_owners(
     unit_owners: Mapping[str, tuple[int, ...]],
     assignment: TraceAssignment,
 ) -> dict[str, frozenset[int]]:
-    """By the names of the unsplit model; further names of one that is tied count as well."""
-    inside = {id(m): name for name, unit in traced_model.units.items() for m in unit.modules()}
-    stages: dict[int, set[int]] = {}
-    named: list[tuple[str, nn.Parameter]] = []
+    """Return the stages that have each parameter, by all of its names in the unsplit model.
+
+    A tied parameter is on every stage that uses it under any of its names. A parameter that is not
+    used at all goes to the stages of the parameter before it.
+    """
+    unit_names = {id(m): name for name, unit in traced_model.units.items() for m in unit.modules()}
+    stages: dict[int, set[int]] = {}  # by the id of the parameter
+    named_parameters: list[tuple[str, nn.Parameter]] = []
     for path, module in traced_model.model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            named.append((f"{path}.{key}" if path else key, parameter))
-            unit = inside.get(id(module))
+            named_parameters.append((f"{path}.{key}" if path else key, parameter))
+            unit = unit_names.get(id(module))
             if unit is not None:
                 stages.setdefault(id(parameter), set()).update(unit_owners[unit])
-    for name, parameter in named:
+    # Then the parameters that operations between units use, also those inside units.
+    for name, parameter in named_parameters:
         stages.setdefault(id(parameter), set()).update(assignment.parameter_users.get(name, ()))
-    found: dict[str, frozenset[int]] = {}
-    before = frozenset({0})
-    for name, parameter in named:
-        stages[id(parameter)] = stages[id(parameter)] or set(before)
-        before = found[name] = frozenset(stages[id(parameter)])
-    return found
+    owners: dict[str, frozenset[int]] = {}
+    previous = frozenset({0})
+    for name, parameter in named_parameters:
+        stages[id(parameter)] = stages[id(parameter)] or set(previous)
+        previous = owners[name] = frozenset(stages[id(parameter)])
+    return owners
 
 
 def build_stages(
@@ -124,14 +162,24 @@ def build_stages(
     devices: Mapping[int, torch.device],
     local_model: LocalModel | None = None,
 ) -> tuple[list[Stage], TracedPartition]:
-    """The stages on `devices`; the excerpt is of the model, if not all of it is in this process."""
+    """Build the stages of this process and the partition that they belong to.
+
+    Args:
+        traced_model: The model.
+        ownership: What each stage owns, from `assign_calls`.
+        summary: The cut, for reports.
+        devices: The devices of the stages to build.
+        local_model: What this process keeps of the model; None if the whole model is here.
+    """
     parents = traced_model.find_parents() if local_model is None else local_model.parents
     stages = build_draft_stages(traced_model, ownership, summary.assignment, devices, parents)
+    # Programs depend on the cut and on the devices, and on nothing else of a partition.
     key = summary.calls_per_stage, tuple(devices.items())
-    known = (
+    # A process that keeps only a part of the model cannot share a cache with copies of the model.
+    trace_cache = (
         OrderedDict() if local_model else traced_model.trace_caches.setdefault(key, OrderedDict())
     )
-    whole = TracedPartition(
+    partition = TracedPartition(
         traced_model.model,
         traced_model.units,
         parents,
@@ -139,12 +187,12 @@ def build_stages(
         devices,
         summary,
         local_model,
-        known,
+        trace_cache,
     )
-    whole.add_example(
+    partition.add_example(
         traced_model.example, traced_model.trace, summary.assignment, traced_model.constants
     )
-    return stages, whole
+    return stages, partition
 
 
 def build_draft_stages(
@@ -154,10 +202,14 @@ def build_draft_stages(
     devices: Mapping[int, torch.device],
     parents: Mapping[str, nn.Module],
 ) -> list[Stage]:
-    """The stages alone."""
-    shared_fronts = {id(m): build_unit_proxy(name, m) for name, m in traced_model.units.items()}
+    """Build stages without a partition.
+
+    Under torchrun each process drafts all stages first: only then can it see which parameters they
+    share. It keeps its own, in a local model.
+    """
+    shared_proxies = {id(m): build_unit_proxy(name, m) for name, m in traced_model.units.items()}
     return [
-        _build_stage(index, traced_model, ownership, assignment, parents, shared_fronts, devices)
+        _build_stage(index, traced_model, ownership, assignment, parents, shared_proxies, devices)
         for index in devices
     ]
 
@@ -171,26 +223,32 @@ def _build_stage(
     shared_proxies: Mapping[int, nn.Module],
     devices: Mapping[int, torch.device],
 ) -> Stage:
+    """Build one stage. The stages share unit proxies where they have no tensors of their own."""
     layers: dict[str, nn.Module] = {}
-    twins: list[tuple[nn.Module, nn.Module]] = []
-    fronts, device = dict(shared_proxies), devices[index]
+    module_copies: list[tuple[nn.Module, nn.Module]] = []  # original and this stage's module
+    proxies, device = dict(shared_proxies), devices[index]
+    # Units first: what the stage calls, and what it needs of units that other stages call.
     for name, unit in traced_model.units.items():
-        homes = [home for home in ownership.unit_owners[name] if home in devices]
-        if index in homes:
-            layers[name] = unit if index == homes[0] else copy_sharing_tensors(unit)
-            twins += zip(unit.modules(), layers[name].modules(), strict=True)
-        elif shell := _copy_with_used_tensors(name, unit, index, assignment, device):
-            layers[name] = shell
-            fronts[id(unit)] = build_unit_proxy(name, shell)
-    targets = {name: layers.get(name, unit) for name, unit in traced_model.units.items()}
-    skeleton = ProxyModel(traced_model.model, fronts)
-    for name, keeper in _build_tensor_holders(skeleton, ownership, index, device):
-        layers[name] = keeper
+        owners = [owner for owner in ownership.unit_owners[name] if owner in devices]
+        if index in owners:
+            # Two stages that call one unit may run at the same time. The first has the user's
+            # module; the others have copies, so that attributes set in a forward stay apart.
+            layers[name] = unit if index == owners[0] else copy_sharing_tensors(unit)
+            module_copies += zip(unit.modules(), layers[name].modules(), strict=True)
+        elif partial_copy := _copy_with_used_tensors(name, unit, index, assignment, device):
+            layers[name] = partial_copy
+            proxies[id(unit)] = build_unit_proxy(name, partial_copy)
+    unit_modules = {name: layers.get(name, unit) for name, unit in traced_model.units.items()}
+    proxy_model = ProxyModel(traced_model.model, proxies)
+    for name, holder in _build_tensor_holders(proxy_model, ownership, index, device):
+        layers[name] = holder
     return Stage(
         index,
         tuple(layers),
         tuple(layers.values()),
-        StageForward(index, skeleton, targets, [(a, b) for a, b in twins if a is not b]),
+        StageForward(
+            index, proxy_model, unit_modules, [(a, b) for a, b in module_copies if a is not b]
+        ),
         tuple(
             type(parents[name]).__name__
             if name in parents
@@ -203,22 +261,26 @@ def _build_stage(
 def _copy_with_used_tensors(
     name: str, unit: nn.Module, index: int, assignment: TraceAssignment, device: torch.device
 ) -> nn.Module | None:
-    """Of a unit of another stage: those of its parameters and buffers that are used here."""
+    """Return a copy of another stage's unit with the tensors that this stage uses between units.
+
+    An example is a head that computes `F.linear(x, self.embedding.weight)`. All other tensors of
+    the copy are remote. Returns None if this stage uses none of them.
+    """
     users = [*assignment.parameter_users.items(), *assignment.buffer_readers.items()]
     used = {key for key, stages in users if key.startswith(f"{name}.") and index in stages}
     if not used:
         return None
-    made = copy_sharing_tensors(unit)
-    for path, module in made.named_modules(prefix=name):
+    unit_copy = copy_sharing_tensors(unit)
+    for path, module in unit_copy.named_modules(prefix=name):
         _drop_other_parameters(module, lambda key, path=path: f"{path}.{key}" in used, device)
         for key in [key for key in module._buffers if f"{path}.{key}" not in used]:
             buffer = module._buffers.pop(key)
             module.__dict__[key] = None if buffer is None else build_remote_tensor(buffer, device)
-    return made
+    return unit_copy
 
 
 def _drop_other_parameters(module: nn.Module, is_kept: Any, device: torch.device) -> None:
-    """The other parameters can be looked at, and are none of the module's."""
+    """Replace parameters of other stages by remote tensors, which are plain attributes."""
     for key, parameter in list(module._parameters.items()):
         if parameter is not None and not is_kept(key):
             del module._parameters[key]
@@ -228,21 +290,32 @@ def _drop_other_parameters(module: nn.Module, is_kept: Any, device: torch.device
 def _build_tensor_holders(
     proxy_model: ProxyModel, ownership: StageOwnership, index: int, device: torch.device
 ) -> Iterator[tuple[str, nn.Module]]:
-    """What the stage has of the parents' own parameters and buffers, as modules."""
-    for name, (_, copy) in proxy_model.parent_copies.items():
+    """Yield modules that hold the parents' own parameters and buffers of a stage, by name.
+
+    The holder shares the `_parameters` and `_buffers` dicts of the stage's parent copy. So a
+    `.to(device)` of the stage, or a `load_state_dict`, changes what the parent's forward uses.
+    """
+    for name, (_, parent_copy) in proxy_model.parent_copies.items():
         prefix = f"{name}." if name else ""
         _drop_other_parameters(
-            copy, lambda key, p=prefix: index in ownership.parameter_owners[p + key], device
+            parent_copy, lambda key, p=prefix: index in ownership.parameter_owners[p + key], device
         )
+        # A buffer that nobody writes is on every stage. One that the forward changes is on the
+        # stage that changes it; to the others it is remote.
         for key in [
-            k for k in copy._buffers if ownership.buffer_writers.get(prefix + k, index) != index
+            k
+            for k in parent_copy._buffers
+            if ownership.buffer_writers.get(prefix + k, index) != index
         ]:
-            buffer = copy._buffers.pop(key)
-            copy.__dict__[key] = None if buffer is None else build_remote_tensor(buffer, device)
-        if any(t is not None for t in (*copy._parameters.values(), *copy._buffers.values())):
-            keeper = nn.Module()
-            keeper.__dict__["_parameters"] = copy._parameters
-            keeper.__dict__["_buffers"] = copy._buffers
-            keeper.__dict__["_non_persistent_buffers_set"] = copy._non_persistent_buffers_set
-            keeper.training = copy.training
-            yield name, keeper
+            buffer = parent_copy._buffers.pop(key)
+            parent_copy.__dict__[key] = (
+                None if buffer is None else build_remote_tensor(buffer, device)
+            )
+        tensors = (*parent_copy._parameters.values(), *parent_copy._buffers.values())
+        if any(tensor is not None for tensor in tensors):
+            holder = nn.Module()
+            holder.__dict__["_parameters"] = parent_copy._parameters
+            holder.__dict__["_buffers"] = parent_copy._buffers
+            holder.__dict__["_non_persistent_buffers_set"] = parent_copy._non_persistent_buffers_set
+            holder.training = parent_copy.training
+            yield name, holder

@@ -1,4 +1,18 @@
-"""What follows from the inputs alone, computed again for other inputs, and nothing else."""
+"""Guards: the conditions under which an earlier trace holds for a new micro-batch.
+
+A trace holds for every micro-batch on which the forward takes the same path. The path can depend on
+
+    | what                                     | compared by                                      |
+    |------------------------------------------|--------------------------------------------------|
+    | shapes, dtypes, non-tensor arguments     | the cache key (`TracedPartition`)                |
+    | `training`, attributes, configurations   | `read_model_settings`, part of the cache key     |
+    | grad mode, autocast, default dtype       | `read_torch_state`, part of the cache key        |
+    | values of input tensors                  | `InputGuards`: `mask.all()`, `int(lengths.max())`|
+
+`InputGuards` runs the few nodes again that lead from the inputs to a host read, and compares what
+the host reads. `TraceReplay` does the running. It also computes the targets of the model's own
+loss, so that the weight of each micro-batch is known before it runs; see `find_loss_targets`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +30,9 @@ from penstock.model.traced.pytrees import flatten, iter_tensors, unflatten
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, extract_model_loss
 
-# -------------------------------------------------------------------------------------------------
-# How a model is set: what its parents' forwards may go by, beside the inputs.
-# -------------------------------------------------------------------------------------------------
+# ---- settings: parts of the cache key ------------------------------------------------------------
 
+# Types of attributes that Python code branches on, and that compare by value.
 _SETTING_TYPES = (
     *(bool, int, float, str, type(None), Enum, torch.dtype, torch.device),
     *(type, FunctionType, BuiltinFunctionType),
@@ -29,19 +42,20 @@ ModelSettings = tuple[Any, ...]
 
 
 def read_model_settings(parents: Iterable[nn.Module]) -> ModelSettings:
-    """Whether they train, and their plain attributes, with those of their configurations.
+    """Return `training` and the plain attributes of modules and of their `config` objects.
 
-    Tensors and other objects are left out: what follows from these is not what is done next.
+    Tensors and other objects are left out: Python code rarely branches on them. Where it does, the
+    interpreter notices that the forward takes another path.
     """
-    seen: set[int] = set()
-    found: list[Any] = []
+    seen_configs: set[int] = set()  # the parents of a transformers model share one config
+    settings: list[Any] = []
     for module in parents:
-        found.append(tuple(_find_settings(module.__dict__)))
+        settings.append(tuple(_find_settings(module.__dict__)))
         config = module.__dict__.get("config")
-        if config is not None and id(config) not in seen and hasattr(config, "__dict__"):
-            seen.add(id(config))
-            found.append(tuple(_find_settings(vars(config))))
-    return tuple(found)
+        if config is not None and id(config) not in seen_configs and hasattr(config, "__dict__"):
+            seen_configs.add(id(config))
+            settings.append(tuple(_find_settings(vars(config))))
+    return tuple(settings)
 
 
 def _find_settings(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -49,27 +63,182 @@ def _find_settings(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _SETTING_TYPES):
             yield key, value
         elif isinstance(value, tuple | list) and all(
-            isinstance(one, _SETTING_TYPES) for one in value
+            isinstance(item, _SETTING_TYPES) for item in value
         ):
             yield key, tuple(value)
 
 
 def read_torch_state() -> tuple[Any, ...]:
-    """What of PyTorch's own state a forward may go by."""
-    autocasts = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
+    """Return the state of PyTorch that a forward may depend on: grad mode, dtype, autocast."""
+    autocast_dtypes = tuple(
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        for device_type in ("cpu", "cuda")
     )
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *modes, torch.get_default_dtype(), *autocasts
+    return *modes, torch.get_default_dtype(), *autocast_dtypes
 
 
-# -------------------------------------------------------------------------------------------------
-# A loss that a model computes itself: what of its targets counts in it.
+# ---- replay: input-only nodes, run again ---------------------------------------------------------
+
+
+class TraceReplay:
+    """Runs the nodes of a trace that some goal nodes depend on, with other inputs.
+
+    Args:
+        trace: The trace.
+        constants: Tensors that the forward took from elsewhere, by value index.
+        get_buffer: Returns a buffer of the model by its name.
+        goal_nodes: The nodes to compute.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        constants: Mapping[int, Tensor],
+        get_buffer: Callable[[str], Tensor],
+        goal_nodes: Iterable[int],
+    ) -> None:
+        self._trace, self._constants, self._get_buffer = trace, constants, get_buffer
+        self._node_indices = _find_dependencies(trace, goal_nodes)
+        # A node that works in place would change the caller's batch or the model's buffers.
+        self._clones_inputs = any(trace.nodes[index].mutations for index in self._node_indices)
+
+    def run_nodes(self, inputs: Sequence[Tensor]) -> Iterator[tuple[TraceNode, Any]]:
+        """Run the nodes one by one, and yield each with its result."""
+        return self._run_nodes(self._make_resolver(inputs, {}))
+
+    def compute_values(
+        self, inputs: Sequence[Tensor], value_indices: Sequence[int]
+    ) -> list[Tensor]:
+        """Run all nodes and return some values."""
+        resolver = self._make_resolver(inputs, {})
+        for _ in self._run_nodes(resolver):
+            pass
+        return [resolver(value) for value in value_indices]
+
+    def _make_resolver(
+        self, inputs: Sequence[Tensor], computed: dict[int, Tensor]
+    ) -> _ValueResolver:
+        values = self._trace.values
+
+        def load_tensor(value: int) -> Tensor:
+            input_index, buffer_name = values[value].input_index, values[value].buffer_name
+            # The output of a unit, as the argument of `zeros_like` and its kin. Only its shape
+            # matters, and that is known from the trace.
+            if not values[value].input_only:
+                spec, device = values[value].tensor_spec, inputs[0].device if inputs else None
+                return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+            if input_index is not None:
+                tensor = inputs[input_index]
+            else:
+                tensor = self._get_buffer(buffer_name) if buffer_name else self._constants[value]
+            # The nodes run where the batch is; buffers may already be on the devices of stages.
+            if inputs and tensor.device != inputs[0].device:
+                return tensor.detach().to(inputs[0].device)
+            return tensor.detach().clone() if self._clones_inputs else tensor
+
+        return _ValueResolver(load_tensor, computed)
+
+    def _run_nodes(self, resolver: _ValueResolver) -> Iterator[tuple[TraceNode, Any]]:
+        with torch.no_grad():
+            for index in self._node_indices:
+                node = self._trace.nodes[index]
+                args, kwargs = _substitute_values(node.arg_template, resolver)
+                result = node.call(*args, **kwargs)
+                for old, new in node.mutations.items():
+                    resolver.computed[new] = resolver(old)
+                if node.output is not None:
+                    for leaf, tensor in zip(node.output.leaves, flatten(result)[0], strict=True):
+                        if isinstance(leaf, ValueLeaf):
+                            resolver.computed[leaf.value] = tensor
+                yield node, result
+
+
+@dataclass
+class _ValueResolver:
+    """Returns the tensor of a value: computed by a node, or loaded once."""
+
+    load: Callable[[int], Tensor]
+    computed: dict[int, Tensor]
+
+    def __call__(self, value: int) -> Tensor:
+        if value not in self.computed:
+            self.computed[value] = self.load(value)
+        return self.computed[value]
+
+
+def _find_dependencies(trace: Trace, goal_nodes: Iterable[int]) -> list[int]:
+    """Return the goal nodes and all input-only nodes that they depend on, in order."""
+    pending = list(goal_nodes)
+    node_indices: set[int] = set()
+    while pending:
+        index = pending.pop()
+        if index in node_indices:
+            continue
+        node_indices.add(index)
+        inputs = [trace.values[value] for value in trace.nodes[index].inputs]
+        pending += [v.producer for v in inputs if v.producer is not None and v.input_only]
+    return sorted(node_indices)
+
+
+def _substitute_values(arguments: Any, resolve: Callable[[int], Tensor]) -> Any:
+    """Return arguments in which every `ValueRef` is replaced by its tensor."""
+    if isinstance(arguments, ValueRef):
+        return resolve(arguments.value)
+    if type(arguments) in (tuple, list):
+        return type(arguments)(_substitute_values(item, resolve) for item in arguments)
+    if type(arguments) is dict:
+        return {key: _substitute_values(item, resolve) for key, item in arguments.items()}
+    if isinstance(arguments, slice):
+        return slice(
+            *(_substitute_values((arguments.start, arguments.stop, arguments.step), resolve))
+        )
+    return arguments
+
+
+# ---- guards on the values of inputs --------------------------------------------------------------
+
+
+class InputGuards:
+    """The host reads of a traced forward, with the results they had in the trace."""
+
+    def __init__(
+        self, trace: Trace, constants: Mapping[int, Tensor], get_buffer: Callable[[str], Tensor]
+    ) -> None:
+        guard_nodes = [index for index, node in enumerate(trace.nodes) if node.is_guard]
+        self._replay = TraceReplay(trace, constants, get_buffer, guard_nodes)
+
+    def matches(self, inputs: Sequence[Tensor]) -> bool:
+        """Return whether the forward would take the traced path with these inputs.
+
+        The nodes run lazily: the first guard that fails ends the comparison.
+        """
+        return all(
+            _same_outcome(node.output is None, result, node.recorded_result)
+            for node, result in self._replay.run_nodes(inputs)
+            if node.is_guard
+        )
+
+
+def _same_outcome(is_read: bool, actual: Any, expected: Any) -> bool:
+    """Return whether a guard has the result of the trace.
+
+    A host read compares its result. Any other guard is an operation whose output shape depends on
+    data (`nonzero`), and compares shapes.
+    """
+    if not is_read:
+        return bool([tuple(t.shape) for t in iter_tensors(actual)] == expected)
+    if hasattr(actual, "tobytes"):  # a NumPy array; `==` would compare element by element
+        return bool(actual.shape == expected.shape and actual.tobytes() == expected.tobytes())
+    return bool(actual == expected)
+
+
+# ---- the targets of the model's own loss ---------------------------------------------------------
 #
-# If the loss is PyTorch's own cross-entropy, and a mean, then it is one over the targets that are not
-# ignored. They follow from the inputs, so what each micro-batch counts for is known before it runs.
-# -------------------------------------------------------------------------------------------------
+# A model may compute its loss itself, as most models of transformers do. The mean of PyTorch's
+# cross-entropy is one over the targets that are not `ignore_index`, so micro-batches with different
+# numbers of such targets must not count the same. The targets depend on the inputs alone (labels,
+# shifted by one), so a replay counts them before the micro-batch runs.
 
 _CROSS_ENTROPY_PARAMETERS = (
     "input",
@@ -82,21 +251,22 @@ _CROSS_ENTROPY_PARAMETERS = (
 )
 CROSS_ENTROPY_FUNCTIONS = frozenset([functional.cross_entropy, functional.nll_loss])
 
-# Of one tensor, and perhaps a number: what they give is as many times as large.
+# Functions of one tensor, and perhaps a number, that scale or reshape it. A loss that has gone
+# through these is still a mean over the same targets.
 _SCALING_FUNCTIONS = frozenset(
-    getattr(home, name)
-    for home in (torch, Tensor)
+    getattr(namespace, name)
+    for namespace in (torch, Tensor)
     for name in (
         *("mul", "div", "neg", "clone", "squeeze", "reshape", "__mul__", "__rmul__", "__neg__"),
         *("__truediv__", "float", "double", "half", "bfloat16", "to", "type", "contiguous", "view"),
     )
-    if hasattr(home, name)
+    if hasattr(namespace, name)
 )
 
 
 @dataclass(frozen=True)
 class LossTargets:
-    """Values of a trace: the targets, and the weights of the classes, if there are any."""
+    """The values of a trace that decide what each target counts in the model's own loss."""
 
     target: int
     class_weights: int | None
@@ -104,173 +274,53 @@ class LossTargets:
 
 
 def find_loss_targets(trace: Trace) -> LossTargets | None:
-    """None, if the model's loss is another, or it has none."""
-    step = _find_loss_node(trace)
-    while step is not None and step.func in _SCALING_FUNCTIONS and len(step.inputs) == 1:
-        maker = trace.values[step.inputs[0]].producer
-        step = None if maker is None else trace.nodes[maker]
-    if step is None or step.func not in CROSS_ENTROPY_FUNCTIONS or step.arg_template is None:
+    """Return the targets of the model's own loss.
+
+    None means that the model returns no loss, that it is not a mean cross-entropy, or that the
+    targets depend on more than the inputs.
+    """
+    node = _find_loss_node(trace)
+    while node is not None and node.func in _SCALING_FUNCTIONS and len(node.inputs) == 1:
+        producer = trace.values[node.inputs[0]].producer
+        node = None if producer is None else trace.nodes[producer]
+    if node is None or node.func not in CROSS_ENTROPY_FUNCTIONS or node.arg_template is None:
         return None
-    args, kwargs = step.arg_template
-    given = {**dict(zip(_CROSS_ENTROPY_PARAMETERS, args, strict=False)), **kwargs}
-    if given.get("reduction", "mean") != "mean" or given.get("reduce") is not None:
+    args, kwargs = node.arg_template
+    arguments = {**dict(zip(_CROSS_ENTROPY_PARAMETERS, args, strict=False)), **kwargs}
+    if arguments.get("reduction", "mean") != "mean" or arguments.get("reduce") is not None:
         return None
-    target, classes = given["target"], given.get("weight")
-    if given.get("size_average") is not None or not isinstance(target, ValueRef):
+    target, class_weights = arguments["target"], arguments.get("weight")
+    if arguments.get("size_average") is not None or not isinstance(target, ValueRef):
         return None
-    known = [ref.value for ref in (target, classes) if isinstance(ref, ValueRef)]
-    if not all(trace.values[value].input_only for value in known):
+    values = [ref.value for ref in (target, class_weights) if isinstance(ref, ValueRef)]
+    if not all(trace.values[value].input_only for value in values):
         return None
-    ignored = given.get("ignore_index", DEFAULT_IGNORE_INDEX)
+    ignore_index = arguments.get("ignore_index", DEFAULT_IGNORE_INDEX)
     return LossTargets(
-        target.value, classes.value if isinstance(classes, ValueRef) else None, ignored
+        target.value,
+        class_weights.value if isinstance(class_weights, ValueRef) else None,
+        ignore_index,
     )
 
 
 def _find_loss_node(trace: Trace) -> TraceNode | None:
-    """The step that makes the loss: it is found in a copy of the output, as a step finds it."""
-    marks = {at: torch.empty(0) for at, leaf in enumerate(trace.output.leaves) if _is_value(leaf)}
-    leaves = [marks.get(at, leaf) for at, leaf in enumerate(trace.output.leaves)]
+    """Return the node that produces the model's loss.
+
+    The output is rebuilt with an empty tensor for each value, and the code that finds the loss in a
+    real output is applied to it. The tensor that it returns identifies the value.
+    """
+    markers = {
+        index: torch.empty(0) for index, leaf in enumerate(trace.output.leaves) if _is_value(leaf)
+    }
+    leaves = [markers.get(index, leaf) for index, leaf in enumerate(trace.output.leaves)]
     loss = extract_model_loss(unflatten(leaves, trace.output.tree_spec))
     loss = loss["loss"] if isinstance(loss, dict) and "loss" in loss else loss
-    for at, mark in marks.items():
-        if mark is loss:
-            maker = trace.values[trace.output.leaves[at].value].producer
-            return None if maker is None else trace.nodes[maker]
+    for index, marker in markers.items():
+        if marker is loss:
+            producer = trace.values[trace.output.leaves[index].value].producer
+            return None if producer is None else trace.nodes[producer]
     return None
 
 
 def _is_value(leaf: Any) -> bool:
     return isinstance(leaf, ValueLeaf)
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-class TraceReplay:
-    """The steps of a trace that lead to some of its steps and values."""
-
-    def __init__(
-        self,
-        trace: Trace,
-        constants: Mapping[int, Tensor],
-        get_buffer: Callable[[str], Tensor],
-        goal_nodes: Iterable[int],
-    ) -> None:
-        self._trace, self._constants, self._get_buffer = trace, constants, get_buffer
-        self._node_indices = _find_dependencies(trace, goal_nodes)
-        self._clones_inputs = any(trace.nodes[at].mutations for at in self._node_indices)
-
-    def run_nodes(self, inputs: Sequence[Tensor]) -> Iterator[tuple[TraceNode, Any]]:
-        """Each step, and what it gives."""
-        return self._run_nodes(self._make_resolver(inputs, {}))
-
-    def compute_values(
-        self, inputs: Sequence[Tensor], value_indices: Sequence[int]
-    ) -> list[Tensor]:
-        """Some of the values that they make, or that were there."""
-        real = self._make_resolver(inputs, {})
-        for _ in self._run_nodes(real):
-            pass
-        return [real(value) for value in value_indices]
-
-    def _make_resolver(
-        self, inputs: Sequence[Tensor], computed: dict[int, Tensor]
-    ) -> _ValueResolver:
-        values = self._trace.values
-
-        def load_tensor(value: int) -> Tensor:
-            given, buffer = values[value].input_index, values[value].buffer_name
-            if not values[value].input_only:  # only its shape counts
-                look, device = values[value].tensor_spec, inputs[0].device if inputs else None
-                return torch.zeros(look.shape, dtype=look.dtype, device=device)
-            if given is not None:
-                tensor = inputs[given]
-            else:
-                tensor = self._get_buffer(buffer) if buffer else self._constants[value]
-            if inputs and tensor.device != inputs[0].device:
-                return tensor.detach().to(inputs[0].device)
-            return tensor.detach().clone() if self._clones_inputs else tensor
-
-        return _ValueResolver(load_tensor, computed)
-
-    def _run_nodes(self, resolver: _ValueResolver) -> Iterator[tuple[TraceNode, Any]]:
-        with torch.no_grad():
-            for at in self._node_indices:
-                step = self._trace.nodes[at]
-                args, kwargs = _substitute_values(step.arg_template, resolver)
-                found = step.call(*args, **kwargs)
-                for old, new in step.mutations.items():
-                    resolver.computed[new] = resolver(old)
-                if step.output is not None:
-                    for leaf, tensor in zip(step.output.leaves, flatten(found)[0], strict=True):
-                        if isinstance(leaf, ValueLeaf):
-                            resolver.computed[leaf.value] = tensor
-                yield step, found
-
-
-@dataclass
-class _ValueResolver:
-    """Values with their numbers: made, or found where they were before."""
-
-    load: Callable[[int], Tensor]
-    computed: dict[int, Tensor]
-
-    def __call__(self, value: int) -> Tensor:
-        if value not in self.computed:
-            self.computed[value] = self.load(value)
-        return self.computed[value]
-
-
-class InputGuards:
-    """All that a traced forward asked about numbers, and the answers it got."""
-
-    def __init__(
-        self, trace: Trace, constants: Mapping[int, Tensor], get_buffer: Callable[[str], Tensor]
-    ) -> None:
-        asking = [at for at, step in enumerate(trace.nodes) if step.is_guard]
-        self._replay = TraceReplay(trace, constants, get_buffer, asking)
-
-    def matches(self, inputs: Sequence[Tensor]) -> bool:
-        """Would the forward go the same way with these?"""
-        return all(
-            _same_outcome(step.output is None, found, step.recorded_result)
-            for step, found in self._replay.run_nodes(inputs)
-            if step.is_guard
-        )
-
-
-def _find_dependencies(trace: Trace, goal_nodes: Iterable[int]) -> list[int]:
-    """The steps that lead to others, and those, in order."""
-    waiting = list(goal_nodes)
-    found: set[int] = set()
-    while waiting:
-        at = waiting.pop()
-        if at in found:
-            continue
-        found.add(at)
-        takes = [trace.values[value] for value in trace.nodes[at].inputs]
-        waiting += [v.producer for v in takes if v.producer is not None and v.input_only]
-    return sorted(found)
-
-
-def _substitute_values(arguments: Any, resolve: Callable[[int], Tensor]) -> Any:
-    if isinstance(arguments, ValueRef):
-        return resolve(arguments.value)
-    if type(arguments) in (tuple, list):
-        return type(arguments)(_substitute_values(one, resolve) for one in arguments)
-    if type(arguments) is dict:
-        return {key: _substitute_values(one, resolve) for key, one in arguments.items()}
-    if isinstance(arguments, slice):
-        return slice(
-            *(_substitute_values((arguments.start, arguments.stop, arguments.step), resolve))
-        )
-    return arguments
-
-
-def _same_outcome(is_read: bool, actual: Any, expected: Any) -> bool:
-    if not is_read:
-        return bool([tuple(t.shape) for t in iter_tensors(actual)] == expected)
-    if hasattr(actual, "tobytes"):  # an array
-        return bool(actual.shape == expected.shape and actual.tobytes() == expected.tobytes())
-    return bool(actual == expected)

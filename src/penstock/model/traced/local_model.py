@@ -1,4 +1,15 @@
-"""Units that another process has: their code is here, and what they have can be looked at."""
+"""The local model: what one process keeps of a model that several processes share.
+
+Under torchrun each process holds the parameters of its own stages only, but it traces new
+micro-batches of the whole forward by itself. So it keeps a copy of the model with three kinds of
+modules:
+
+    parents         copies; tensors of other processes are remote tensors in `RemoteMembers`
+    local units     the user's own objects
+    remote units    copies with their code, whose parameters are remote tensors
+
+The user's model itself is left as it is, and the memory of its other parameters can be freed.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +36,22 @@ from penstock.model.traced.proxies import (
     holds_module,
 )
 from penstock.model.traced.remote_tensor import RemoteTensor, TensorSpec
+from penstock.torch_compat import mark_as_parameter
 
-_REMOTE_UNIT_KEY = "_hollow"  # the attribute
+# ---- remote units --------------------------------------------------------------------------------
+
+_REMOTE_UNIT_KEY = "_hollow"  # the attribute that marks a remote unit
 
 
 def build_remote_unit(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with other tensors: what a process keeps of another's unit."""
-    made = copy_module_tree(module, transform)
-    made.__dict__[_REMOTE_UNIT_KEY] = True
-    return made
+    """Return a copy of a unit that belongs to another process, with every tensor transformed."""
+    remote_unit = copy_module_tree(module, transform)
+    remote_unit.__dict__[_REMOTE_UNIT_KEY] = True
+    return remote_unit
 
 
 def is_remote_unit(module: nn.Module) -> bool:
-    """Is it another process's?"""
+    """Return whether a unit belongs to another process."""
     return _REMOTE_UNIT_KEY in module.__dict__
 
 
@@ -45,21 +59,25 @@ def is_remote_unit(module: nn.Module) -> bool:
 def fake_remote_tensors(
     modules: Collection[nn.Module], fake_factory: FakeTensorFactory
 ) -> Iterator[None]:
-    """Within, what is elsewhere can be computed with; what is set on the modules is undone."""
-    before = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
-    made: dict[int, Tensor] = {}
+    """Replace remote tensors of modules by fake tensors for the duration of the context.
+
+    A trace has to compute with all units, and a remote tensor raises in every operation. Attributes
+    that are set on the modules inside the context are undone.
+    """
+    snapshots = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in modules]
+    fakes: dict[int, Tensor] = {}  # by the id of the remote tensor, so that tied ones stay tied
     for module in modules:
-        homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for held in homes:
-            for key, tensor in held.items():
+        tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in tensor_dicts:
+            for key, tensor in tensors.items():
                 if isinstance(tensor, RemoteTensor):
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _make_fake(tensor, fake_factory)
-                    held[key] = made[id(tensor)]
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _make_fake(tensor, fake_factory)
+                    tensors[key] = fakes[id(tensor)]
     try:
         yield
     finally:
-        for module, attributes, parameters, buffers in before:
+        for module, attributes, parameters, buffers in snapshots:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             module._parameters.clear()
@@ -69,83 +87,92 @@ def fake_remote_tensors(
 
 
 def _make_fake(tensor: RemoteTensor, fake_factory: FakeTensorFactory) -> Tensor:
-    look = TensorSpec.from_tensor(tensor)
+    """Return a fake tensor, or parameter, with the metadata of a remote one."""
+    spec = TensorSpec.from_tensor(tensor)
     with fake_factory.mode:
-        made = torch.empty_strided(
-            look.shape, look.strides, dtype=look.dtype, device=fake_factory.device
+        fake = torch.empty_strided(
+            spec.shape, spec.strides, dtype=spec.dtype, device=fake_factory.device
         )
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, look.requires_grad)
-    return made
+        return nn.Parameter(fake, spec.requires_grad)
+    return fake
 
 
-# -------------------------------------------------------------------------------------------------
-# What a process keeps of a model: what is its own, and of the rest what can be looked at.
-#
-# The parents are copied; the process's own units are the user's objects, and those of others are
-# hollow: they have their code, and parameters without numbers. So the forward can be followed here,
-# and the model itself need not be kept.
-# -------------------------------------------------------------------------------------------------
+# ---- the local model -----------------------------------------------------------------------------
 
-SMALL_BUFFER_NUMEL = (
-    1024  # numbers of a buffer that are kept in any case: a forward may look at them
-)
+# Buffers of up to this many elements keep their data in remote units, too: the forward may read
+# their values on the host.
+SMALL_BUFFER_NUMEL = 1024
 
 TensorCast = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class LocalMembers:
-    """What a process has of a model, by the model's names."""
+    """The names of the units, parameters and buffers that a process has of a model.
+
+    Attributes:
+        units: Units that run in this process.
+        parameters: Parameters that this process has, also those in units of other processes that
+            an operation between units uses here.
+        remotely_written_buffers: Buffers that the forward changes between units in another process.
+        read_buffers: Buffers that the forward reads between units.
+        tied_aliases: For every further name of a tied parameter, its first name.
+    """
 
     units: Collection[str]
-    parameters: Collection[str]  # also those that are in units of others, and used here
-    remotely_written_buffers: Collection[
-        str
-    ]  # buffers that the forward changes elsewhere, between units
-    read_buffers: Collection[str]  # buffers that it reads between units
-    tied_aliases: Mapping[str, str]  # further names of what is tied
+    parameters: Collection[str]
+    remotely_written_buffers: Collection[str]
+    read_buffers: Collection[str]
+    tied_aliases: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model without what others have."""
+    """A model whose tensors of other processes are remote tensors."""
 
     model: nn.Module
     units: Mapping[str, nn.Module]
     parents: Mapping[str, nn.Module]
-    remote_units: tuple[nn.Module, ...]  # the hollow units
+    remote_units: tuple[nn.Module, ...]
 
     def apply_cast(self, cast_fn: TensorCast) -> None:
-        """What was done to the process's own is done to the looks of the rest."""
+        """Apply a cast of the local parameters to the remote tensors as well.
+
+        `pipe.half()` reaches only the modules that the process has registered. The dtypes of the
+        other processes' tensors must follow, or the next trace would be wrong.
+        """
         for parent in self.parents.values():
-            rest = get_remote_members(parent)
-            parameters = {k: _cast_tensor(t, cast_fn) for k, t in rest.parameters.items()}
-            buffers = {k: _cast_tensor(t, cast_fn) for k, t in rest.buffers.items()}
+            remote = get_remote_members(parent)
+            parameters = {k: _cast_tensor(t, cast_fn) for k, t in remote.parameters.items()}
+            buffers = {k: _cast_tensor(t, cast_fn) for k, t in remote.buffers.items()}
             parent.__dict__[REMOTE_MEMBERS_KEY] = replace(
-                rest, parameters=parameters, buffers=buffers
+                remote, parameters=parameters, buffers=buffers
             )
         for unit in self.remote_units:
             for module in unit.modules():
-                homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for held in homes:
-                    for key, tensor in held.items():
-                        own = isinstance(tensor, nn.Parameter) and not isinstance(
+                tensor_dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for tensors in tensor_dicts:
+                    for key, tensor in tensors.items():
+                        # A real parameter in a remote unit is tied to a local one, which the cast
+                        # has reached.
+                        is_local = isinstance(tensor, nn.Parameter) and not isinstance(
                             tensor, RemoteTensor
                         )
-                        if tensor is not None and not own:
-                            held[key] = _cast_tensor(tensor, cast_fn)
+                        if tensor is not None and not is_local:
+                            tensors[key] = _cast_tensor(tensor, cast_fn)
 
 
 def _cast_tensor(tensor: Tensor, cast_fn: TensorCast) -> Tensor:
     if not isinstance(tensor, RemoteTensor):
         return cast_fn(tensor)
+    # An empty tensor tells what the cast does to this dtype.
     dtype = cast_fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
-    made = RemoteTensor.from_spec(
+    remote_tensor = RemoteTensor.from_spec(
         replace(TensorSpec.from_tensor(tensor), dtype=dtype), tensor.device, NO_VALUE
     )
-    made._is_param = isinstance(tensor, nn.Parameter)
-    return made
+    mark_as_parameter(remote_tensor, isinstance(tensor, nn.Parameter))
+    return remote_tensor
 
 
 def build_local_model(
@@ -154,43 +181,55 @@ def build_local_model(
     local_members: LocalMembers,
     device: torch.device,
 ) -> LocalModel:
-    """The model is left as it is."""
-    stand_ins: dict[int, Tensor] = {}
+    """Return what a process keeps of a model. The model itself is not changed.
+
+    Args:
+        model: The user's model.
+        units: Its units by name.
+        local_members: What of it belongs to this process.
+        device: The device that remote tensors report.
+    """
+    remote_tensors: dict[int, Tensor] = {}  # by the id of the real tensor: tied ones stay tied
 
     def remote_tensor(tensor: Tensor) -> Tensor:
-        if id(tensor) not in stand_ins:
-            stand_ins[id(tensor)] = build_remote_tensor(tensor, device)
-        return stand_ins[id(tensor)]
+        if id(tensor) not in remote_tensors:
+            remote_tensors[id(tensor)] = build_remote_tensor(tensor, device)
+        return remote_tensors[id(tensor)]
 
-    here = dict(_find_local_tensors(model, units, local_members))
-    kept: dict[str, nn.Module] = {}
-    shells: dict[int, nn.Module | None] = {}
+    local_tensors = dict(_find_local_tensors(model, units, local_members))
+    local_units: dict[str, nn.Module] = {}
+    partial_units: dict[int, nn.Module | None] = {}
     for name, unit in units.items():
-        kept[name] = unit
+        local_units[name] = unit
         if name not in local_members.units:
-            kept[name] = build_remote_unit(unit, remote_tensor)
-            _attach_local_tensors(name, kept[name], unit, local_members, here)
-            shells[id(kept[name])] = _copy_with_local_parameters(name, kept[name], local_members)
-    skeleton = ProxyModel(model, {id(unit): kept[name] for name, unit in units.items()})
-    for name, (original, parent) in skeleton.parent_copies.items():
+            local_units[name] = build_remote_unit(unit, remote_tensor)
+            _attach_local_tensors(name, local_units[name], unit, local_members, local_tensors)
+            partial_units[id(local_units[name])] = _copy_with_local_parameters(
+                name, local_units[name], local_members
+            )
+    proxy_model = ProxyModel(model, {id(unit): local_units[name] for name, unit in units.items()})
+    for name, (original, parent) in proxy_model.parent_copies.items():
         _prune_parent(
-            f"{name}." if name else "", parent, local_members, remote_tensor, shells, device
+            f"{name}." if name else "", parent, local_members, remote_tensor, partial_units, device
         )
         _keep_original_containers(original, parent)
-    parents = {name: parent for name, (_, parent) in skeleton.parent_copies.items()}
-    away = tuple(unit for name, unit in kept.items() if name not in local_members.units)
-    return LocalModel(skeleton.model, kept, parents, away)
+    parents = {name: parent for name, (_, parent) in proxy_model.parent_copies.items()}
+    remote_units = tuple(
+        unit for name, unit in local_units.items() if name not in local_members.units
+    )
+    return LocalModel(proxy_model.model, local_units, parents, remote_units)
 
 
 def _find_local_tensors(
     model: nn.Module, units: Mapping[str, nn.Module], local_members: LocalMembers
 ) -> Iterator[tuple[str, Tensor]]:
-    """By the first of their names."""
-    inside = {id(m) for name in local_members.units for m in units[name].modules()}
+    """Yield the parameters and buffers of this process, each by the first of its names."""
+    local_modules = {id(m) for name in local_members.units for m in units[name].modules()}
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = f"{path}.{key}" if path else key
-            if tensor is not None and (id(module) in inside or name in local_members.parameters):
+            is_local = id(module) in local_modules or name in local_members.parameters
+            if tensor is not None and is_local:
                 yield local_members.tied_aliases.get(name, name), tensor
 
 
@@ -201,44 +240,59 @@ def _attach_local_tensors(
     local_members: LocalMembers,
     local_tensors: Mapping[str, Tensor],
 ) -> None:
-    """What is tied to something of the process is that, and buffers have numbers, if few."""
-    for (path, made), module in zip(
+    """Put real tensors into a remote unit where this process has them.
+
+    These are parameters tied to local ones, small buffers, and buffers that the forward reads.
+    """
+    for (path, remote_module), module in zip(
         remote_unit.named_modules(prefix=name), unit.modules(), strict=True
     ):
-        for key in made._parameters:
-            first = local_members.tied_aliases.get(f"{path}.{key}", f"{path}.{key}")
-            if first in local_tensors:
-                made._parameters[key] = local_tensors[first]
+        for key in remote_module._parameters:
+            first_name = local_members.tied_aliases.get(f"{path}.{key}", f"{path}.{key}")
+            if first_name in local_tensors:
+                remote_module._parameters[key] = local_tensors[first_name]
         for key, buffer in module._buffers.items():
-            few = buffer is not None and buffer.numel() <= SMALL_BUFFER_NUMEL and not buffer.is_meta
-            if few or f"{path}.{key}" in local_members.read_buffers:
-                made._buffers[key] = buffer
+            is_small = (
+                buffer is not None and buffer.numel() <= SMALL_BUFFER_NUMEL and not buffer.is_meta
+            )
+            if is_small or f"{path}.{key}" in local_members.read_buffers:
+                remote_module._buffers[key] = buffer
 
 
 def _copy_with_local_parameters(
     name: str, unit: nn.Module, local_members: LocalMembers
 ) -> nn.Module | None:
-    """What the process has of another's unit: parameters that it uses between units."""
+    """Return a copy of a remote unit in which only parameters of this process are registered.
+
+    An operation between units may use a parameter of another process's unit (a tied embedding, for
+    example). `pipe.parameters()` then yields that parameter here, and no other one of the unit.
+    Returns None if this process has no parameter of the unit.
+    """
     if not any(f"{path}.{key}" in local_members.parameters
                for path, module in unit.named_modules(prefix=name)
                for key in module._parameters):  # fmt: skip
         return None
-    made = copy_sharing_tensors(unit)
-    for path, module in made.named_modules(prefix=name):
+    unit_copy = copy_sharing_tensors(unit)
+    for path, module in unit_copy.named_modules(prefix=name):
         module._buffers.clear()
         for key in list(module._parameters):
             if f"{path}.{key}" not in local_members.parameters:
+                # A plain attribute: the forward can read it, and `parameters()` skips it.
                 module.__dict__[key] = module._parameters.pop(key)
-    return made
+    return unit_copy
 
 
 def _keep_original_containers(original: nn.Module, parent: nn.Module) -> None:
-    """The lists and dicts of the model's own, as hooks of units may know them, and itself."""
-    for key, box in iter_containers(original):
-        if not holds_module(box):
-            parent.__dict__[key] = box
-    rest = get_remote_members(parent)
-    parent.__dict__[REMOTE_MEMBERS_KEY] = replace(rest, original_ref=weakref.ref(original))
+    """Give a parent the user's own lists and dicts, and a reference to the user's module.
+
+    Hooks of units may close over these. They are rebound by the identity of the originals; see
+    `ProxyModel._find_unit_hooks`. The reference is weak, so that the model can be freed.
+    """
+    for key, container in iter_containers(original):
+        if not holds_module(container):
+            parent.__dict__[key] = container
+    remote = get_remote_members(parent)
+    parent.__dict__[REMOTE_MEMBERS_KEY] = replace(remote, original_ref=weakref.ref(original))
 
 
 def _prune_parent(
@@ -249,7 +303,11 @@ def _prune_parent(
     partial_units: Mapping[int, nn.Module | None],
     device: torch.device,
 ) -> None:
-    """What is not the process's is none of the parent's own, but it can be looked at."""
+    """Move the members of other processes from a parent into its `RemoteMembers`.
+
+    The forward still sees them, because `ProxyModel` adds them back to its copies. `parameters()`,
+    `state_dict()` and `to()` of the local model do not.
+    """
     parameters = {
         key: remote_tensor(tensor)
         for key, tensor in parent._parameters.items()
@@ -262,13 +320,17 @@ def _prune_parent(
     }
     children = dict(parent._modules)
     parent.__dict__[REMOTE_MEMBERS_KEY] = RemoteMembers(parameters, buffers, children)
-    for held, gone in ((parent._parameters, parameters), (parent._buffers, buffers)):
-        for key in gone:
-            del held[key]
+    for registered, moved in ((parent._parameters, parameters), (parent._buffers, buffers)):
+        for key in moved:
+            del registered[key]
+    # The other buffers are in every process, on its device: any stage may read them.
     for key, buffer in parent._buffers.items():
         if buffer is not None and not buffer.is_meta:
             parent._buffers[key] = buffer.to(device)
-    seen = {key: partial_units.get(id(child), child) for key, child in children.items()}
+    # A remote unit is replaced by the copy with this process's parameters, or left out.
+    local_children = {key: partial_units.get(id(child), child) for key, child in children.items()}
     parent.__dict__["_modules"] = {
-        key: child for key, child in seen.items() if child is not None or children[key] is None
+        key: child
+        for key, child in local_children.items()
+        if child is not None or children[key] is None
     }

@@ -1,8 +1,17 @@
-"""A model's parent modules, copied, so that each stage can run their forward by itself.
+"""Proxies: a copy of the model per stage, in which units are replaced by unit proxies.
 
-The units are not copied. Where a parent calls one, it calls a front: an object of the unit's class
-with the unit's own attributes, whose call goes to whoever watches the forward. What a parent
-sets on itself while it computes is the stage's own, whatever other threads do meanwhile.
+A *unit* is a submodule that is never cut. A *parent* is a module that contains units, down to the
+model itself. Each stage runs the forward of the parents, and only its own units:
+
+    user's model            proxy model of one stage
+    ------------            ------------------------
+    parent module           shallow copy (same parameters, its own attributes)
+    unit                    UnitProxy (same class, same attributes, another `__call__`)
+    list or dict            copy, restored after every forward
+
+The parents are copied because stages run at the same time in several threads: an attribute that one
+stage's forward sets on a parent must not be visible to another stage. A unit proxy reports the call
+to the interceptor of its thread, which runs the unit or returns a placeholder for its output.
 """
 
 from __future__ import annotations
@@ -25,27 +34,34 @@ from penstock.model.traced.containers import (
     iter_captured_values,
     iter_containers,
     iter_lru_cached_methods,
+    rebind_function,
 )
-from penstock.model.traced.containers import rebind_function as remade_function
 from penstock.model.traced.interception import get_current_interceptor
 from penstock.model.traced.remote_tensor import RemoteTensor, TensorSpec
+from penstock.torch_compat import COMPILED_CALL_ATTRIBUTE, mark_as_parameter
+
+NO_VALUE = -1  # the value index of a remote tensor that stands for a parameter or buffer
 
 
 class UnitProxy:
-    """In a unit's place: a mix-in before the unit's own class."""
+    """A mix-in that goes before the unit's own class and intercepts its calls.
+
+    The call is intercepted in `__call__` of a subclass and not by a forward pre-hook. A hook cannot
+    skip the forward, and some layers define a `__call__` of their own.
+    """
 
     _unit: str
     _target: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Whoever watches decides; if nobody does, as ever."""
-        watcher = get_current_interceptor()
-        if watcher is None:
+        """Report the call to the interceptor of this thread. Without one, run the unit."""
+        interceptor = get_current_interceptor()
+        if interceptor is None:
             return self._target(*args, **kwargs)
-        return watcher.intercept_unit(self._unit, self._target, args, kwargs)
+        return interceptor.intercept_unit(self._unit, self._target, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by itself, it is a call as well."""
+        """Treat a direct call of `forward` like a call of the unit."""
         return self(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -56,90 +72,130 @@ class UnitProxy:
 
 
 class _FallbackUnitProxy(UnitProxy, nn.Module):
-    """In the place of a unit whose class cannot be derived from."""
+    """A proxy for a unit whose class cannot be subclassed; `isinstance` does not recognise it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self)._target, name)
 
 
 def build_unit_proxy(name: str, module: nn.Module) -> nn.Module:
-    """Of the unit's class, with the unit's own attributes."""
-    own = {"_unit": name, "_target": module}
-    kind = type(module)
+    """Return a proxy for a unit: an object of a subclass of the unit's class.
+
+    The proxy shares the unit's `__dict__`, so a parent that reads or sets an attribute of the unit
+    (`self.block.scale`) sees the real one.
+    """
+    class_attributes = {"_unit": name, "_target": module}
+    module_class = type(module)
     try:
-        metaclass: Any = type(kind)
-        made_of = metaclass(
-            kind.__name__, (UnitProxy, kind), {"__module__": kind.__module__, **own}
+        metaclass: Any = type(module_class)
+        proxy_class = metaclass(
+            module_class.__name__,
+            (UnitProxy, module_class),
+            {"__module__": module_class.__module__, **class_attributes},
         )
-        made = object.__new__(made_of)
-        made.__dict__ = module.__dict__
+        # Without `__init__`: that would build the unit's parameters again.
+        proxy = object.__new__(proxy_class)
+        proxy.__dict__ = module.__dict__
     except (TypeError, RuntimeError, AttributeError):
-        made = type(kind.__name__, (_FallbackUnitProxy,), own)()
-    assert isinstance(made, nn.Module)
-    return made
+        # A class may refuse subclasses, by its metaclass or `__init_subclass__`.
+        proxy = type(module_class.__name__, (_FallbackUnitProxy,), class_attributes)()
+    assert isinstance(proxy, nn.Module)
+    return proxy
 
 
 class ProxyModel:
-    """The copied parents: the model's forward can be run on them."""
+    """Copies of the model's parents, with proxies in place of the units.
+
+    Args:
+        model: The user's model, or what this process keeps of it. It is not changed.
+        proxies: The replacement of each unit, by the `id` of the unit.
+    """
 
     def __init__(self, model: nn.Module, proxies: Mapping[int, nn.Module]) -> None:
-        self.parent_copies: dict[
-            str, tuple[nn.Module, nn.Module]
-        ] = {}  # by name: original and copy
-        known = dict(proxies)
-        self.model = self._copy_parent(model, "", known)
-        self._containers: dict[int, ContainerCopy] = {}
+        # Original and copy of each parent, by the parent's name in the model.
+        self.parent_copies: dict[str, tuple[nn.Module, nn.Module]] = {}
+        copies = dict(proxies)
+        self.model = self._copy_parent(model, "", copies)
+        self._containers: dict[int, ContainerCopy] = {}  # by the id of the original container
         self._config_copies: dict[int, Any] = {}
-        for original, own in self.parent_copies.values():
-            _replace_held_modules(original, own, known)
-            for key, box in iter_containers(own):
-                theirs = original.__dict__[key]
-                made = self._containers.setdefault(
-                    id(theirs), ContainerCopy.from_original(theirs, box)
+        # The second pass needs all copies: a plain list in one parent may hold any other module.
+        for original, parent_copy in self.parent_copies.values():
+            _replace_held_modules(original, parent_copy, copies)
+            for key, contents in iter_containers(parent_copy):
+                # Two parents that share a list share its copy, too.
+                original_container = original.__dict__[key]
+                container_copy = self._containers.setdefault(
+                    id(original_container),
+                    ContainerCopy.from_original(original_container, contents),
                 )
-                own.__dict__[key] = made.stage_copy
-            self._disable_kv_cache(own)
+                parent_copy.__dict__[key] = container_copy.stage_copy
+            self._disable_kv_cache(parent_copy)
         self.unit_hooks = self._find_unit_hooks(proxies.values())
 
     def _copy_parent(self, module: nn.Module, name: str, copies: dict[int, nn.Module]) -> nn.Module:
-        if id(module) in copies:
+        if id(module) in copies:  # a unit, or a parent that is registered under two names
             return copies[id(module)]
-        made: nn.Module = object.__new__(type(module))
-        copies[id(module)] = made
-        self.parent_copies[name] = module, made
-        made.__dict__.update(module.__dict__)
-        for key, method, own in iter_lru_cached_methods(type(module)):
-            made.__dict__.setdefault(key, MethodType(method, made) if own else method)
-        made.__dict__["_compiled_call_impl"] = None  # what is compiled could not be followed
-        rest = get_remote_members(module)
-        made.__dict__["_parameters"] = {**module._parameters, **rest.parameters}
-        made.__dict__["_buffers"] = {**module._buffers, **rest.buffers}
-        made.__dict__["_modules"] = {
+        parent_copy: nn.Module = object.__new__(type(module))
+        copies[id(module)] = parent_copy
+        self.parent_copies[name] = module, parent_copy
+        parent_copy.__dict__.update(module.__dict__)
+        # A method with `functools.lru_cache` has one cache for all stages and micro-batches, which
+        # would return tensors of another one. The copy gets the method without its cache.
+        for key, method, takes_self in iter_lru_cached_methods(type(module)):
+            parent_copy.__dict__.setdefault(
+                key, MethodType(method, parent_copy) if takes_self else method
+            )
+        # A compiled parent would run as one graph, in which no unit can be intercepted.
+        parent_copy.__dict__[COMPILED_CALL_ATTRIBUTE] = None
+        # Under torchrun a process keeps only its own tensors registered. The forward still has to
+        # see all of them, so the remote ones are added back here.
+        remote = get_remote_members(module)
+        parent_copy.__dict__["_parameters"] = {**module._parameters, **remote.parameters}
+        parent_copy.__dict__["_buffers"] = {**module._buffers, **remote.buffers}
+        parent_copy.__dict__["_modules"] = {
             key: None
             if child is None
             else self._copy_parent(child, f"{name}.{key}".strip("."), copies)
-            for key, child in (rest.children or module._modules).items()
+            for key, child in (remote.children or module._modules).items()
         }
-        return made
+        return parent_copy
 
     def _find_unit_hooks(self, proxies: Iterable[Any]) -> dict[str, ReboundHooks]:
-        """Of units, those that know a parent or one of its lists."""
-        own: dict[int, Any] = {id(original): own for original, own in self.parent_copies.values()}
-        origins = [
-            (get_remote_members(original).original_ref(), own)
-            for original, own in self.parent_copies.values()
-        ]
-        own.update((id(origin), copy) for origin, copy in origins if origin is not None)
-        own.update((at, box.stage_copy) for at, box in self._containers.items())
-        found = {
-            f._unit: ReboundHooks.for_unit(f._target, own)
-            for f in proxies
-            if isinstance(f, UnitProxy)
+        """Return the hooks of units that refer to a parent or to one of its containers, by unit.
+
+        A hook such as `lambda m, args, out: model.features.append(out)` closes over the user's
+        model. On this stage it has to fill the list of this stage's copy.
+        """
+        replacements: dict[int, Any] = {
+            id(original): parent_copy for original, parent_copy in self.parent_copies.values()
         }
-        return {name: hooks for name, hooks in found.items() if hooks is not None}
+        # Under torchrun the "original" is itself a copy, and a hook knows the user's own module.
+        user_modules = [
+            (get_remote_members(original).original_ref(), parent_copy)
+            for original, parent_copy in self.parent_copies.values()
+        ]
+        replacements.update(
+            (id(user_module), parent_copy)
+            for user_module, parent_copy in user_modules
+            if user_module is not None
+        )
+        replacements.update(
+            (address, container.stage_copy) for address, container in self._containers.items()
+        )
+        hooks_by_unit = {
+            proxy._unit: ReboundHooks.for_unit(proxy._target, replacements)
+            for proxy in proxies
+            if isinstance(proxy, UnitProxy)
+        }
+        return {name: hooks for name, hooks in hooks_by_unit.items() if hooks is not None}
 
     def _disable_kv_cache(self, parent_copy: nn.Module) -> None:
-        """A cache of keys and values is filled inside units: a parent is told not to have one."""
+        """Set `config.use_cache` to False on a copy of the parent's configuration.
+
+        Models of transformers fill a cache of keys and values from inside their blocks, which are
+        units. The caller's configuration stays as it is.
+        """
+        # Parents often share one configuration object; their copies share one copy of it.
         config = parent_copy.__dict__.get("config")
         if getattr(config, "use_cache", None) is True:
             if id(config) not in self._config_copies:
@@ -148,116 +204,145 @@ class ProxyModel:
             parent_copy.__dict__["config"] = self._config_copies[id(config)]
 
     def sync_with_originals(self) -> None:
-        """Set what can be set on the originals: whether they train, and their own attributes."""
+        """Copy `training`, plain attributes and container contents from the originals.
+
+        Containers that hold modules keep their copies: these hold unit proxies.
+        """
         self._config_copies = {}
-        boxes = {at: box for at, box in self._containers.items() if holds_module(box.original)}
-        for original, own in self.parent_copies.values():
-            sync_attributes(original, own)
+        containers = {
+            address: container
+            for address, container in self._containers.items()
+            if holds_module(container.original)
+        }
+        for original, parent_copy in self.parent_copies.values():
+            sync_attributes(original, parent_copy)
             for key, value in iter_containers(original):
                 if not holds_module(value):
-                    known = self._containers.get(id(value)) or ContainerCopy.from_original(
+                    container_copy = self._containers.get(id(value)) or ContainerCopy.from_original(
                         value, value
                     )
-                    boxes[id(value)] = known
-                    known.sync_with_original()
-                    own.__dict__[key] = known.stage_copy
-            self._disable_kv_cache(own)
-        self._containers = boxes
+                    containers[id(value)] = container_copy
+                    container_copy.sync_with_original()
+                    parent_copy.__dict__[key] = container_copy.stage_copy
+            self._disable_kv_cache(parent_copy)
+        self._containers = containers
 
+    # Called around every micro-batch of every stage, so it copies dicts and no tensors.
     @contextmanager
     def isolated_forward(self, reassigned_buffers: Sequence[str] = ()) -> Iterator[None]:
-        """Within, a forward runs: what it sets or fills is gone after it, but for some buffers."""
-        owns = [own.__dict__ for _, own in self.parent_copies.values()]
-        before = [(dict(attributes), dict(attributes["_buffers"])) for attributes in owns]
+        """Run one forward in this context and undo its side effects on the parents.
+
+        Attributes, buffers and containers of the parent copies get their old values back, so that
+        no micro-batch sees what another one left behind. The only exceptions are the
+        `reassigned_buffers`: this stage assigns them, and their new tensors go to the originals.
+        """
+        copy_attributes = [parent_copy.__dict__ for _, parent_copy in self.parent_copies.values()]
+        snapshots = [
+            (dict(attributes), dict(attributes["_buffers"])) for attributes in copy_attributes
+        ]
         try:
             yield
         finally:
+            # First, while the copies still have the new buffers.
             self.write_back_buffers(reassigned_buffers)
-            for attributes, (then, buffers) in zip(owns, before, strict=True):
+            for attributes, (previous, buffers) in zip(copy_attributes, snapshots, strict=True):
                 attributes.clear()
-                attributes.update(then)
+                attributes.update(previous)
                 attributes["_buffers"].update(buffers)
-            for box in self._containers.values():
-                box.restore()
+            for container in self._containers.values():
+                container.restore()
             for name in reassigned_buffers:
                 path, _, key = name.rpartition(".")
-                original, own = self.parent_copies[path]
-                own._buffers[key] = original._buffers[key]
+                original, parent_copy = self.parent_copies[path]
+                parent_copy._buffers[key] = original._buffers[key]
 
     def refresh_buffers(self, device: torch.device) -> None:
-        """Take the originals' buffers anew: they were cast."""
-        for original, own in self.parent_copies.values():
-            for key in own._buffers.keys() & original._buffers.keys():
+        """Copy the buffers of the originals again, after the model was cast to another dtype."""
+        for original, parent_copy in self.parent_copies.values():
+            for key in parent_copy._buffers.keys() & original._buffers.keys():
                 buffer = original._buffers[key]
-                own._buffers[key] = None if buffer is None else buffer.to(device)
+                parent_copy._buffers[key] = None if buffer is None else buffer.to(device)
 
     def write_back_buffers(self, buffers: Iterable[str]) -> None:
-        """Buffers that the forward has assigned anew are the originals', too."""
+        """Assign buffers that the forward reassigned on the copies to the originals as well."""
         for name in buffers:
             path, _, key = name.rpartition(".")
-            original, own = self.parent_copies[path]
-            original._buffers[key] = own._buffers[key]
+            original, parent_copy = self.parent_copies[path]
+            original._buffers[key] = parent_copy._buffers[key]
 
 
-# What a copy has of its own.
-_COPY_OWNED_KEYS = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
+# Entries of a module's `__dict__` that differ between an original and its copy on purpose.
+_COPY_OWNED_KEYS = ("_parameters", "_buffers", "_modules", COMPILED_CALL_ATTRIBUTE)
 
 
 def _replace_held_modules(
     original: nn.Module, parent_copy: nn.Module, copies: Mapping[int, nn.Module]
 ) -> None:
-    """Also in plain lists and bound methods, where nothing is registered."""
+    """Replace modules in plain attributes, lists and bound methods, which are not registered."""
     for key, value in original.__dict__.items():
         if key not in _COPY_OWNED_KEYS and holds_module(value):
             parent_copy.__dict__[key] = _map_modules(value, copies)
 
 
 def holds_module(value: Any) -> bool:
-    """Is it a module, or a list of some, or a method of one?"""
+    """Return whether a value is a module or refers to one.
+
+    Looks into lists, dicts, plain objects, bound methods, closures and partials.
+    """
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, list | tuple):
-        return any(isinstance(one, nn.Module) for one in value)
+        return any(isinstance(item, nn.Module) for item in value)
     if isinstance(value, dict):
-        return any(isinstance(one, nn.Module) for one in value.values())
+        return any(isinstance(item, nn.Module) for item in value.values())
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
     if is_state_object(value):
-        return any(holds_module(one) for one in vars(value).values() if not is_state_object(one))
+        # Objects in objects and functions in functions are left out: they may form a cycle.
+        return any(holds_module(item) for item in vars(value).values() if not is_state_object(item))
     if isinstance(value, FunctionType):
         return any(
-            holds_module(x) for x in iter_captured_values(value) if not isinstance(x, FunctionType)
+            holds_module(captured)
+            for captured in iter_captured_values(value)
+            if not isinstance(captured, FunctionType)
         )
     return isinstance(value, partial) and holds_module((value.func, *value.args))
 
 
 def _map_modules(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """Return the value with every module replaced by its copy; see `holds_module`."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _map_modules(value.__self__, copies))
     if isinstance(value, FunctionType):
-        return remade_function(value, copies)
+        return rebind_function(value, copies)
     if isinstance(value, partial):
-        args = [_map_modules(one, copies) for one in value.args]
+        args = [_map_modules(item, copies) for item in value.args]
         return partial(_map_modules(value.func, copies), *args, **value.keywords)
     if type(value) in (list, tuple):
-        return type(value)(_map_modules(one, copies) for one in value)
+        return type(value)(_map_modules(item, copies) for item in value)
     if type(value) is dict:
-        return {key: _map_modules(one, copies) for key, one in value.items()}
+        return {key: _map_modules(item, copies) for key, item in value.items()}
     if is_state_object(value):
-        own = copy.copy(value)
-        for key, one in vars(value).items():
-            vars(own)[key] = one if is_state_object(one) else _map_modules(one, copies)
-        return own
+        object_copy = copy.copy(value)
+        for key, item in vars(value).items():
+            vars(object_copy)[key] = item if is_state_object(item) else _map_modules(item, copies)
+        return object_copy
     return value
 
 
 @dataclass(frozen=True)
 class RemoteMembers:
-    """What a parent has in other processes, to look at, and all of its children in order.
+    """The members of a parent that belong to other processes.
 
-    `origin` is the model's own module, of which the parent is a copy, if it is still there.
+    Attributes:
+        parameters: Remote tensors for the parameters of other processes, by name.
+        buffers: The same for buffers.
+        children: All children of the parent in their order, also those of other processes. Empty
+            if the whole model is in this process.
+        original_ref: Returns the user's module that the parent is a copy of, or None if that
+            module no longer exists.
     """
 
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
@@ -267,41 +352,48 @@ class RemoteMembers:
 
 
 def get_remote_members(parent: nn.Module) -> RemoteMembers:
-    """Nothing, if the whole model is here."""
-    found: RemoteMembers = parent.__dict__.get(REMOTE_MEMBERS_KEY, _NO_REMOTE_MEMBERS)
-    return found
+    """Return the members of a parent in other processes: none if the whole model is here."""
+    remote: RemoteMembers = parent.__dict__.get(REMOTE_MEMBERS_KEY, _NO_REMOTE_MEMBERS)
+    return remote
 
 
-REMOTE_MEMBERS_KEY = "_elsewhere"  # the attribute
+REMOTE_MEMBERS_KEY = "_elsewhere"  # the attribute of a parent that holds its RemoteMembers
 _NO_REMOTE_MEMBERS = RemoteMembers()
 
 _UNSYNCED_KEYS = frozenset((*_COPY_OWNED_KEYS, REMOTE_MEMBERS_KEY))
 
 
 def sync_attributes(original: nn.Module, copy: nn.Module) -> None:
-    """Whether it trains, and its own attributes; those with modules are the copy's own."""
+    """Copy `training` and the other plain attributes of a module to its copy.
+
+    Attributes that hold modules are left out: the copy has other modules there.
+    """
     for key, value in original.__dict__.items():
         if key not in _UNSYNCED_KEYS and not holds_module(value):
             copy.__dict__[key] = value
 
 
 def copy_sharing_tensors(module: nn.Module) -> nn.Module:
-    """A copy with the same parameters and buffers: for a second stage that calls the module."""
+    """Return a copy of a module with the same parameters and buffers.
+
+    A stage needs it if another stage calls the same module: the attributes are its own.
+    """
     return copy_module_tree(module, lambda tensor: tensor)
 
 
 def build_remote_tensor(tensor: Tensor, device: torch.device) -> RemoteTensor:
-    """What stands for a parameter or buffer that is not here."""
-    made = RemoteTensor.from_spec(TensorSpec.from_tensor(tensor), device, NO_VALUE)
-    made._is_param = isinstance(tensor, nn.Parameter)
-    return made
-
-
-NO_VALUE = -1
+    """Return a placeholder for a parameter or buffer that another stage or process has."""
+    remote_tensor = RemoteTensor.from_spec(TensorSpec.from_tensor(tensor), device, NO_VALUE)
+    mark_as_parameter(remote_tensor, isinstance(tensor, nn.Parameter))
+    return remote_tensor
 
 
 def copy_module_tree(module: nn.Module, transform: Callable[[Tensor], Tensor]) -> nn.Module:
-    """The tree copied, each tensor changed, and each once."""
+    """Return a copy of a module and its submodules, with every tensor transformed.
+
+    A tensor or module that occurs twice (tied weights) is transformed and copied once, so the copy
+    is tied in the same way.
+    """
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}
 
@@ -313,16 +405,20 @@ def copy_module_tree(module: nn.Module, transform: Callable[[Tensor], Tensor]) -
     def copy_module(module: nn.Module) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        made: nn.Module = object.__new__(type(module))
-        modules[id(module)] = made
+        module_copy: nn.Module = object.__new__(type(module))
+        modules[id(module)] = module_copy
         for key, value in module.__dict__.items():
-            made.__dict__[key] = map_once(value) if isinstance(value, Tensor) else value
+            module_copy.__dict__[key] = map_once(value) if isinstance(value, Tensor) else value
         for key in ("_parameters", "_buffers"):
-            held = getattr(module, key)
-            made.__dict__[key] = {n: None if t is None else map_once(t) for n, t in held.items()}
-        made.__dict__["_modules"] = {
-            n: None if m is None else copy_module(m) for n, m in module._modules.items()
+            members = getattr(module, key)
+            module_copy.__dict__[key] = {
+                name: None if tensor is None else map_once(tensor)
+                for name, tensor in members.items()
+            }
+        module_copy.__dict__["_modules"] = {
+            name: None if child is None else copy_module(child)
+            for name, child in module._modules.items()
         }
-        return made
+        return module_copy
 
     return copy_module(module)

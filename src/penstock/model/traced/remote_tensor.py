@@ -1,4 +1,10 @@
-"""Values that are not here: what stands for a tensor that another stage has."""
+"""Remote tensors: placeholders for tensors that another stage has.
+
+Every stage runs the model's own forward. Where that forward handles a tensor that another stage
+computes, this stage passes a `RemoteTensor` around instead. It has the shape, strides, dtype and
+device of the real tensor, so Python code that reads metadata works as usual. It has no memory, so
+an operation on it raises, unless the stage's interpreter has replaced it by a received tensor.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.torch_compat import disabled_torch_function, make_wrapper_subclass
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What can be seen of a tensor without its numbers, but for its device: that is the stage's."""
+    """The metadata of a tensor, without its device: that is the device of the stage."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -24,7 +31,10 @@ class TensorSpec:
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> TensorSpec:
-        """Of a tensor that is here; one without strides looks as if it had the usual ones."""
+        """Return the metadata of a tensor.
+
+        A tensor without strides (a sparse one) is described with contiguous strides.
+        """
         shape = tuple(tensor.shape)
         strides = (
             tuple(tensor.stride()) if tensor.layout is torch.strided else _contiguous_strides(shape)
@@ -33,7 +43,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """The size of the tensor's data in bytes."""
         count = 1
         for length in self.shape:
             count *= length
@@ -56,19 +66,30 @@ class _ForwardCounter(threading.local):
     count = 0
 
 
-FORWARD_COUNTER = _ForwardCounter()  # which forward this thread is in
+# Counts the stage forwards of this thread. `StageForward` increments it; hashes depend on it.
+FORWARD_COUNTER = _ForwardCounter()
 
 
 class RemoteTensor(Tensor):
-    """Looks like the tensor that it stands for; whoever computes with it is told."""
+    """A placeholder with the metadata of a tensor that another stage has.
 
-    value_index: int  # which one of the plan's
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    It is a wrapper subclass and not a meta tensor: a meta tensor would report the wrong device, and
+    an operation on it would not raise.
+    """
+
+    value_index: int  # the index of the value in `Trace.values`, or NO_VALUE for a module's tensor
+    # Function modes still see the tensor. Without this line every operation would also go through
+    # `Tensor.__torch_function__`, which wraps its results in the subclass.
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def from_spec(spec: TensorSpec, device: torch.device, value_index: int) -> RemoteTensor:
-        """Made once, and used in every run: nobody can change it."""
-        made: RemoteTensor = Tensor._make_wrapper_subclass(
+        """Return a placeholder for a value.
+
+        It is built once per stage program and used for every micro-batch. That is safe because no
+        operation can change it.
+        """
+        remote_tensor: RemoteTensor = make_wrapper_subclass(
             RemoteTensor,
             spec.shape,
             strides=spec.strides,
@@ -76,8 +97,8 @@ class RemoteTensor(Tensor):
             device=device,
             requires_grad=spec.requires_grad,
         )
-        made.value_index = value_index
-        return made
+        remote_tensor.value_index = value_index
+        return remote_tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         return self
@@ -86,19 +107,24 @@ class RemoteTensor(Tensor):
         return RemoteTensor.from_spec, (TensorSpec.from_tensor(self), self.device, self.value_index)
 
     def __hash__(self) -> int:
-        """Another one in each run, as a tensor would be: what was remembered of it is not found."""
+        """Return a hash that differs between forwards.
+
+        A real tensor is a new object in each forward. A model that caches results in a dict with
+        tensors as keys would find a stale entry if the placeholder hashed the same every time.
+        """
         return hash((id(self), FORWARD_COUNTER.count))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"RemoteTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Only what no plan foresaw comes here."""
+        """Raise: the interpreter handles every operation that the trace contains before this."""
         raise RunError(
-            f"{func} was called with a value of another stage, where no plan foresaw it: the "
-            "forward did something that it had not done when it was planned, or computes where "
-            "it cannot be followed (a compiled or scripted function between units)"
+            f"{func} was called with a tensor that another stage computes, which the traced "
+            "forward did not do. The forward took another path, or it computes where Penstock "
+            "cannot follow it (a compiled or scripted function between units). Put that code into "
+            "one unit with units=."
         )

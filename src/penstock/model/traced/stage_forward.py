@@ -1,8 +1,17 @@
-"""One stage's part of a forward: its steps are run, the others are passed over.
+"""The forward of one stage: the model's own forward, interpreted against a stage program.
 
-The model's own forward runs on the stage's skeleton. Where it calls a unit of another stage, or an
-operation that another stage runs, it gets what looks like the result; what the stage itself
-runs gets the real values, made here or received. After the stage's last step, the forward ends.
+The forward runs on the stage's `ProxyModel`, under a `StageInterpreter`. The interpreter compares
+every operation and every call of a unit with the next instruction of the program:
+
+    the forward calls ...             the interpreter ...
+    ------------------------------    -------------------------------------------------------------
+    a node of this stage              replaces remote tensors by received ones, and runs it
+    a node of another stage           returns a placeholder of the traced result
+    something else                    raises: the forward took another path than the trace
+    anything after the last node      raises `StageFinished`, which ends the forward early
+
+The host code between the units therefore runs on every stage, once per micro-batch. An operation
+that is skipped costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -57,7 +66,10 @@ from penstock.stage.stage import OUTSIDE
 
 
 class StageFinished(BaseException):
-    """The stage's part is done. No model catches it by mistake."""
+    """Raised inside the model's forward when the stage has run its last node.
+
+    It derives from BaseException so that an `except Exception` in the model does not catch it.
+    """
 
 
 def _register_no_hook(*_: Any, **__: Any) -> NullHookHandle:
@@ -65,15 +77,27 @@ def _register_no_hook(*_: Any, **__: Any) -> NullHookHandle:
 
 
 def _matches_node(node: TraceNode, func: Any) -> bool:
-    known = node.func
+    """Return whether a call, of a unit by name or of a function, is the one that a node recorded.
+
+    Python tries the reflected comparison first if the right operand is of a subclass: `a < b` with
+    a remote tensor `b` arrives as `b > a`.
+    """
+    traced = node.func
     if node.kind is NodeKind.UNIT:
-        return bool(known.unit == func)
-    return known is func or bool(known == func) or func is REFLECTED_COMPARISONS.get(known, known)
+        return bool(traced.unit == func)
+    return (
+        traced is func or bool(traced == func) or func is REFLECTED_COMPARISONS.get(traced, traced)
+    )
 
 
 class StageInterpreter(OpInterceptor):
-    """Performs a score once. `received` has the values that came from other stages, `given` those
-    from outside.
+    """Executes a stage program for one micro-batch.
+
+    Args:
+        program: The program of the stage.
+        unit_modules: The units by name, as this stage has them.
+        received: The values that came from other stages.
+        inputs: The values of the tensors of the batch that the stage takes.
     """
 
     def __init__(
@@ -89,7 +113,7 @@ class StageInterpreter(OpInterceptor):
             program.end,
             unit_modules,
         )
-        self._device = program.device  # wherever the model's other parts are
+        self._device = program.device
         self._original_values, self._received, self._is_last = (
             program.original_values,
             received,
@@ -97,105 +121,120 @@ class StageInterpreter(OpInterceptor):
         )
         for value in program.values_to_clone:
             received[value] = received[value].clone()
+        # Tensors of this stage by value, as far as a later change in place has to find them.
         self._live_values: dict[int, Tensor] = dict(inputs)
-        self._replacements: dict[
-            int, Tensor
-        ] = {}  # of tensors that were changed elsewhere, by identity
+        # Another stage changes a tensor of which this stage has the old state. The new state, as
+        # received, replaces it from then on; by the id of the old tensor.
+        self._replacements: dict[int, Tensor] = {}
         self.sent_values: dict[int, Tensor] = {}
         self._node_index, self._is_finished, self._in_hook = 0, False, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """One step, unless it only looks."""
+        """Answer a read of metadata; treat any other function as a node."""
         if func in METADATA_ONLY and is_metadata_only(func, args):
-            found = func(*args, **(kwargs or {}))
-            return self._device if type(found) is torch.device else found
+            # `x.device` is always the device of this stage, so that new tensors are created here.
+            # A parent's parameter may still be elsewhere.
+            answer = func(*args, **(kwargs or {}))
+            return self._device if type(answer) is torch.device else answer
         return self.intercept_op(func, args, kwargs or {}, func)
 
     def intercept_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
-        """Run it, or pass over it."""
+        """Run an operation, or return the placeholder of its result."""
         if self._is_finished:
+            # `StageFinished` unwinds the forward, and context managers of the model run on the way
+            # out: leaving `no_grad` or `autocast` must still take effect.
             return call(*args, **kwargs)
         if self._in_hook:
             raise HookSkipped
-        act = self._advance(func)
-        step = act.node
-        if not act.runs_here:
-            if act.placeholder_is_static and not act.rebound_values:
-                return act.placeholder_result
+        instruction = self._advance(func)
+        node = instruction.node
+        if not instruction.runs_here:
+            if instruction.placeholder_is_static and not instruction.rebound_values:
+                return instruction.placeholder_result
             tensors = list(iter_tensors((args, kwargs)))
-            if act.rebound_values:
-                self._rebind(act, tensors)
+            if instruction.rebound_values:
+                self._rebind(instruction, tensors)
             return (
-                act.placeholder_result
-                if act.placeholder_is_static
-                else self._fill_placeholder(act, tensors)
+                instruction.placeholder_result
+                if instruction.placeholder_is_static
+                else self._fill_placeholder(instruction, tensors)
             )
-        if step.kind is NodeKind.NON_TENSOR:
+        if node.kind is NodeKind.NON_TENSOR:
             return call(*args, **kwargs)
-        change = (
-            self._resolve_shape_only if func in SHAPE_ONLY and not step.inputs else self._resolve
+        # `torch.zeros_like(x)` needs the shape of `x` and not its values, so `x` was not sent.
+        resolve = (
+            self._resolve_shape_only if func in SHAPE_ONLY and not node.inputs else self._resolve
         )
-        some_args, some_kwargs = map_tensors((args, kwargs), change)
-        if (
-            func in HOOK_REGISTRATION and not some_args[0].requires_grad
-        ):  # in a forward without a graph
+        resolved_args, resolved_kwargs = map_tensors((args, kwargs), resolve)
+        # `register_hook` raises on a tensor without a graph, as in a forward to be recomputed.
+        if func in HOOK_REGISTRATION and not resolved_args[0].requires_grad:
             call = _register_no_hook
-        found = call(*some_args, **some_kwargs)
-        if isinstance(found, tuple | list) and step.output is not None:
-            self._check_result_count(step, found)
-        if act.saved_values:
-            self._save_values(act, found, lambda: list(iter_tensors((some_args, some_kwargs))))
-        return found
+        result = call(*resolved_args, **resolved_kwargs)
+        if isinstance(result, tuple | list) and node.output is not None:
+            self._check_result_count(node, result)
+        if instruction.saved_values:
+            self._save_values(
+                instruction, result, lambda: list(iter_tensors((resolved_args, resolved_kwargs)))
+            )
+        return result
 
     def intercept_unit(
         self, name: str, target: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run it, or pass over it; its hooks are told in any case."""
+        """Run a unit, or return the placeholder of its output.
+
+        The forward hooks of a unit run on every stage. A model may read what they collect.
+        """
         if self._is_finished:
             raise StageFinished
         if self._in_hook:
             raise HookSkipped
-        act = self._advance(name)
-        if not act.runs_here:
-            found = act.placeholder_result
-            if act.rebound_values or not act.placeholder_is_static:
+        instruction = self._advance(name)
+        if not instruction.runs_here:
+            output = instruction.placeholder_result
+            if instruction.rebound_values or not instruction.placeholder_is_static:
                 tensors = _find_tensors((args, kwargs))
-                if act.rebound_values:
-                    self._rebind(act, tensors)
-                found = (
-                    act.placeholder_result
-                    if act.placeholder_is_static
-                    else self._fill_placeholder(act, tensors)
+                if instruction.rebound_values:
+                    self._rebind(instruction, tensors)
+                output = (
+                    instruction.placeholder_result
+                    if instruction.placeholder_is_static
+                    else self._fill_placeholder(instruction, tensors)
                 )
-                found = apply_container_updates(found, args, kwargs)
-            self._notify_hooks(name, target, args, kwargs, found)
-            return found
-        some_args, some_kwargs = map_call_tensors(args, kwargs, self._resolve)
+                output = apply_container_updates(output, args, kwargs)
+            self._notify_hooks(name, target, args, kwargs, output)
+            return output
+        resolved_args, resolved_kwargs = map_call_tensors(args, kwargs, self._resolve)
         run: Callable[..., Any] = wrap_with_hooks(
             self._unit_modules[name], self.unit_hooks.get(name)
         )
+        # A parent called `torch.utils.checkpoint` on code around this unit. The region may span
+        # several stages, so each unit in it is checkpointed by itself.
         if self.checkpoint_options is not None:
-            how = {"use_reentrant": False, **self.checkpoint_options}
-            run = partial(checkpoint, run, **how)
+            checkpoint_kwargs = {"use_reentrant": False, **self.checkpoint_options}
+            run = partial(checkpoint, run, **checkpoint_kwargs)
         with without_interception(self):
-            found = call_tracking_containers(run, some_args, some_kwargs)
-            if act.expected_shapes:
-                _check_unit_shapes(act, found)
-            if act.saved_values:  # a copy that is made of one is no step of the forward
-                given = some_args, some_kwargs
-                self._save_values(act, found, lambda: _find_tensors(given))
-        if isinstance(found, OutputWithContainerUpdates) is not act.fills_container:
+            output = call_tracking_containers(run, resolved_args, resolved_kwargs)
+            if instruction.expected_shapes:
+                _check_unit_shapes(instruction, output)
+            if instruction.saved_values:  # may clone, and that is not a node of the forward
+                arguments = resolved_args, resolved_kwargs
+                self._save_values(instruction, output, lambda: _find_tensors(arguments))
+        if isinstance(output, OutputWithContainerUpdates) is not instruction.fills_container:
             raise self._divergence_error(
-                f"unit '{name}', which fills a list or a dict now and then"
+                f"unit '{name}', which fills a list or a dict in some calls only"
             )
-        return apply_container_updates(found, args, kwargs)
+        return apply_container_updates(output, args, kwargs)
 
     def resolve_output(self, output: Any) -> Any:
-        """The model's output, with the values that other stages sent."""
+        """Return the model's output with received tensors in place of remote ones.
+
+        Only the last stage has an output; the others return None.
+        """
         if self._node_index != len(self._instructions):
             raise self._divergence_error("the end of the forward")
         self._is_finished = True
@@ -206,21 +245,24 @@ class StageInterpreter(OpInterceptor):
         return unflatten(leaves, spec)
 
     def _advance(self, func: Any) -> Instruction:
-        at = self._node_index
-        if at >= self._end and not self._is_tensor_free(at):
+        """Return the next instruction. Raise if it is not about the function or unit `func`."""
+        index = self._node_index
+        if index >= self._end and not self._is_tensor_free(index):
             self._is_finished = True
             raise StageFinished
-        if at < len(self._instructions) and _matches_node(self._instructions[at].node, func):
-            self._node_index = at + 1
-            return self._instructions[at]
+        if index < len(self._instructions) and _matches_node(self._instructions[index].node, func):
+            self._node_index = index + 1
+            return self._instructions[index]
         raise self._divergence_error(
             f"unit '{func}'" if isinstance(func, str) else get_function_name(func)
         )
 
     def _is_tensor_free(self, node_index: int) -> bool:
-        """A step that has to do with no tensor: it may leave `no_grad`, and must not be missed.
+        """Return whether a node has nothing to do with tensors, such as the end of a `no_grad`.
 
-        Nor does a forward end before its next step: it may still assign what it has computed.
+        Such nodes still run after the last tensor node of the stage, because they may restore a
+        mode. The forward ends at the node after them, and not before, so that it can still assign
+        its last result to an attribute or buffer.
         """
         return (
             node_index < len(self._instructions)
@@ -228,67 +270,78 @@ class StageInterpreter(OpInterceptor):
         )
 
     def _divergence_error(self, actual: str) -> CutError:
-        at = self._node_index
-        planned = "its end"
-        if at < len(self._instructions):
-            step = self._instructions[at].node
-            unit = step.kind is NodeKind.UNIT
-            planned = (
-                f"unit '{step.func}'"
-                if unit
-                else f"{get_function_name(step.func)} ({step.location})"
+        index = self._node_index
+        traced = "its end"
+        if index < len(self._instructions):
+            node = self._instructions[index].node
+            is_unit = node.kind is NodeKind.UNIT
+            traced = (
+                f"unit '{node.func}'"
+                if is_unit
+                else f"{get_function_name(node.func)} ({node.location})"
             )
         return CutError(
-            f"the forward took another path at its step {at}: with inputs like these there came "
-            f"{planned}, and now {actual} ({get_source_location()}). What a forward does may depend on the "
-            "inputs, on settings and on whether it trains, and not on anything else that changes: "
-            "let it go by these, or put what decides into one unit with units="
+            f"the forward took another path at node {index} of its trace: with inputs like these "
+            f"it came to {traced}, and now to {actual} ({get_source_location()}). What a forward "
+            "does may depend on its inputs, on settings and on training mode, but not on other "
+            "state that changes. Let it depend on these alone, or put the code that decides into "
+            "one unit with units=."
         )
 
     def _resolve(self, tensor: Tensor) -> Tensor:
+        """Return the tensor to compute with: the received one for a remote tensor."""
         if type(tensor) is RemoteTensor:
             if tensor.value_index not in self._received:
-                raise self._divergence_error("a value that no stage sends to this one")
+                raise self._divergence_error("a tensor that no stage sends to this one")
             return self._received[tensor.value_index]
         return self._replacements.get(id(tensor), tensor) if self._replacements else tensor
 
     def _check_result_count(self, node: TraceNode, result: Sequence[Any]) -> None:
-        """Into how many parts something falls may depend on its shape, and that on numbers."""
+        """Raise if an operation such as `unbind` returns more or fewer tensors than in the trace.
+
+        Their number may depend on a shape, and that shape on data.
+        """
         assert node.output is not None
         count = len(flatten(result)[0])
         if count != len(node.output.leaves):
             raise CutError(
-                f"at {node.location}, {get_function_name(node.func)} gives {count} values, and "
-                f"{len(node.output.leaves)} were planned for inputs like these: how many depends "
-                "on numbers that other stages do not have; put it into one unit, with all that "
-                "follows from it, with units="
+                f"at {node.location}, {get_function_name(node.func)} returned {count} values, but "
+                f"the trace has {len(node.output.leaves)} for inputs like these. Their number "
+                "depends on data that other stages do not have. Put the call and all that follows "
+                "from it into one unit with units=."
             )
 
     def _resolve_shape_only(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the right shape for a remote one; its data is never read."""
         return make_shape_placeholder(tensor) if type(tensor) is RemoteTensor else tensor
 
     def _fill_placeholder(self, instruction: Instruction, tensors: Sequence[Tensor]) -> Any:
+        """Return a placeholder in which arguments that the call passes through are this call's."""
         assert instruction.node.output is not None
         leaves = [
-            tensors[x.argument_index] if isinstance(x, ArgumentLeaf) else x
-            for x in instruction.placeholder_result
+            tensors[leaf.argument_index] if isinstance(leaf, ArgumentLeaf) else leaf
+            for leaf in instruction.placeholder_result
         ]
         return unflatten(leaves, instruction.node.output.tree_spec)
 
     def _rebind(self, instruction: Instruction, tensors: Sequence[Tensor]) -> None:
-        """Tensors were changed in place on another stage, which sends them as they are now."""
-        takes = instruction.node.inputs
+        """Use the new state of tensors that another stage changes in place and sends."""
+        inputs = instruction.node.inputs
         for old, new in instruction.rebound_values:
-            here = tensors[takes.index(old)] if old in takes else self._live_values.get(old)
-            if here is not None:
-                self._live_values[new] = here
+            local = tensors[inputs.index(old)] if old in inputs else self._live_values.get(old)
+            if local is not None:
+                self._live_values[new] = local
             if new in self._received:
-                self._replace_value(here, self._received[new], self._original_values.get(old, old))
+                self._replace_value(local, self._received[new], self._original_values.get(old, old))
 
     def _replace_value(
         self, local: Tensor | None, replacement: Tensor, original_value: int
     ) -> None:
-        """From now on; what is not here is known by the value that it was at first."""
+        """Let later nodes compute with `replacement` where the forward passes `local`.
+
+        The forward keeps its own reference, which this stage cannot change. A remote tensor keeps
+        the index of the value that it was before the first change.
+        """
         if local is None:
             self._received[original_value] = replacement
         elif type(local) is RemoteTensor:
@@ -299,26 +352,31 @@ class StageInterpreter(OpInterceptor):
     def _save_values(
         self, instruction: Instruction, result: Any, arguments: Callable[[], list[Tensor]]
     ) -> None:
+        """Remember tensors that the stage sends, or that a later change in place refers to."""
         leaves = flatten(result)[0]
         assert instruction.node.output is not None
-        places = instruction.node.output.leaves
-        for value, place, sent, copied in instruction.saved_values:
-            if isinstance(place, ValueLeaf):
-                tensor = leaves[places.index(place)]
-            elif isinstance(place, ArgumentLeaf):
-                tensor = arguments()[place.argument_index]
-            elif place in self._live_values:
-                tensor = self._live_values[place]
+        traced_leaves = instruction.node.output.leaves
+        for value, source, is_sent, needs_copy in instruction.saved_values:
+            if isinstance(source, ValueLeaf):
+                tensor = leaves[traced_leaves.index(source)]
+            elif isinstance(source, ArgumentLeaf):
+                tensor = arguments()[source.argument_index]
+            elif source in self._live_values:
+                tensor = self._live_values[source]
             else:
-                tensor = self._received[self._original_values.get(place, place)]
+                tensor = self._received[self._original_values.get(source, source)]
             self._live_values[value] = tensor
-            if sent:
-                self.sent_values[value] = tensor.clone() if copied else tensor
+            if is_sent:
+                self.sent_values[value] = tensor.clone() if needs_copy else tensor
 
     def _notify_hooks(
         self, name: str, target: nn.Module, args: Any, kwargs: Any, result: Any
     ) -> None:
-        """What they collect is there; what they compute is computed where the unit runs."""
+        """Call the forward hooks of a unit that runs on another stage.
+
+        A hook that only collects values works here, too. A hook that computes is abandoned at its
+        first operation, by `HookSkipped`: it computes on the stage that runs the unit.
+        """
         for key, hook in get_forward_hooks(target, self.unit_hooks.get(name)).items():
             self._in_hook = True
             try:
@@ -333,34 +391,36 @@ class StageInterpreter(OpInterceptor):
 
 
 def _check_unit_shapes(instruction: Instruction, result: Any) -> None:
-    """Other stages know what the unit gives by the shape that it was planned with."""
+    """Raise if a unit's output has another shape than in the trace, which other stages go by."""
     leaves = [result] if isinstance(result, Tensor) else flatten(result)[0]
-    for leaf, planned in zip(leaves, instruction.expected_shapes, strict=False):
-        now = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
-        if planned is not None and now != planned:
+    for leaf, traced_shape in zip(leaves, instruction.expected_shapes, strict=False):
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+        if traced_shape is not None and shape != traced_shape:
             raise CutError(
-                f"unit '{instruction.node.func}' gives a tensor of the shape {now}, and {planned} was "
-                f"planned for inputs like these: it depends on numbers, and the forward goes on by "
-                f"it, on stages that do not have them ({instruction.node.location}). Let the unit give one "
-                "shape (pad, or mask instead of picking), or put all that goes by the shape into "
-                "one unit with units="
+                f"unit '{instruction.node.func}' returned a tensor of shape {shape}, but the trace "
+                f"has {traced_shape} for inputs like these ({instruction.node.location}). The "
+                "shape depends on data, and the forward relies on it on stages that do not have "
+                "the tensor. Let the unit return one shape (pad, or mask instead of indexing), or "
+                "put all that depends on the shape into one unit with units=."
             )
 
 
 def _find_tensors(arguments: Any) -> list[Tensor]:
-    """The tensors that a unit is given, wherever they are in its arguments."""
+    """Return the tensors among the arguments of a unit, also those in nested containers."""
     return [leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)]
 
 
-# -------------------------------------------------------------------------------------------------
-# A stage of a divided forward: computes its part of it.
-# -------------------------------------------------------------------------------------------------
+# ---- the callable of a stage ---------------------------------------------------------------------
 
 
 class StageForward:
-    """A stage's computation: the model's own forward, of which it runs its steps.
+    """The computation of one stage of a traced model.
 
-    From outside come a `Handed` and the inputs that it takes; from other stages, values.
+    Args:
+        index: The index of the stage.
+        proxy_model: The model's parents, as this stage has them.
+        unit_modules: The units by name, as this stage has them.
+        unit_copies: Pairs of original and copy, for units that another stage calls as well.
     """
 
     def __init__(
@@ -371,58 +431,71 @@ class StageForward:
         unit_copies: Sequence[tuple[nn.Module, nn.Module]] = (),
     ) -> None:
         self._index, self._proxy_model, self._unit_modules = index, proxy_model, unit_modules
-        self._unit_copies = (
-            unit_copies  # of units that another stage calls as well: original and copy
-        )
+        self._unit_copies = unit_copies
         self._settings: ModelSettings | None = None
 
     def refresh_buffers(self, device: torch.device) -> None:
-        """The model was cast."""
+        """Copy the buffers of the model again, after it was cast to another dtype."""
         self._proxy_model.refresh_buffers(device)
 
     def __call__(
         self, inputs_by_source: Mapping[int, tuple[Any, ...]]
     ) -> dict[int, tuple[Any, ...]]:
-        """As a stage computes."""
+        """Run one micro-batch through this stage.
+
+        Args:
+            inputs_by_source: By source stage, the tensors that it sent. From OUTSIDE come a
+                `ForwardRequest` and the tensors of the batch that this stage takes.
+
+        Returns:
+            By destination stage, the tensors to send. To OUTSIDE goes the model's output.
+        """
         FORWARD_COUNTER.count += 1
-        handed: ForwardRequest
-        handed, *tensors = inputs_by_source[OUTSIDE]
-        score = handed.programs[self._index]
-        if self._settings is not handed.settings:
+        request: ForwardRequest
+        request, *tensors = inputs_by_source[OUTSIDE]
+        program = request.programs[self._index]
+        # A new settings object means that an attribute of the model may have changed. The object
+        # is the same for all micro-batches of a call, so this happens at most once per call.
+        if self._settings is not request.settings:
             self._proxy_model.sync_with_originals()
             for original, copy in self._unit_copies:
                 sync_attributes(original, copy)
-            self._settings = handed.settings
-        leaves = list(handed.plain_leaves)
-        for place, stand_in in zip(handed.tensor_positions, score.input_proxies, strict=True):
-            leaves[place] = stand_in
-        given: dict[int, Tensor] = {}
-        for at, tensor in zip(score.input_indices, tensors, strict=True):
-            leaves[handed.tensor_positions[at]] = given[score.input_proxies[at].value_index] = (
-                tensor
-            )
-        args, kwargs = unflatten(leaves, handed.tree_spec)
+            self._settings = request.settings
+        # Rebuild the arguments of the model's forward: the tensors that this stage takes, remote
+        # tensors for the others, and everything that is not a tensor.
+        leaves = list(request.plain_leaves)
+        for position, proxy in zip(request.tensor_positions, program.input_proxies, strict=True):
+            leaves[position] = proxy
+        inputs: dict[int, Tensor] = {}
+        for index, tensor in zip(program.input_indices, tensors, strict=True):
+            leaves[request.tensor_positions[index]] = inputs[
+                program.input_proxies[index].value_index
+            ] = tensor
+        args, kwargs = unflatten(leaves, request.tree_spec)
         received = {
             value: tensor
-            for source, values in score.recv_values.items()
+            for source, values in program.recv_values.items()
             for value, tensor in zip(values, inputs_by_source[source], strict=True)
         }
-        performer = StageInterpreter(score, self._unit_modules, received, given)
-        performer.unit_hooks = self._proxy_model.unit_hooks
-        anew = () if is_recomputing() else score.reassigned_buffers
+        interpreter = StageInterpreter(program, self._unit_modules, received, inputs)
+        interpreter.unit_hooks = self._proxy_model.unit_hooks
+        # A recomputation must not advance buffers a second time.
+        reassigned_buffers = () if is_recomputing() else program.reassigned_buffers
         output: Any = None
         try:
+            # The forward may end early inside a `no_grad` block of the model. This context restores
+            # the grad mode in any case.
             grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-            with grad_mode, self._proxy_model.isolated_forward(anew), performer:
+            with grad_mode, self._proxy_model.isolated_forward(reassigned_buffers), interpreter:
                 output = self._proxy_model.model(*args, **kwargs)
         except StageFinished:
             pass
         else:
-            output = performer.resolve_output(output)
-        departing = {
-            dst: tuple(performer.sent_values[value] for value in score.send_values.get(dst, ()))
-            for dst in handed.destinations[self._index]
+            output = interpreter.resolve_output(output)
+        outputs = {
+            dst: tuple(interpreter.sent_values[value] for value in program.send_values.get(dst, ()))
+            for dst in request.destinations[self._index]
         }
-        if score.is_last:
-            departing[OUTSIDE] = (output,)
-        return departing
+        if program.is_last:
+            outputs[OUTSIDE] = (output,)
+        return outputs

@@ -1,4 +1,13 @@
-"""What a stage does at each step of a forward, worked out before it is performed."""
+"""Stage programs: what one stage does at each node of a trace, worked out before it runs.
+
+The code generator of the traced model. It turns a `TraceAssignment` into a `StageProgram`: one
+`Instruction` for each node, in the order of the trace. `stage_forward.StageInterpreter` executes it
+once per micro-batch, so everything that does not depend on the micro-batch is computed here.
+
+An instruction either runs its node or returns a placeholder for the result. Most of the bookkeeping
+is about tensors that are changed in place: a stage that receives a tensor, changes it and sends it
+on has to send the right version of it.
+"""
 
 from __future__ import annotations
 
@@ -21,125 +30,165 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a stage does at a step."""
+    """The action of a stage at one node of the trace: run it, or return a placeholder.
+
+    Attributes:
+        node: The node.
+        runs_here: Whether the stage runs the node. If not, it returns a placeholder.
+        placeholder_result: The result of a node that does not run here.
+        placeholder_is_static: Whether `placeholder_result` is returned as it is. If not, it is a
+            list of leaves, some of which are arguments of the call.
+        saved_values: Values that the stage keeps after it has run the node.
+        expected_shapes: The shapes of a unit's outputs, where other stages rely on them; None for
+            outputs whose shape nothing depends on. Empty if no shape has to be checked.
+        rebound_values: Pairs (old, new) of values: another stage changes `old` in place at this
+            node, and from here on `new` takes its place.
+        fills_container: Whether the unit puts something into a list or dict of its caller.
+    """
 
     node: TraceNode
     runs_here: bool
-    placeholder_result: Any = None  # what it gives instead, if it does not run
-    placeholder_is_static: bool = True  # `ready` is given as it is
+    placeholder_result: Any = None
+    placeholder_is_static: bool = True
     saved_values: tuple[SavedValue, ...] = ()
-    expected_shapes: tuple[Shape | None, ...] = ()  # of what a unit gives, if something rests on it
-    rebound_values: tuple[tuple[int, int], ...] = ()  # values that are now others, which arrive
-    fills_container: bool = (
-        False  # a unit: it puts something into a list or a dict that it is given
-    )
+    expected_shapes: tuple[Shape | None, ...] = ()
+    rebound_values: tuple[tuple[int, int], ...] = ()
+    fills_container: bool = False
 
 
 class SavedValue(NamedTuple):
-    """A value that is needed when the step is over."""
+    """A value that the stage still needs after its node has run."""
 
     value: int
-    source: (
-        ValueLeaf | ArgumentLeaf | int
-    )  # in the result, among the arguments, or as an older value
+    source: ValueLeaf | ArgumentLeaf | int  # where to find it; see `assignment.locate_value`
     is_sent: bool
-    needs_copy: bool  # it is changed in place, later on
+    needs_copy: bool  # a later node of this stage changes it in place
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """All that a stage does in a forward, ready to be performed."""
+    """All that a stage does in one forward.
+
+    Attributes:
+        instructions: One for each node of the trace.
+        end: The index after the last instruction that matters to this stage; the forward stops
+            there.
+        input_proxies: A remote tensor for each tensor of the batch, for those that this stage
+            does not take.
+        input_indices: Which tensors of the batch the stage takes.
+        recv_values: The values that arrive, by source stage.
+        send_values: The values to send, by destination stage.
+        values_to_clone: Received values that the stage changes in place while another stage uses
+            them.
+        original_values: For a value that results from changes in place, the value before the
+            first change.
+        is_last: Whether this is the last stage, which returns the output.
+        reassigned_buffers: Names of the buffers that the stage assigns anew.
+        device: The device of the stage.
+        uses_rng: Whether an operation between units draws random numbers.
+        mutates_inputs: Whether the stage changes a received tensor or a tensor of the batch in
+            place.
+    """
 
     instructions: tuple[Instruction, ...]
     end: int
-    input_proxies: tuple[Any, ...]  # what stands for inputs that it does not take, by their places
+    input_proxies: tuple[Any, ...]
     input_indices: tuple[int, ...]
     recv_values: Mapping[int, tuple[int, ...]]
     send_values: Mapping[int, tuple[int, ...]]
-    values_to_clone: tuple[int, ...]  # of what arrives
-    original_values: Mapping[
-        int, int
-    ]  # of what was changed in place: the value that it was at first
+    values_to_clone: tuple[int, ...]
+    original_values: Mapping[int, int]
     is_last: bool
-    reassigned_buffers: tuple[str, ...]  # buffers that it assigns anew
+    reassigned_buffers: tuple[str, ...]
     device: torch.device
-    uses_rng: bool  # random numbers, between units
-    mutates_inputs: bool  # what arrives, or is given, in place
+    uses_rng: bool
+    mutates_inputs: bool
 
 
 def build_stage_program(
     assignment: TraceAssignment, stage: int, device: torch.device
 ) -> StageProgram:
-    """Of a stage on a device."""
-    trace, portion = assignment.trace, assignment.stage_assignments[stage]
-    stand_ins: dict[int, RemoteTensor] = {}
+    """Return the program of one stage on a device."""
+    trace, stage_assignment = assignment.trace, assignment.stage_assignments[stage]
+    remote_tensors: dict[int, RemoteTensor] = {}
 
+    # One placeholder per value, so that `a is b` gives the same answer as with the real tensors.
     def remote_tensor(value: int) -> RemoteTensor:
-        if value not in stand_ins:
-            stand_ins[value] = RemoteTensor.from_spec(
+        if value not in remote_tensors:
+            remote_tensors[value] = RemoteTensor.from_spec(
                 trace.values[value].tensor_spec, device, value
             )
-        return stand_ins[value]
+        return remote_tensors[value]
 
-    changing, measured = _InplaceTracker(assignment, stage), _find_shape_dependent_values(trace)
-    acts = []
-    for at, step in enumerate(trace.nodes):
-        runs = at in portion.nodes or step.kind is NodeKind.NON_TENSOR
-        if runs:
-            fills = (
-                step.output is not None
-                and step.output.tree_spec.context is OutputWithContainerUpdates
+    inplace = _InplaceTracker(assignment, stage)
+    shape_dependent = _find_shape_dependent_values(trace)
+    instructions = []
+    for node_index, node in enumerate(trace.nodes):
+        # Nodes without tensors run on every stage: they switch modes such as `no_grad`.
+        runs_here = node_index in stage_assignment.nodes or node.kind is NodeKind.NON_TENSOR
+        if runs_here:
+            fills_container = (
+                node.output is not None
+                and node.output.tree_spec.context is OutputWithContainerUpdates
             )
-            shapes = _collect_expected_shapes(trace, step, measured)
-            acts.append(
+            instructions.append(
                 Instruction(
-                    step,
+                    node,
                     True,
-                    saved_values=changing.find_saved_values(step),
-                    expected_shapes=shapes,
-                    fills_container=fills,
+                    saved_values=inplace.find_saved_values(node),
+                    expected_shapes=_collect_expected_shapes(trace, node, shape_dependent),
+                    fills_container=fills_container,
                 )
             )
             continue
-        ready, plain = _build_placeholder(step, remote_tensor)
-        acts.append(
+        placeholder, is_static = _build_placeholder(node, remote_tensor)
+        instructions.append(
             Instruction(
-                step, False, ready, plain, rebound_values=changing.find_rebound_values(step)
+                node,
+                False,
+                placeholder,
+                is_static,
+                rebound_values=inplace.find_rebound_values(node),
             )
         )
-    last = stage == len(assignment.stage_assignments) - 1
+    is_last = stage == len(assignment.stage_assignments) - 1
     return StageProgram(
-        tuple(acts),
-        len(acts) + 1 if last else portion.end,
+        tuple(instructions),
+        # The last stage has to reach the `return` of the forward, not only its last node.
+        len(instructions) + 1 if is_last else stage_assignment.end,
         tuple(remote_tensor(value) for value in trace.inputs),
-        tuple(portion.input_indices),
-        {source: tuple(values) for source, values in portion.recv_values.items()},
-        {dst: tuple(values) for dst, values in portion.send_values.items()},
-        changing.find_values_to_clone(),
+        tuple(stage_assignment.input_indices),
+        {source: tuple(values) for source, values in stage_assignment.recv_values.items()},
+        {dst: tuple(values) for dst, values in stage_assignment.send_values.items()},
+        inplace.find_values_to_clone(),
         _find_original_values(trace.nodes),
-        last,
+        is_last,
         tuple(
             name for name in trace.reassigned_buffers if assignment.buffer_writers[name] == stage
         ),
         device,
-        any(trace.nodes[at].uses_rng for at in portion.nodes),
-        changing.mutates_inputs(trace.inputs),
+        any(trace.nodes[node_index].uses_rng for node_index in stage_assignment.nodes),
+        inplace.mutates_inputs(trace.inputs),
     )
 
 
 def _find_shape_dependent_values(trace: Trace) -> set[int]:
-    """Values on whose shapes something rests that the host knows, and so every stage."""
-    found = set(trace.shape_read_values)
-    for step in reversed(trace.nodes):
-        if step.kind is not NodeKind.UNIT and not found.isdisjoint(get_produced_values(step)):
-            found.update(step.inputs)
-    return found
+    """Return the values whose shapes the forward relies on, directly or through operations.
+
+    The host has read `x.shape` somewhere, and every stage goes on with the shape from the trace.
+    Going back through the operations finds the outputs of units that this shape follows from.
+    """
+    values = set(trace.shape_read_values)
+    for node in reversed(trace.nodes):
+        if node.kind is not NodeKind.UNIT and not values.isdisjoint(get_produced_values(node)):
+            values.update(node.inputs)
+    return values
 
 
 def _collect_expected_shapes(
     trace: Trace, node: TraceNode, shape_dependent: set[int]
 ) -> tuple[Shape | None, ...]:
-    """Of what a unit gives."""
+    """Return `Instruction.expected_shapes` of a node."""
     if (
         node.kind is not NodeKind.UNIT
         or node.output is None
@@ -155,44 +204,56 @@ def _collect_expected_shapes(
 
 
 def _find_original_values(nodes: Sequence[TraceNode]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for step in nodes:
-        for old, new in step.mutations.items():
-            found[new] = found.get(old, old)
-    return found
+    """Return the value before the first change in place, for each value that such a change made."""
+    originals: dict[int, int] = {}
+    for node in nodes:
+        for old, new in node.mutations.items():
+            originals[new] = originals.get(old, old)
+    return originals
 
 
 class _InplaceTracker:
-    """What a stage has to see to because tensors are changed in place."""
+    """The bookkeeping that changes in place require of one stage.
+
+    In a trace, a change in place turns an old value into a new one: `node.mutations` maps old to
+    new. The tensor object stays the same, and views of it change along, although they are not
+    arguments of the node. To send or replace the new value of such a view, the stage has to
+    remember the tensor of the old one. These old values are the *tracked* values.
+    """
 
     def __init__(self, assignment: TraceAssignment, stage: int) -> None:
-        steps, self._assignment = assignment.trace.nodes, assignment.stage_assignments[stage]
+        nodes, self._assignment = assignment.trace.nodes, assignment.stage_assignments[stage]
         self._sent_values = {v for values in self._assignment.send_values.values() for v in values}
         self._received_values = {
             v for values in self._assignment.recv_values.values() for v in values
         }
         self._user_counts = Counter(
-            v for portion in assignment.stage_assignments for v in portion.needed_values
+            v
+            for stage_assignment in assignment.stage_assignments
+            for v in stage_assignment.needed_values
         )
-        self._mutated_values: set[int] = set()  # by this stage
+        self._mutated_values: set[int] = set()  # changed in place by this stage
         self._tracked_values: set[int] = set()
-        for at, step in reversed(list(enumerate(steps))):
-            here = at in self._assignment.nodes
-            self._mutated_values.update(step.mutations if here else ())
+        # Backwards, so that a chain of changes is followed from its last value to its first.
+        for node_index, node in reversed(list(enumerate(nodes))):
+            runs_here = node_index in self._assignment.nodes
+            self._mutated_values.update(node.mutations if runs_here else ())
             wanted = (
                 self._sent_values | self._tracked_values
-                if here
+                if runs_here
                 else self._assignment.needed_values | self._tracked_values
             )
             self._tracked_values |= {
                 old
-                for old, new in step.mutations.items()
-                if new in wanted and old not in step.inputs
+                for old, new in node.mutations.items()
+                if new in wanted and old not in node.inputs
             }
 
     def find_saved_values(self, node: TraceNode) -> tuple[SavedValue, ...]:
-        """The values of a step that are sent, or looked for when what they look at is changed."""
-        made = set(node.output.value_indices if node.output else ()) | set(node.mutations.values())
+        """Return the values of a node that the stage sends or tracks."""
+        produced = set(node.output.value_indices if node.output else ()) | set(
+            node.mutations.values()
+        )
         return tuple(
             SavedValue(
                 value,
@@ -200,28 +261,33 @@ class _InplaceTracker:
                 value in self._sent_values,
                 value in self._mutated_values,
             )
-            for value in sorted(made & (self._sent_values | self._tracked_values))
+            for value in sorted(produced & (self._sent_values | self._tracked_values))
         )
 
     def find_rebound_values(self, node: TraceNode) -> tuple[tuple[int, int], ...]:
-        """What another stage changes in the step, and is used here afterwards."""
+        """Return the values that another stage changes at a node and that are used here later."""
         wanted = self._assignment.needed_values | self._tracked_values
         return tuple((old, new) for old, new in node.mutations.items() if new in wanted)
 
     def find_values_to_clone(self) -> tuple[int, ...]:
-        """What arrives here, is changed here, and is elsewhere, too."""
-        found = self._received_values & self._mutated_values
-        return tuple(sorted(value for value in found if self._user_counts[value] > 1))
+        """Return the received values that this stage changes in place and another stage uses.
+
+        Stages in one process may be given the same tensor.
+        """
+        values = self._received_values & self._mutated_values
+        return tuple(sorted(value for value in values if self._user_counts[value] > 1))
 
     def mutates_inputs(self, inputs: Sequence[int]) -> bool:
-        """Does the stage change what is not its own?"""
-        given = {inputs[at] for at in self._assignment.input_indices}
-        return not self._mutated_values.isdisjoint(self._received_values | given)
+        """Return whether the stage changes a received tensor or one of the batch in place."""
+        batch_values = {inputs[index] for index in self._assignment.input_indices}
+        return not self._mutated_values.isdisjoint(self._received_values | batch_values)
 
 
 def _build_placeholder(
     node: TraceNode, remote_tensor: Callable[[int], RemoteTensor]
 ) -> tuple[Any, bool]:
+    """Return the result of a node that does not run on this stage, and whether it is static."""
+    # The guards have checked the reads that depend on the values of inputs.
     if node.kind is NodeKind.HOST_READ:
         return node.recorded_result, True
     if node.output is None:
@@ -230,6 +296,7 @@ def _build_placeholder(
         remote_tensor(leaf.value) if isinstance(leaf, ValueLeaf) else leaf
         for leaf in node.output.leaves
     ]
+    # The common case, a single tensor, needs no work per micro-batch.
     if len(leaves) == 1 and isinstance(leaves[0], RemoteTensor) and node.output.tree_spec.is_leaf():
         return leaves[0], True
     return leaves, False

@@ -1,4 +1,16 @@
-"""A model whose forward is divided: for each kind of micro-batch, who does what of it."""
+"""A traced model that has been cut, with a cache of compiled traces.
+
+`TracedPartition` answers for each micro-batch: which stage does what? It looks for a trace that
+holds for the micro-batch, and traces the model again if there is none.
+
+    micro-batch --> cache key --> compiled traces of that key --> the first whose guards match
+                                            |
+                                            +-- none: trace_model -> assign_nodes -> programs
+
+The cache key has the structure, shapes and dtypes of the inputs, the model's settings and PyTorch's
+modes. Guards compare values of inputs that the host reads. The cut itself is fixed by the example:
+later traces must find every unit, parameter and written buffer on the stage that owns it.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +47,20 @@ from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
 from penstock.stage.loss import TargetCounter
 
-# -------------------------------------------------------------------------------------------------
-# What a model was seen to consist of when it was cut: for people to look at.
-# -------------------------------------------------------------------------------------------------
+# ---- the summary of a cut, for reports -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Of one call and one micro-batch: seconds of F, I and W, and bytes kept for its backward.
+    """The cost of one call of a unit on one micro-batch.
 
-    `holds` are the bytes there always: parameters and buffers, and for what is trained a gradient
-    and an optimizer's state.
+    Attributes:
+        forward: Seconds of F.
+        input_grad: Seconds of I.
+        weight_grad: Seconds of W.
+        activation_bytes: Bytes that the call keeps for its backward.
+        resident_bytes: Bytes that are always there: parameters and buffers, and for trained
+            parameters a gradient and the state of an optimizer.
     """
 
     forward: float
@@ -56,13 +71,13 @@ class UnitCost:
 
     @property
     def seconds(self) -> float:
-        """Of all three."""
+        """The seconds of forward and backward together."""
         return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True)
 class CutSummary:
-    """The calls of units in order, how many each stage takes, and what goes between stages."""
+    """The calls of units in order, the number of calls per stage, and the node assignment."""
 
     calls: tuple[UnitCall, ...]
     calls_per_stage: tuple[int, ...]
@@ -70,49 +85,69 @@ class CutSummary:
     costs: Sequence[UnitCost] = ()  # empty: not measured
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the partition -------------------------------------------------------------------------------
 
-MAX_INPUT_KINDS = 64  # of micro-batches that are remembered
-MAX_TRACES_PER_KIND = 16  # of each kind: how the forward went on, as its questions were answered
+# Limits of the trace cache. The oldest keys go first; of one key, the oldest traces.
+MAX_INPUT_KINDS = 64  # cache keys: shapes of micro-batches, training and eval mode, ...
+MAX_TRACES_PER_KIND = 16  # traces of one key: their guards had different results
 
 
 @dataclass(frozen=True)
 class StageOwnership:
-    """Where the units and parameters of a model are at home."""
+    """The stages that own the units, parameters and written buffers of a model.
+
+    Attributes:
+        num_stages: The number of stages.
+        call_stages: The stage of each call of a unit, as the example has them.
+        unit_owners: The stages that call each unit, in order.
+        parameter_owners: The stages that have each parameter.
+        buffer_writers: The stage that changes a buffer between units.
+    """
 
     num_stages: int
-    call_stages: Mapping[UnitCall, int]  # as the example has them
+    call_stages: Mapping[UnitCall, int]
     unit_owners: Mapping[str, tuple[int, ...]]
     parameter_owners: OwnerStages
-    buffer_writers: Mapping[str, int] = field(
-        default_factory=dict
-    )  # buffers that the forward changes
+    buffer_writers: Mapping[str, int] = field(default_factory=dict)
 
     def find_stage(self, call: UnitCall, previous_stage: int) -> int:
-        """The stage of a call, after others on the stage before."""
-        found = self.call_stages.get(call)
-        if found is not None and (found >= previous_stage or len(self.unit_owners[call.unit]) == 1):
-            return found
-        homes = [home for home in self.unit_owners[call.unit] if home >= previous_stage]
-        if not homes:
+        """Return the stage of a call that follows a call on `previous_stage`.
+
+        A call of the example keeps its stage. A call that the example did not have, or that now
+        comes later, goes to the next stage that has the unit.
+        """
+        stage = self.call_stages.get(call)
+        if stage is not None and (stage >= previous_stage or len(self.unit_owners[call.unit]) == 1):
+            return stage
+        later_owners = [owner for owner in self.unit_owners[call.unit] if owner >= previous_stage]
+        if not later_owners:
             raise CutError(
-                f"unit '{call}' is on stage {max(self.unit_owners[call.unit])}, and with these inputs "
-                f"the model calls it after a unit of stage {previous_stage}: with the example it was not "
-                "so; make the Pipe with an example like these inputs"
+                f"unit '{call}' is on stage {max(self.unit_owners[call.unit])}, but with these "
+                f"inputs the model calls it after a unit of stage {previous_stage}. With the "
+                "example it did not. Make the Pipe with an example like these inputs."
             )
-        return homes[0]
+        return later_owners[0]
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardRequest:
-    """What a stage is told of a micro-batch, beside the tensors that it takes."""
+    """All that a stage needs to run one micro-batch, except for the tensors.
+
+    Attributes:
+        programs: The stage programs, by stage.
+        plain_leaves: The leaves of the model's inputs, with None in place of tensors.
+        tensor_positions: The positions of the tensors among these leaves.
+        tree_spec: The structure of the inputs.
+        settings: The model's settings. A new object means that stages have to copy attributes.
+        destinations: The stages that each stage sends to in this call.
+    """
 
     programs: Mapping[int, StageProgram]
-    plain_leaves: tuple[Any, ...]  # of the inputs, without the tensors
-    tensor_positions: tuple[int, ...]  # where those were
+    plain_leaves: tuple[Any, ...]
+    tensor_positions: tuple[int, ...]
     tree_spec: Any
     settings: ModelSettings
-    destinations: Mapping[int, tuple[int, ...]]  # by stage: to whom it sends in this call
+    destinations: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -121,28 +156,40 @@ class _CompiledTrace:
     assignment: TraceAssignment
     programs: Mapping[int, StageProgram]
     loss_targets: LossTargets | None
-    target_replay: TraceReplay  # leads to those of the loss, if they are counted
-    fingerprint: str  # of the division
+    target_replay: TraceReplay  # computes the loss targets, if there are any
+    fingerprint: str  # of the assignment
 
 
-TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by the kind of micro-batch
+TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
 
 
 @dataclass
 class TracedPartition:
-    """A model, its units, and how its forward was divided so far."""
+    """A traced model that has been cut into stages.
+
+    Attributes:
+        model: The user's model, or what this process keeps of it.
+        units: The units by name.
+        parents: The modules that are not in a unit, by name.
+        ownership: Which stage owns what.
+        devices: The devices of the stages in this process.
+        summary: The cut, for reports.
+        local_model: What this process keeps of the model; None if the whole model is here.
+    """
 
     model: nn.Module
     units: Mapping[str, nn.Module]
     parents: Mapping[str, nn.Module]
     ownership: StageOwnership
-    devices: Mapping[int, torch.device]  # of the stages that are here
+    devices: Mapping[int, torch.device]
     summary: CutSummary
-    local_model: LocalModel | None = None  # in one of several processes
+    local_model: LocalModel | None = None
     _trace_cache: TraceCache = field(default_factory=OrderedDict, repr=False)
-    _initial_members: list[Any] = field(default_factory=list, repr=False)  # what the parents had
+    # The parents' children, parameters and buffers at the first check; see `check_unchanged`.
+    _initial_members: list[Any] = field(default_factory=list, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Compiled traces refer to functions and tensors of this model. A copy traces again.
         return {**self.__dict__, "_trace_cache": OrderedDict(), "_initial_members": []}
 
     def add_example(
@@ -152,138 +199,170 @@ class TracedPartition:
         assignment: TraceAssignment,
         constants: Mapping[int, Tensor],
     ) -> None:
-        """What the example was divided into."""
+        """Put the trace of the example into the cache."""
         key, _, _ = self._make_cache_key(*example, self.read_settings())
         if key not in self._trace_cache:
             self._add_to_cache(key, trace, assignment, constants)
 
     @property
     def children(self) -> dict[str, nn.Module | None]:
-        """The model's own."""
+        """The direct children of the model, by name."""
         return dict(self.model._modules)
 
     def read_settings(self) -> ModelSettings:
-        """How the model is set now. Stages follow it for each new one: not all of it is told."""
+        """Return the current settings of the parents.
+
+        Each call returns a new object. Stages copy all attributes of the parents whenever they see
+        a new object, because not every attribute is part of the settings.
+        """
         return read_model_settings(self.parents.values())
 
     def get_default_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs that the model is given besides, unless the caller gives them."""
+        """Return keyword arguments that the model needs in a pipe and the caller left out."""
         return build_default_kwargs(self.model, inputs)
 
     def check_unchanged(self) -> None:
-        """The units are those that were cut, and the parents have what they had."""
+        """Raise if a unit, or a member of a parent, was replaced since the model was cut.
+
+        The stages refer to the objects from then, and would silently ignore the new ones.
+        """
         for name, unit in self.units.items():
             path, _, key = name.rpartition(".")
-            if path not in self.parents:  # inside another unit, that has it as a part
+            if path not in self.parents:  # the unit is inside another unit
                 continue
             if self.parents[path]._modules.get(key) is not unit and not is_remote_unit(unit):
                 raise RunError(
-                    f"unit '{name}' was replaced after the pipe was made, and would not run: make "
-                    "the Pipe after the change, or change what is inside the unit"
+                    f"unit '{name}' was replaced after the pipe was made, and would not run. Make "
+                    "the Pipe after the change, or change what is inside the unit."
                 )
-        now = list(_iter_members(self.parents, self.ownership.buffer_writers))
-        before = self._initial_members = self._initial_members or now
-        if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        # The first call, when the pipe is built, takes the members to compare with.
+        members = list(_iter_members(self.parents, self.ownership.buffer_writers))
+        initial = self._initial_members = self._initial_members or members
+        if len(members) == len(initial) and all(
+            a is b for a, b in zip(members, initial, strict=True)
+        ):
             return
         names = ", ".join(f"'{name}'" if name else "the model" for name in self.parents)
         raise RunError(
-            "a parameter, a buffer or a part of what is around the units was replaced, added or "
-            f"taken away after the pipe was made, in one of {names}, and would not be used: make "
-            "the Pipe after the change, or change it in place (copy_, load_state_dict)"
+            "a parameter, buffer or submodule around the units was replaced, added or removed "
+            f"after the pipe was made, in one of {names}, and the change would not be used. Make "
+            "the Pipe after the change, or change the tensor in place (copy_, load_state_dict)."
         )
 
     def trace_microbatch(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: ModelSettings
     ) -> TracedMicrobatch:
-        """How the forward of these inputs is divided: known, or found by a dry run."""
+        """Return the assignment of a micro-batch: from the cache, or from a new trace.
+
+        Raises:
+            CutError: The forward of these inputs does not fit the cut that the example fixed.
+        """
         key, leaves, spec = self._make_cache_key(args, kwargs, settings)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for known in self._trace_cache.get(key, ()):
-            if known.guards.matches(tensors):
+        for compiled in self._trace_cache.get(key, ()):
+            if compiled.guards.matches(tensors):
                 self._trace_cache.move_to_end(key)
-                return TracedMicrobatch(known, leaves, spec, tensors)
+                return TracedMicrobatch(compiled, leaves, spec, tensors)
         try:
             trace, constants = trace_model(self.model, self.units, args, dict(kwargs), self._device)
-        except EscapedTensor as leak:
+        except EscapedTensor as escaped:
+            # While the example is traced, the unit would be opened and its children become units.
+            # Now the units are fixed.
             raise CutError(
-                f"at {leak.location}, the forward uses a tensor that left unit '{leak.unit}' "
-                "sideways, which it did not with the example: make the Pipe with an example like "
-                "these inputs"
+                f"at {escaped.location}, the forward uses a tensor that unit '{escaped.unit}' "
+                "made but did not return. This did not happen with the example. Make the Pipe "
+                "with an example like these inputs."
             ) from None
+        # The new trace is assigned to the stages as the example left them: units and parameters
+        # stay where they are, and a buffer is changed by the stage that changed it before.
         written = {
             name: frozenset({stage}) for name, stage in self.ownership.buffer_writers.items()
         }
-        homes = {**self.ownership.parameter_owners, **written}
-        division = assign_nodes(trace, self.ownership.find_stage, self.ownership.num_stages, homes)
-        self._check_ownership(division)
-        known = self._add_to_cache(key, trace, division, constants)
-        return TracedMicrobatch(known, leaves, spec, tensors)
+        owners = {**self.ownership.parameter_owners, **written}
+        assignment = assign_nodes(
+            trace, self.ownership.find_stage, self.ownership.num_stages, owners
+        )
+        self._check_ownership(assignment)
+        compiled = self._add_to_cache(key, trace, assignment, constants)
+        return TracedMicrobatch(compiled, leaves, spec, tensors)
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self.devices.values()))
 
     def _check_ownership(self, assignment: TraceAssignment) -> None:
+        """Raise if an assignment uses a parameter or buffer on a stage that does not have it."""
         for name, users in assignment.parameter_users.items():
             if users - self.ownership.parameter_owners[name]:
                 raise CutError(
-                    f"'{name}' would be used on stages {sorted(users)}, and its home is "
-                    f"{sorted(self.ownership.parameter_owners[name])}: make the Pipe with an example like "
-                    "these inputs"
+                    f"'{name}' would be used on stages {sorted(users)}, but it is only on stages "
+                    f"{sorted(self.ownership.parameter_owners[name])}. Make the Pipe with an "
+                    "example like these inputs."
                 )
-        for name, home in self.ownership.buffer_writers.items():
-            others = sorted(assignment.buffer_readers.get(name, frozenset()) - {home})
+        for name, writer in self.ownership.buffer_writers.items():
+            others = sorted(assignment.buffer_readers.get(name, frozenset()) - {writer})
             if others:
                 raise CutError(
-                    f"the forward changes the buffer '{name}' on stage {home}, between units, and "
-                    f"with these inputs reads it on others, {', '.join(map(str, others))}: change "
-                    "and read it in one unit, or cut elsewhere with stages="
+                    f"the forward changes the buffer '{name}' on stage {writer}, between units, "
+                    f"and with these inputs reads it on other stages: "
+                    f"{', '.join(map(str, others))}. Change and read it in one unit with units=, "
+                    "or cut elsewhere with stages=."
                 )
         for name, stage in assignment.buffer_writers.items():
             if self.ownership.buffer_writers.get(name) != stage:
                 raise CutError(
-                    f"the forward changes the buffer '{name}' between units, and with the example "
-                    "it did not: make the Pipe with the model set as now (in training, say), and "
-                    "an example like these inputs"
+                    f"the forward changes the buffer '{name}' between units, which it did not do "
+                    "with the example. Make the Pipe with the model in its present mode (training "
+                    "or eval), and with an example like these inputs."
                 )
 
     def _add_to_cache(
         self, key: Any, trace: Trace, assignment: TraceAssignment, constants: Mapping[int, Tensor]
     ) -> _CompiledTrace:
-        scores = {
-            stage: build_stage_program(assignment, stage, d) for stage, d in self.devices.items()
+        """Compile a trace into stage programs and guards, and remember it."""
+        programs = {
+            stage: build_stage_program(assignment, stage, device)
+            for stage, device in self.devices.items()
         }
-        counted = find_loss_targets(trace)
-        goals = [] if counted is None else [counted.target, counted.class_weights]
-        makers = [trace.values[value].producer for value in goals if value is not None]
-        known = _CompiledTrace(
+        loss_targets = find_loss_targets(trace)
+        goals = [] if loss_targets is None else [loss_targets.target, loss_targets.class_weights]
+        producers = [trace.values[value].producer for value in goals if value is not None]
+        compiled = _CompiledTrace(
             InputGuards(trace, constants, self._get_buffer),
             assignment,
-            scores,
-            counted,
-            TraceReplay(trace, constants, self._get_buffer, [m for m in makers if m is not None]),
+            programs,
+            loss_targets,
+            TraceReplay(
+                trace, constants, self._get_buffer, [p for p in producers if p is not None]
+            ),
             fingerprint_assignment(assignment),
         )
-        ways = self._trace_cache.setdefault(key, [])
-        ways.insert(0, known)
-        del ways[MAX_TRACES_PER_KIND:]
+        # The newest first: the next micro-batches are probably like this one.
+        traces = self._trace_cache.setdefault(key, [])
+        traces.insert(0, compiled)
+        del traces[MAX_TRACES_PER_KIND:]
         if len(self._trace_cache) > MAX_INPUT_KINDS:
             self._trace_cache.popitem(last=False)
-        return known
+        return compiled
 
     def _get_buffer(self, name: str) -> Tensor:
+        """Return a buffer by its name in the model.
+
+        A buffer inside a unit is looked up in the unit, since `model` may be without it.
+        """
+        # Shorten the path until it is the name of a unit; the rest is the path inside that unit.
         path, _, key = name.rpartition(".")
         unit, inner = path, ""
         while unit and unit not in self.units:
             unit, _, last = unit.rpartition(".")
             inner = f"{last}.{inner}".strip(".")
         holder = self.units[unit].get_submodule(inner) if unit else self.parents[path]
-        found = holder._buffers[key]
-        assert found is not None
-        return found
+        buffer = holder._buffers[key]
+        assert buffer is not None
+        return buffer
 
     def apply_cast(self, cast_fn: TensorCast) -> None:
-        """The model was cast: what was seen of it holds no longer."""
+        """Drop all traces, after the model was cast to another dtype."""
         if self.local_model is not None:
             self.local_model.apply_cast(cast_fn)
         self._trace_cache, self._initial_members = OrderedDict(), []
@@ -291,14 +370,15 @@ class TracedPartition:
     def _make_cache_key(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: ModelSettings
     ) -> tuple[Any, list[Any], Any]:
+        """Return the cache key of inputs, their leaves and their structure."""
         leaves, spec = flatten((args, dict(kwargs)))
-        signs = tuple([_make_leaf_key(leaf) for leaf in leaves])
-        return (str(spec), signs, settings, read_torch_state()), leaves, spec
+        leaf_keys = tuple([_make_leaf_key(leaf) for leaf in leaves])
+        return (str(spec), leaf_keys, settings, read_torch_state()), leaves, spec
 
 
 @dataclass(frozen=True)
 class TracedMicrobatch:
-    """The division of one micro-batch, and its inputs."""
+    """The inputs of one micro-batch, with the compiled trace that holds for them."""
 
     compiled: _CompiledTrace
     leaves: list[Any]
@@ -307,52 +387,61 @@ class TracedMicrobatch:
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """Who sends to whom."""
+        """The pairs of stages (source, destination) between which values are sent."""
         return self.compiled.assignment.edges
 
     @property
     def fingerprint(self) -> str:
-        """The same in every process that divides in the same way."""
+        """A hash of the assignment, which all processes must agree on."""
         return self.compiled.fingerprint
 
     def compute_loss_targets(self) -> tuple[Tensor, TargetCounter] | None:
-        """The targets of the model's own loss, and what of them counts; None: not known."""
-        counted = self.compiled.loss_targets
-        if counted is None:
+        """Return the targets of the model's own loss and a counter of those that count.
+
+        None means that they are not known: the model has no loss, or another one than a mean
+        cross-entropy.
+        """
+        loss_targets = self.compiled.loss_targets
+        if loss_targets is None:
             return None
-        wanted = [counted.target] + (
-            [] if counted.class_weights is None else [counted.class_weights]
+        values = [loss_targets.target] + (
+            [] if loss_targets.class_weights is None else [loss_targets.class_weights]
         )
-        target, *classes = self.compiled.target_replay.compute_values(self.tensors, wanted)
-        return target, TargetCounter(counted.ignore_index, *classes)
+        target, *class_weights = self.compiled.target_replay.compute_values(self.tensors, values)
+        return target, TargetCounter(loss_targets.ignore_index, *class_weights)
 
     def make_forward_request(
         self, settings: ModelSettings, destinations: Mapping[int, tuple[int, ...]]
     ) -> ForwardRequest:
-        """For every stage."""
-        places = tuple(at for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
-        plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        """Return the request that all stages get for this micro-batch."""
+        positions = tuple(
+            index for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)
+        )
+        plain_leaves = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return ForwardRequest(
-            self.compiled.programs, plain, places, self.tree_spec, settings, destinations
+            self.compiled.programs, plain_leaves, positions, self.tree_spec, settings, destinations
         )
 
     def uses_rng(self, stage: int) -> bool:
-        """Does the stage draw random numbers between units?"""
+        """Return whether a stage draws random numbers between units."""
         return self.compiled.programs[stage].uses_rng
 
     def mutates_inputs(self, stage: int) -> bool:
-        """Does the stage change what it takes, in place?"""
+        """Return whether a stage changes a received tensor or one of the batch in place."""
         return self.compiled.programs[stage].mutates_inputs
 
     def select_inputs(self, stage: int) -> list[Tensor]:
-        """The tensors that a stage takes of the inputs."""
-        return [self.tensors[at] for at in self.compiled.programs[stage].input_indices]
+        """Return the tensors of the batch that a stage takes."""
+        return [self.tensors[index] for index in self.compiled.programs[stage].input_indices]
 
 
 def _iter_members(
     parents: Mapping[str, nn.Module], buffer_writers: Mapping[str, int]
 ) -> Iterator[Any]:
-    """What the parents have, but for buffers that the forward itself assigns anew."""
+    """Yield the children, parameters and buffers of parents.
+
+    Buffers that the forward itself changes are left out: it may assign new tensors.
+    """
     for name, module in parents.items():
         yield from module._modules.values()
         yield from module._parameters.values()
@@ -362,10 +451,12 @@ def _iter_members(
 
 
 def _make_leaf_key(leaf: Any) -> Any:
+    """Return what of an input decides the path of a forward: metadata, or the object itself."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf), IdentityKey(leaf)  # held, so that no other one has its place
+        # The key keeps the object alive, so that no other object gets the same id.
+        return type(leaf), IdentityKey(leaf)
     return type(leaf), leaf
