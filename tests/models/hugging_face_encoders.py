@@ -1,4 +1,4 @@
-"""Models of transformers that read a text as a whole, and those that answer with another."""
+"""Encoders and encoder-decoder models of transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models.hugging_face import (
 
 
 def spans(rows: int, size: int) -> dict[str, Any]:
-    """An answer's first token and its last."""
+    """Return texts with the first and last token of an answer."""
     at = torch.arange(rows)
     return {
         "input_ids": tokens(rows, size),
@@ -32,33 +32,33 @@ def spans(rows: int, size: int) -> dict[str, Any]:
 
 
 def two_sentences(rows: int, size: int) -> dict[str, Any]:
-    """With the kind of each token."""
+    """Return texts with token types."""
     kinds = torch.zeros(rows, size, dtype=torch.long)
     kinds[:, size // 2 :] = 1
     return {**padded_texts(rows, size), "token_type_ids": kinds}
 
 
 def asked(rows: int, size: int) -> dict[str, Any]:
-    """The loss is of some tokens alone: in the first rows of more than in the last."""
+    """Return texts in which only some tokens have labels, more of them in the first rows."""
     batch = padded_texts(rows, size)
     some = torch.arange(size) % (1 + torch.arange(rows)[:, None] // 2) == 0
     return {**batch, "labels": batch["labels"].where(some, -100)}
 
 
 def padded_pairs(rows: int, size: int) -> dict[str, Any]:
-    """Answers of different lengths."""
+    """Return pairs with answers of different lengths."""
     batch = pairs(rows, size)
     there = torch.arange(size - 1) < 1 + torch.arange(rows)[:, None] % (size - 1)
     return {**batch, "labels": batch["labels"].where(there, -100)}
 
 
 def answers(batch: dict[str, Any]) -> int:
-    """The labels that count."""
+    """Return the number of labels that count."""
     return int((batch["labels"] != -100).sum())
 
 
 def shuffled(rows: int, size: int) -> dict[str, Any]:
-    """All there is for a model that replaces tokens: was this one replaced?"""
+    """Return texts with labels for replaced-token detection."""
     ids = tokens(rows, size)
     return {"input_ids": ids, "labels": (ids % 3 == 0).long()}
 
@@ -150,7 +150,10 @@ ENCODERS = [
         axial_pos_embds_dim=[8, 8],
         feed_forward_size=24,
         is_decoder=False,
-        made={"sizes": (16, 16), "warns": "somebody drew random numbers"},  # it seeds, for itself
+        made={
+            "sizes": (16, 16),
+            "warns": "somebody drew random numbers",
+        },  # it seeds the generator itself
     ),
     # from text to text
     t5("T5", "T5ForConditionalGeneration"),
