@@ -499,7 +499,7 @@ def test_parse_skip_refuses_invalid_text(text: str) -> None:
 # ---- in a separate process ----------------------------------------------------------------
 
 
-def real(*words: str) -> subprocess.CompletedProcess[str]:
+def run_process(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `penstock` in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "penstock", *words], capture_output=True, text=True, check=False
@@ -507,20 +507,20 @@ def real(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_process_prints_results_to_stdout() -> None:
-    done = real("show", "zb-v", "--ranks", "4", "--chunks", "8", "--json")
+    done = run_process("show", "zb-v", "--ranks", "4", "--chunks", "8", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["deadlock_free"] is True
 
 
 def test_process_prints_errors_to_stderr() -> None:
-    done = real("show", "1f1b", "--ranks", "0", "--chunks", "8")
+    done = run_process("show", "1f1b", "--ranks", "0", "--chunks", "8")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "penstock: ranks=0: each of these must be at least 1\n"
 
 
 def test_process_exits_with_1_for_an_unsound_schedule(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("0B0 0F0\n")
-    done = real("verify", str(tmp_path / "mine.txt"))
+    done = run_process("verify", str(tmp_path / "mine.txt"))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == "rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)\n"
 

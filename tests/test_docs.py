@@ -81,7 +81,7 @@ def agrees(quoted: str, printed: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _isolated_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Provide an empty directory and a terminal of 80 columns; restore torch's settings after."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

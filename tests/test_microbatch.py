@@ -281,7 +281,7 @@ def test_gather_joins_on_the_dim_of_the_batch(dim: int) -> None:
 
 
 def test_gather_lists_multiples_if_the_batch_was_cut_on_another_dim() -> None:
-    """Their rows may be in another order, for example with time steps first."""
+    """The rows of such outputs may be in another order, for example with time steps first."""
     pieces = [torch.zeros(6, 1), torch.ones(6, 1)]
     assert same(gather(pieces, MicrobatchRows((2, 2), 1)), pieces)
 

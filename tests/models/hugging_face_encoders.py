@@ -38,7 +38,7 @@ def two_sentences(rows: int, size: int) -> dict[str, Any]:
     return {**padded_texts(rows, size), "token_type_ids": kinds}
 
 
-def asked(rows: int, size: int) -> dict[str, Any]:
+def partly_labelled(rows: int, size: int) -> dict[str, Any]:
     """Return texts in which only some tokens have labels, more of them in the first rows."""
     batch = padded_texts(rows, size)
     some = torch.arange(size) % (1 + torch.arange(rows)[:, None] // 2) == 0
@@ -76,7 +76,7 @@ long = {"sizes": (8, 12)}
 
 ENCODERS = [
     exhibit("BERT", "BertForMaskedLM", two_sentences),
-    exhibit("BERT, some tokens", "BertForMaskedLM", asked, made={"counts": answers}),
+    exhibit("BERT, some tokens", "BertForMaskedLM", partly_labelled, made={"counts": answers}),
     exhibit("BERT, a class a text", "BertForSequenceClassification", classified_texts),
     exhibit("BERT, a class a token", "BertForTokenClassification", labelled_tokens),
     exhibit("BERT, spans", "BertForQuestionAnswering", spans),

@@ -161,12 +161,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--case", type=Path, help="a file with one case")
     parser.add_argument("--processes", action="store_true", help="each rank is one")
-    asked = parser.parse_args(arguments)
-    if asked.case is not None:
-        print(f"the largest difference is {compare(read_case(asked.case.read_text())):.2g}")
+    options = parser.parse_args(arguments)
+    if options.case is not None:
+        print(f"the largest difference is {compare(read_case(options.case.read_text())):.2g}")
         return 0
-    number = asked.cases or (1500 if asked.processes else 8000)
-    return fuzz(asked.seed, number, asked.processes)
+    number = options.cases or (1500 if options.processes else 8000)
+    return fuzz(options.seed, number, options.processes)
 
 
 if __name__ == "__main__":

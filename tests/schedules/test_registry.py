@@ -1,4 +1,4 @@
-"""Resolve the schedule and the placement that a pipe was asked for."""
+"""Resolving the `schedule` argument of a pipe: names, files, placements."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_resolve_schedule_reads_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [("mine.txt", "there is no file 'mine.txt'")],
 )
-def test_resolve_schedule_refuses_a_missing_file(asked: str, message: str) -> None:
+def test_resolve_schedule_refuses_a_missing_file(requested: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        resolve_schedule(asked)
+        resolve_schedule(requested)
 
 
 def test_choose_placement() -> None:
@@ -86,7 +86,7 @@ def test_choose_placement() -> None:
 
 def test_default_stages_per_rank() -> None:
     wanted = (None, "fit", "1f1b", "zb-v", schedules.clocked((1, 0, 1), 2))
-    assert [default_stages_per_rank(asked) for asked in wanted] == [1, 1, 1, 2, 2]
+    assert [default_stages_per_rank(requested) for requested in wanted] == [1, 1, 1, 2, 2]
 
 
 def test_schedule_factory_of_fit_uses_the_stage_graph() -> None:
@@ -105,7 +105,7 @@ def test_check_has_backward_refuses_forward_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "stages", "message"),
+    ("requested", "ranks", "stages", "message"),
     [
         (None, 2, 3, "3 stages do not divide among 2 devices"),
         ("1f1b", 2, 4, "1f1b needs stages=2 on 2 devices, 1 for each, not 4"),
@@ -113,10 +113,10 @@ def test_check_has_backward_refuses_forward_only() -> None:
     ],
 )
 def test_choose_placement_refuses_impossible_sizes(
-    asked: str | Schedule | None, ranks: int, stages: int, message: str
+    requested: str | Schedule | None, ranks: int, stages: int, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
-        choose_placement(asked, ranks, stages)
+        choose_placement(requested, ranks, stages)
 
 
 def test_schedule_factory_refuses_another_placement_or_chunks() -> None:
