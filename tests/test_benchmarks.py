@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU compute besides, and what they say where there is none."""
+"""The GPU benchmarks: their arithmetic, and their error message without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("program", ["graph.py --figure 2", "virtual_gpu.py"])
-def test_without_a_gpu_they_say_so(program: str) -> None:
+def test_benchmark_without_a_gpu_exits_with_a_message(program: str) -> None:
     file, *options = program.split()
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / file, *options],
@@ -33,28 +33,30 @@ def test_without_a_gpu_they_say_so(program: str) -> None:
     assert done.stdout == ""
 
 
-def test_ideal_is_that_of_the_schedule_on_paper() -> None:
+def test_benchmark_ideal_speedup_of_a_schedule() -> None:
     assert ideal_of("1f1b", "never", 4, 32) == pytest.approx(4 * 32 / (32 + 3))
     assert ideal_of("loss.backward()", "never", 4, 32) == ideal_of("gpipe", "never", 4, 32)
     assert ideal_of("naive", "never", 8, 32) == 1
     assert ideal_of("1f1b", "always", 4, 32) < ideal_of("1f1b", "never", 4, 32)
 
 
-def test_measurements_that_take_long_are_fewer_but_never_less_than_three() -> None:
+def test_benchmark_repeats_slow_measurements_at_least_three_times() -> None:
     assert enough([1.0] * 9, times=9, budget=100.0)
     assert not enough([1.0] * 8, times=9, budget=100.0)
     assert not enough([60.0] * 2, times=9, budget=100.0)
     assert enough([60.0] * 3, times=9, budget=100.0)
 
 
-def test_the_ceiling_and_what_is_reached_of_it() -> None:
+def test_benchmark_speed_ceiling() -> None:
     speed = bench.Speed(naive=100.0, threads=60.0, graph=30.0, ideal=5.0, contention=0.8)
     assert speed.ceiling == pytest.approx(25.0)
     assert speed.over_threads == pytest.approx(2.0)
     assert speed.of_the_ceiling == pytest.approx(25 / 30)
 
 
-def test_claims_are_told_and_decide_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_claims_are_printed_and_set_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     least, most = graph.Claim("speed", 1.8, 1.7), graph.Claim("host", 0.06, 0.05, at_most=True)
     assert (least.holds, most.holds) == (True, False)
     assert not graph.Claim("speed", float("nan"), 1.7).holds
@@ -63,12 +65,12 @@ def test_claims_are_told_and_decide_how_it_ends(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[-1] == "| host | 0.060 | at most 0.05 | NO |"
 
 
-def test_tables_are_markdown() -> None:
+def test_benchmark_tables_are_markdown() -> None:
     assert head(["a", "b"]) == "| a | b |\n|---|---|"
     assert line([1, "x"]) == "| 1 | x |"
 
 
-def test_plain_accumulation_is_what_a_pipe_of_the_blocks_computes() -> None:
+def test_benchmark_accumulate_equals_a_pipe() -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*[Block(8) for _ in range(4)]).double()
     x = torch.randn(12, 8).double()
@@ -87,7 +89,7 @@ def _step(pipe: Pipe, small: bench.Bench, expected: list[torch.Tensor]) -> None:
     assert loss_of(small.x).dtype is torch.float32
 
 
-def test_options() -> None:
+def test_benchmark_command_line_options() -> None:
     given = graph.arguments(["--devices", "8", "--rows", "128", "512"])
     assert (given.devices, given.rows, given.chunks, given.figure) == ([8], [128, 512], 32, None)
     assert graph.arguments(["--papers"]).papers == list(papers.SIZES)

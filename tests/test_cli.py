@@ -29,7 +29,7 @@ Run = Callable[[str], Answer]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """`penstock` with these words, in a directory of its own: exit code, stdout, stderr."""
+    """Return a function that runs `penstock` in an empty directory: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
@@ -50,7 +50,7 @@ def drawn(picture: str) -> str:
 
 
 def refused(answer: Answer) -> str:
-    """The one message of a call that was asked wrongly."""
+    """Return the error message of a command that exits with 2."""
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith("penstock: ")
     assert "Traceback" not in answer.err
@@ -74,7 +74,7 @@ def test_show_draws_the_schedule(run: Run) -> None:
     )
 
 
-def test_show_folds_what_is_wider_than_the_terminal(
+def test_show_folds_drawings_wider_than_the_terminal(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -87,7 +87,7 @@ def test_show_folds_what_is_wider_than_the_terminal(
     ("name", "bubble"),
     [("gpipe", 27.3), ("1f1b", 27.3), ("interleaved", 15.8), ("zb-v", 5.9)],
 )
-def test_json_is_what_the_library_says(run: Run, name: str, bubble: float) -> None:
+def test_show_json_equals_the_library(run: Run, name: str, bubble: float) -> None:
     answer = run(f"show {name} --ranks 4 --chunks 8 --json")
     program = penstock.lower(schedules.make(name, ranks=4, chunks=8))
     timeline = simulate(program)
@@ -110,7 +110,7 @@ def test_json_is_what_the_library_says(run: Run, name: str, bubble: float) -> No
     assert (answer.code, answer.err) == (0, "")
 
 
-def test_json_is_one_line(run: Run) -> None:
+def test_show_json_is_one_line(run: Run) -> None:
     assert run("show 1f1b -p 2 -m 2 --json").out.count("\n") == 1
 
 
@@ -122,7 +122,7 @@ def facts(run: Run, words: str) -> dict[str, Any]:
     return found
 
 
-def test_costs_are_used(run: Run) -> None:
+def test_show_uses_cost(run: Run) -> None:
     found = facts(run, "show 1f1b -p 2 -m 2 --cost F=2,I=3,W=4,send=0.5")
     program = penstock.lower(schedules.one_f_one_b(2, 2))
     timeline = simulate(program, Cost.even((0, 1), F=2.0, I=3.0, W=4.0, send=0.5))
@@ -130,42 +130,42 @@ def test_costs_are_used(run: Run) -> None:
     assert found["busy"] == 2 * 2 * (2 + 3 + 4)
 
 
-def test_costs_that_are_left_out_stay(run: Run) -> None:
+def test_show_cost_keeps_defaults(run: Run) -> None:
     assert facts(run, "show 1f1b -p 1 -m 1 --cost W=5")["makespan"] == 1 + 1 + 5
 
 
-def test_checkpoint_recomputes(run: Run) -> None:
+def test_show_checkpoint_recomputes(run: Run) -> None:
     found = facts(run, "show gpipe -p 2 -m 4 --checkpoint except_last")
     assert found["peak"] == [1.0, 1.0]
     assert found["busy"] == 2 * (4 * 3 + 3)
 
 
-def test_checkpoint_is_drawn(run: Run) -> None:
+def test_show_checkpoint_draws_recomputation(run: Run) -> None:
     assert run("show gpipe -p 1 -m 2 --checkpoint always").out.splitlines()[2] == (
         "rank 0  F0 F1 R1 B1─── R0 B0───"
     )
 
 
-def test_skips_are_messages(run: Run) -> None:
+def test_show_counts_skips_as_messages(run: Run) -> None:
     plain = facts(run, "show 1f1b -p 4 -m 8")["messages"]
     skips = facts(run, "show 1f1b -p 4 -m 8 --skip 0:3 --skip 1:3")["messages"]
     assert (plain, skips) == (3 * 8 * 2, 5 * 8 * 2)
 
 
-def test_a_skip_within_a_rank_is_no_message(run: Run) -> None:
+def test_show_counts_no_message_for_a_skip_within_a_rank(run: Run) -> None:
     plain = facts(run, "show zb-v -p 2 -m 2")["messages"]
     assert facts(run, "show zb-v -p 2 -m 2 --skip 0:3")["messages"] == plain
 
 
-def test_stages_per_rank(run: Run) -> None:
+def test_show_stages_per_rank(run: Run) -> None:
     assert facts(run, "show interleaved -p 4 -m 8 --stages-per-rank 4")["stages"] == 16
 
 
-def test_memory_that_suffices(run: Run) -> None:
+def test_show_memory_that_suffices(run: Run) -> None:
     assert facts(run, "show 1f1b -p 4 -m 8 --memory 4")["peak"] == [4.0, 3.0, 2.0, 1.0]
 
 
-def test_memory_that_does_not_suffice(run: Run) -> None:
+def test_show_memory_that_does_not_suffice(run: Run) -> None:
     assert refused(run("show gpipe -p 2 -m 8 --memory 2")).splitlines() == [
         "gpipe does not fit in 2 micro-batches per rank:",
         "  rank 0, step 7: 0F7 brings live memory to 8, over 2",
@@ -175,12 +175,12 @@ def test_memory_that_does_not_suffice(run: Run) -> None:
     ]
 
 
-def test_memory_that_nothing_fits(run: Run) -> None:
+def test_show_memory_that_no_schedule_fits(run: Run) -> None:
     message = refused(run("show 1f1b -p 2 -m 2 --memory 0.5"))
     assert message.endswith("Schedules that fit: none; or fit --memory M, with M >= 1")
 
 
-def test_what_is_said_to_fit_fits(run: Run) -> None:
+def test_show_suggests_schedules_that_fit_in_memory(run: Run) -> None:
     said = refused(run("show gpipe -p 4 -m 8 --memory 3")).split("Schedules that fit: ")[1]
     names = said.split(";")[0].split(", ")
     assert names == ["naive", "v-half", "v-min"]
@@ -188,26 +188,26 @@ def test_what_is_said_to_fit_fits(run: Run) -> None:
         assert max(facts(run, f"show {name} -p 4 -m 8 --memory 3")["peak"]) <= 3
 
 
-def test_fit_takes_a_memory_cap(run: Run) -> None:
+def test_show_fit_with_a_memory_cap(run: Run) -> None:
     found = facts(run, "show fit -p 4 -m 8 --memory 2")
     assert (found["schedule"], found["stages"]) == ("fit", 4)
     assert max(found["peak"]) <= 2
 
 
-def test_fit_on_a_v(run: Run, tmp_path: Path) -> None:
+def test_show_fit_on_a_v_placement(run: Run, tmp_path: Path) -> None:
     found = facts(run, "show fit -p 4 -m 8 --placement v --memory 4 --save saved.txt")
     assert round(100 * found["bubble"], 1) <= 5.9
     assert "placement: 0 1 2 3 3 2 1 0\n" in (tmp_path / "saved.txt").read_text()
 
 
-def test_fit_on_a_loop_of_several_stages(run: Run) -> None:
+def test_show_fit_on_a_loop_of_several_stages(run: Run) -> None:
     assert facts(run, "show fit -p 2 -m 4 --stages-per-rank 3")["stages"] == 6
 
 
 # ---- show: files --------------------------------------------------------------------------
 
 
-def test_save_writes_a_schedule_that_loads(run: Run, tmp_path: Path) -> None:
+def test_show_save_writes_a_schedule_that_loads(run: Run, tmp_path: Path) -> None:
     answer = run("show zb-v -p 3 -m 4 --checkpoint except_last --save saved.txt")
     assert answer.out.splitlines()[-1] == "wrote saved.txt"
     wanted = penstock.recompute_mode("except_last", 4)
@@ -215,7 +215,7 @@ def test_save_writes_a_schedule_that_loads(run: Run, tmp_path: Path) -> None:
     assert saved == penstock.recompute(schedules.zb_v(3, 4), wanted)
 
 
-def test_save_with_messages_writes_a_program_that_loads(run: Run, tmp_path: Path) -> None:
+def test_show_save_with_messages_writes_a_program_that_loads(run: Run, tmp_path: Path) -> None:
     run("show dualpipe-v -p 2 -m 4 --skip 0:2 --save saved.txt --messages")
     graph = StageGraph.chain(4, skips=[(0, 2)])
     saved = loads((tmp_path / "saved.txt").read_text())
@@ -223,25 +223,25 @@ def test_save_with_messages_writes_a_program_that_loads(run: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize("messages", ["", "--messages"])
-def test_what_show_saves_verify_finds_sound(run: Run, messages: str) -> None:
+def test_verify_accepts_what_show_saves(run: Run, messages: str) -> None:
     run(f"show fit -p 3 -m 4 --placement v --skip 0:4 --save saved.txt {messages}")
     assert run("verify saved.txt") == Answer(0, "sound: 3 ranks, 6 stages, 4 micro-batches\n", "")
 
 
-def test_svg_and_png_write_pictures(run: Run, tmp_path: Path) -> None:
+def test_show_svg_and_png_write_pictures(run: Run, tmp_path: Path) -> None:
     answer = run("show 1f1b -p 2 -m 2 --skip 0:1 --svg a.svg --png b.png")
     assert answer.out.splitlines()[-2:] == ["wrote a.svg", "wrote b.png"]
     assert "<svg" in (tmp_path / "a.svg").read_text()
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_trace_writes_the_trace_of_the_timeline(run: Run, tmp_path: Path) -> None:
+def test_show_trace_writes_the_trace_of_the_timeline(run: Run, tmp_path: Path) -> None:
     run("show 1f1b -p 2 -m 2 --trace trace.json")
     timeline = simulate(penstock.lower(schedules.one_f_one_b(2, 2)))
     assert json.loads((tmp_path / "trace.json").read_text()) == penstock.draw.trace(timeline)
 
 
-def test_json_stays_alone_on_stdout_when_files_are_written(run: Run, tmp_path: Path) -> None:
+def test_show_json_prints_only_json_when_files_are_written(run: Run, tmp_path: Path) -> None:
     assert facts(run, "show 1f1b -p 2 -m 2 --save saved.txt")["ranks"] == 2
     assert isinstance(loads((tmp_path / "saved.txt").read_text()), Schedule)
 
@@ -257,38 +257,38 @@ def compared(run: Run, words: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_compare_has_every_schedule_that_trains(run: Run) -> None:
+def test_compare_lists_every_schedule_that_trains(run: Run) -> None:
     names = {row["schedule"] for row in compared(run, "-p 2 -m 4")}
     assert names == (set(schedules.FAMILIES) - {"forward-only"}) | {"fit", "fit, v"}
 
 
-def test_compare_is_best_first_then_least_memory(run: Run) -> None:
+def test_compare_sorts_by_makespan_then_memory(run: Run) -> None:
     rows = compared(run, "-p 4 -m 8")
     keys = [(round(row["makespan"], 9), max(row["peak"])) for row in rows]
     assert keys == sorted(keys)
     assert rows[-1]["schedule"] == "naive"
 
 
-def test_compare_says_what_show_says(run: Run) -> None:
+def test_compare_equals_show(run: Run) -> None:
     rows = {row["schedule"]: row for row in compared(run, "-p 3 -m 4 --cost F=1,I=2,W=1,send=0.2")}
     for name in ("1f1b", "zb-v", "looped-bfs"):
         shown = facts(run, f"show {name} -p 3 -m 4 --cost F=1,I=2,W=1,send=0.2")
         assert rows[name] == shown
 
 
-def test_compare_with_memory_keeps_what_fits(run: Run) -> None:
+def test_compare_with_memory_lists_only_schedules_that_fit(run: Run) -> None:
     rows = compared(run, "-p 4 -m 8 --memory 2")
     assert {row["schedule"] for row in rows} == {"naive", "v-min", "fit", "fit, v"}
     assert max(max(row["peak"]) for row in rows) <= 2
 
 
-def test_compare_gives_stages_per_rank_to_those_that_take_it(run: Run) -> None:
+def test_compare_stages_per_rank_applies_where_supported(run: Run) -> None:
     stages = {row["schedule"]: row["stages"] for row in compared(run, "-p 2 -m 4 -v 3")}
     assert (stages["interleaved"], stages["fit"]) == (6, 6)
     assert (stages["1f1b"], stages["zb-v"], stages["fit, v"]) == (2, 4, 4)
 
 
-def test_compare_recomputes(run: Run) -> None:
+def test_compare_checkpoint_recomputes(run: Run) -> None:
     peaks = {r["schedule"]: r["peak"] for r in compared(run, "-p 2 -m 4 --checkpoint always")}
     assert peaks["gpipe"] == [1.0, 1.0]
 
@@ -304,7 +304,7 @@ def test_compare_prints_a_table(run: Run) -> None:
 # ---- verify -------------------------------------------------------------------------------
 
 
-def test_verify_finds_a_sound_schedule_sound(run: Run, tmp_path: Path) -> None:
+def test_verify_accepts_a_sound_schedule(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("# by hand\n0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     assert run("verify mine.txt") == Answer(0, "sound: 2 ranks, 2 stages, 2 micro-batches\n", "")
 
@@ -333,7 +333,7 @@ def test_verify_checks_a_program_against_blocking_sends(run: Run, tmp_path: Path
     assert answer.out.count("when sends block until they are received") == 2
 
 
-def test_verify_takes_skips(run: Run, tmp_path: Path) -> None:
+def test_verify_skip_option(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("0F0 0B0\n1F0 1B0\n2F0 2B0\n")
     assert run("verify mine.txt --skip 0:2").code == 0
     assert refused(run("verify mine.txt --skip 0:3")) == (
@@ -341,14 +341,14 @@ def test_verify_takes_skips(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_verify_takes_the_skips_of_a_program_from_its_edges(run: Run, tmp_path: Path) -> None:
+def test_verify_refuses_skip_option_for_a_program(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("edges:\n0F0\n")
     assert refused(run("verify mine.txt --skip 0:1")) == (
         "a program lists its own edges. Write the skip there instead of using --skip"
     )
 
 
-def test_verify_says_which_lines_are_malformed(run: Run, tmp_path: Path) -> None:
+def test_verify_reports_malformed_lines(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("0F0 nonsense\n\nmore\n")
     lines = refused(run("verify mine.txt")).splitlines()
     assert lines[0] == "this is not a schedule:"
@@ -360,7 +360,7 @@ def test_verify_says_which_lines_are_malformed(run: Run, tmp_path: Path) -> None
     ]
 
 
-def test_verify_of_a_file_that_is_not_there(run: Run) -> None:
+def test_verify_of_a_missing_file(run: Run) -> None:
     assert refused(run("verify nowhere.txt")).endswith("No such file or directory: 'nowhere.txt'")
 
 
@@ -385,7 +385,7 @@ def test_gallery_shows_every_schedule_and_saves_its_picture(run: Run, tmp_path: 
     assert answer.out.endswith("wrote the pictures to pictures/, with pictures/index.md\n")
 
 
-# ---- what was asked wrongly ---------------------------------------------------------------
+# ---- invalid options ----------------------------------------------------------------------
 
 SIZES = "must be at least 1"
 COST = "such as F=1,I=1,W=1,send=0, not"
@@ -439,40 +439,40 @@ COST = "such as F=1,I=1,W=1,send=0, not"
         ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),
     ],
 )
-def test_what_was_asked_wrongly_is_told_in_one_message(run: Run, words: str, message: str) -> None:
+def test_invalid_options_are_reported_in_one_message(run: Run, words: str, message: str) -> None:
     assert refused(run(words)) == message
 
 
 @pytest.mark.parametrize("command", ["show fit", "compare"])
-def test_a_cap_that_cannot_be(run: Run, command: str) -> None:
+def test_memory_cap_below_one_microbatch_is_refused(run: Run, command: str) -> None:
     message = refused(run(f"{command} -p 2 -m 2 --memory 0.5"))
     assert "rank 0: 0.5 < 1, rank 1: 0.5 < 1" in message
     assert "give each rank at least its share, 1 for all" in message
 
 
-def test_an_unknown_name_is_told_a_close_one_and_all_there_are(run: Run) -> None:
+def test_unknown_schedule_name_suggests_a_close_one(run: Run) -> None:
     names = ", ".join([*schedules.FAMILIES, "fit"])
     assert refused(run("show 1f2b -p 2 -m 2")) == (
         f"there is no schedule '1f2b'; did you mean 1f1b? There are: {names}"
     )
 
 
-def test_an_unknown_name_that_is_close_to_nothing(run: Run) -> None:
+def test_unknown_schedule_name_without_a_close_one(run: Run) -> None:
     assert refused(run("show qqq -p 2 -m 2")).startswith("there is no schedule 'qqq'. There are: ")
 
 
-def test_a_file_that_cannot_be_written(run: Run) -> None:
+def test_show_save_into_a_missing_directory(run: Run) -> None:
     assert "No such file or directory" in refused(run("show 1f1b -p 2 -m 2 --save no/such/dir"))
 
 
 @pytest.mark.parametrize("words", ["show", "show 1f1b", "show 1f1b -p two -m 2", "nonsense"])
-def test_what_typer_refuses_exits_with_2_too(run: Run, words: str) -> None:
+def test_usage_errors_of_typer_exit_with_2(run: Run, words: str) -> None:
     answer = run(words)
     assert (answer.code, answer.out) == (2, "")
     assert "Traceback" not in answer.err
 
 
-def test_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     answer = run("show --help")
     assert answer.code == 0
@@ -482,50 +482,50 @@ def test_help_names_every_schedule(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 # ---- parsing ------------------------------------------------------------------------------
 
 
-def test_costs_are_parsed_over_the_defaults() -> None:
+def test_parse_costs_keeps_defaults() -> None:
     assert options.parse_costs("W=2, send=0.5") == {"F": 1.0, "I": 1.0, "W": 2.0, "send": 0.5}
 
 
-def test_a_skip_is_two_stages() -> None:
+def test_parse_skip() -> None:
     assert options.parse_skip("0:13") == (0, 13)
 
 
 @pytest.mark.parametrize("text", ["", "3", ":", "1:", "-1:2", "a:b", "1.0:2"])
-def test_what_is_no_skip(text: str) -> None:
+def test_parse_skip_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ArgumentError):
         options.parse_skip(text)
 
 
-# ---- the real thing -----------------------------------------------------------------------
+# ---- in a separate process ----------------------------------------------------------------
 
 
-def real(*words: str) -> subprocess.CompletedProcess[str]:
-    """`penstock`, in a process of its own."""
+def run_process(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `penstock` in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "penstock", *words], capture_output=True, text=True, check=False
     )
 
 
-def test_the_process_answers_on_stdout() -> None:
-    done = real("show", "zb-v", "--ranks", "4", "--chunks", "8", "--json")
+def test_process_prints_results_to_stdout() -> None:
+    done = run_process("show", "zb-v", "--ranks", "4", "--chunks", "8", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["deadlock_free"] is True
 
 
-def test_the_process_says_on_stderr_what_was_wrong() -> None:
-    done = real("show", "1f1b", "--ranks", "0", "--chunks", "8")
+def test_process_prints_errors_to_stderr() -> None:
+    done = run_process("show", "1f1b", "--ranks", "0", "--chunks", "8")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "penstock: ranks=0: each of these must be at least 1\n"
 
 
-def test_the_process_exits_with_1_for_an_unsound_file(tmp_path: Path) -> None:
+def test_process_exits_with_1_for_an_unsound_schedule(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("0B0 0F0\n")
-    done = real("verify", str(tmp_path / "mine.txt"))
+    done = run_process("verify", str(tmp_path / "mine.txt"))
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == "rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)\n"
 
 
-def test_without_its_libraries_it_says_what_to_install() -> None:
+def test_command_line_without_typer_names_the_extra() -> None:
     code = (
         "import importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name: None if name == 'typer' else find(name)\n"
@@ -538,7 +538,7 @@ def test_without_its_libraries_it_says_what_to_install() -> None:
     )
 
 
-def test_a_saved_file_is_shown_like_any_schedule(run: Run, tmp_path: Path) -> None:
+def test_show_a_saved_file(run: Run, tmp_path: Path) -> None:
     for extra in ("", " --messages"):
         run(f"show zb-v -p 2 -m 3 --save {tmp_path}/mine.txt{extra}")
         shown = facts(run, f"show {tmp_path}/mine.txt")
@@ -546,26 +546,26 @@ def test_a_saved_file_is_shown_like_any_schedule(run: Run, tmp_path: Path) -> No
         assert {**shown, "schedule": "zb-v"} == named
 
 
-def test_a_file_that_is_not_sound_is_not_shown(run: Run, tmp_path: Path) -> None:
+def test_show_refuses_an_unsound_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("0B0 0F0\n")
     assert refused(run(f"show {tmp_path}/mine.txt")) == (
         "this schedule must not run:\n  rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)"
     )
 
 
-def test_a_name_without_sizes_is_asked_for_them(run: Run) -> None:
+def test_show_asks_for_ranks_and_chunks(run: Run) -> None:
     assert refused(run("show zb-v")) == ("zb-v needs --ranks and --chunks, for example -p 4 -m 8")
 
 
-def test_fit_is_planned_for_recomputation_too(run: Run) -> None:
-    """It was made under the cap of a schedule without Rs, and was slower than 1f1b."""
+def test_show_fit_plans_for_recomputation(run: Run) -> None:
+    """`fit` planned without the recompute actions, and its schedule was slower than 1f1b."""
     words = "-p 4 -m 8 --checkpoint always --memory 2"
     fitted, plain = (facts(run, f"show {name} {words}") for name in ("fit", "1f1b"))
     assert fitted["makespan"] <= plain["makespan"]
     assert max(fitted["peak"]) <= 2
 
 
-def test_no_option_is_ignored_for_a_file(run: Run, tmp_path: Path) -> None:
+def test_show_of_a_file_ignores_no_option(run: Run, tmp_path: Path) -> None:
     run(f"show 1f1b -p 2 -m 3 --save {tmp_path}/mine.txt")
     assert refused(run(f"show {tmp_path}/mine.txt --checkpoint always")) == (
         "--checkpoint and --stages-per-rank apply to named schedules only"
@@ -628,7 +628,7 @@ GIVEN = """
 
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the current directory."""
+    """Write a module with factories into the current directory and return its name."""
     name = f"given_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(dedent(GIVEN))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -636,7 +636,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("factory", ["pair", "whole", "named"])
-def test_check_says_that_all_is_equal(run: Run, given: str, factory: str) -> None:
+def test_check_reports_equal(run: Run, given: str, factory: str) -> None:
     answer = run(f"check {given}:{factory} --schedules 1f1b,gpipe --chunks 2")
     assert answer.code == 0
     assert "equal in all 8 runs, to 1e-10\n" in answer.out
@@ -644,21 +644,21 @@ def test_check_says_that_all_is_equal(run: Run, given: str, factory: str) -> Non
     assert answer.err == ""
 
 
-def test_check_takes_any_module(run: Run, given: str) -> None:
+def test_check_of_a_module_that_is_not_sequential(run: Run, given: str) -> None:
     answer = run(f"check {given}:anything --schedules 1f1b --chunks 2 --stages 2 --units layers")
     assert answer.code == 0, answer.err
     assert "stages of 2 + 2 units; 8 rows in micro-batches of 4, 4\n" in answer.out
     assert "equal in all 4 runs, to 1e-10\n" in answer.out
 
 
-def test_check_says_at_which_line_a_model_cannot_be_cut(run: Run, given: str) -> None:
+def test_check_names_the_line_at_which_a_model_cannot_be_cut(run: Run, given: str) -> None:
     answer = run(f"check {given}:deciding --schedules 1f1b --stages 2")
     assert answer.code == 2
     assert f"{given}.py:" in answer.err.replace("\n", "")
     assert "reads a value that was computed from unit" in " ".join(answer.err.split())
 
 
-def test_check_ends_with_1_if_anything_differs(run: Run, given: str) -> None:
+def test_check_exits_with_1_if_numbers_differ(run: Run, given: str) -> None:
     answer = run(f"check {given}:wrong --schedules gpipe --stages 2 --runtimes inline")
     assert answer.code == 1
     assert "NOT equal, in 2 of 2 runs:\n" in answer.out
@@ -694,12 +694,14 @@ def test_check_prints_json(run: Run, given: str) -> None:
         ("GIVEN:pair --stages 9", "9 stages"),
     ],
 )
-def test_check_says_what_was_asked_wrongly(run: Run, given: str, words: str, message: str) -> None:
-    told = refused(run(f"check {words.replace('GIVEN', given)}"))
-    assert message.replace("GIVEN", given) in told
+def test_check_reports_invalid_factories_and_options(
+    run: Run, given: str, words: str, message: str
+) -> None:
+    message_shown = refused(run(f"check {words.replace('GIVEN', given)}"))
+    assert message.replace("GIVEN", given) in message_shown
 
 
-def test_check_names_the_module_that_a_module_lacks(run: Run, tmp_path: Path) -> None:
+def test_check_reports_import_errors_of_the_module(run: Run, tmp_path: Path) -> None:
     (tmp_path / "lacking.py").write_text("import not_there\n")
     assert refused(run("check lacking:make")) == "lacking needs not_there, which is not installed"
     (tmp_path / "broken_one.py").write_text("1 / 0\n")

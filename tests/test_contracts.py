@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: what it imports, what it shows, how its files read."""
+"""Contracts of the whole package: its imports, its public names, its docstrings and sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_LINES_OF_A_GENERATOR = 40
 
 
 def imported(code: str) -> set[str]:
-    """The top-level modules that a new process has loaded after running the code."""
+    """Return the top-level modules that a new process has loaded after running the code."""
     report = "import json, sys; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True
@@ -51,7 +51,7 @@ def test_import_penstock_imports_nothing_heavy() -> None:
     assert not found & {"torch", "rich", "typer", "matplotlib", "numpy"}
 
 
-def test_all_is_every_public_name() -> None:
+def test_dunder_all_lists_every_public_name() -> None:
     values = {
         name
         for name, value in vars(penstock).items()
@@ -61,7 +61,7 @@ def test_all_is_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("package", [penstock, penstock.schedules, penstock.draw])
-def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
+def test_dunder_all_is_sorted_and_resolves(package: ModuleType) -> None:
     names = list(package.__all__)
     assert len(set(names)) == len(names)
     assert [name for name in names if not hasattr(package, name)] == []
@@ -69,12 +69,12 @@ def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_every_module_says_what_it_is(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Each function's name and how many lines it has."""
+    """Yield the name and the number of lines of each function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
@@ -84,11 +84,11 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     "path", sorted((SOURCE / "schedules" / "families").glob("*.py")), ids=lambda path: path.name
 )
-def test_no_function_of_a_schedule_is_long(path: Path) -> None:
+def test_functions_of_schedule_families_are_short(path: Path) -> None:
     long = {name: lines for name, lines in functions(path) if lines > MOST_LINES_OF_A_FUNCTION}
     assert long == {}
 
 
-def test_no_generator_of_a_schedule_is_long() -> None:
+def test_generators_of_schedule_families_are_short() -> None:
     lines = {build.__name__: len(inspect.getsourcelines(build)[0]) for build in GENERATORS}
     assert {n: count for n, count in lines.items() if count > MOST_LINES_OF_A_GENERATOR} == {}

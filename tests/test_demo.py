@@ -50,7 +50,7 @@ Run = Callable[[str], int]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """`penstock demo` at a tiny size, in a directory of its own: its exit status."""
+    """Return a function that runs a tiny `penstock demo` in an empty directory: its exit status."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
@@ -68,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def laid_out() -> tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]]:
-    """A tiny model, its layout on two CPU ranks, and a batch."""
+    """Return a tiny model, its layout on two CPU ranks, and a batch."""
     model = build_byte_transformer(TINY)
     batch = next(iter_random_batches(load_stdlib_text(), TINY.rows, TINY.context, seed=0))
     return model, DeviceLayout(CPUS, (1.0,) * len(model)), batch
@@ -77,7 +77,7 @@ def laid_out() -> tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]]:
 # ---- the command --------------------------------------------------------------------------
 
 
-def test_it_trains_compares_checks_and_says_what_it_saved(
+def test_demo_trains_compares_checks_and_lists_saved_files(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--steps 3 --chunks 2 --devices cpu,cpu --out pictures") == 0
@@ -94,7 +94,7 @@ def test_it_trains_compares_checks_and_says_what_it_saved(
     assert "gradients in float64: the same as the unsplit model's" in answer.out
 
 
-def test_without_a_terminal_it_prints_a_line_now_and_then(
+def test_demo_without_a_terminal_prints_about_ten_progress_lines(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--steps 40 --chunks 2 --devices cpu,cpu") == 0
@@ -105,7 +105,7 @@ def test_without_a_terminal_it_prints_a_line_now_and_then(
         assert re.fullmatch(r"loss \d\.\d\d +[\d.]+k? tokens/s  bubble +\d+%", words), words
 
 
-def test_in_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_in_a_terminal_shows_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=100)
     monkeypatch.setattr(demo, "Console", lambda: terminal)
@@ -117,7 +117,7 @@ def test_in_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2/2 loss 2.50  12.35k tokens/s  bubble 12%" in shown
 
 
-def test_gradients_that_differ_end_it_with_1(
+def test_demo_exits_with_1_if_gradients_differ(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = Pipe.step
@@ -136,7 +136,7 @@ def test_gradients_that_differ_end_it_with_1(
     assert "largest difference 1.0e-08 (at most 1e-10)" in answer
 
 
-def test_no_thread_is_left_and_none_is_taken_away(run: Run) -> None:
+def test_demo_leaves_no_thread_and_restores_num_threads(run: Run) -> None:
     before, threads = torch.get_num_threads(), threading.active_count()
     torch.set_num_threads(3)
     try:
@@ -149,7 +149,7 @@ def test_no_thread_is_left_and_none_is_taken_away(run: Run) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-def test_other_schedules_and_sizes(
+def test_demo_with_other_schedules_and_sizes(
     run: Run, schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"--steps 1 --chunks 3 --devices cpu,cpu,cpu --schedule {schedule} --seed 7"
@@ -172,7 +172,7 @@ def test_other_schedules_and_sizes(
         ("--schedule forward-only", "has no backwards"),
     ],
 )
-def test_what_was_asked_wrongly_is_told_before_anything_runs(
+def test_demo_reports_invalid_options_before_it_runs(
     run: Run, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--devices" not in words:
@@ -184,7 +184,7 @@ def test_what_was_asked_wrongly_is_told_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_training(
+def test_demo_reports_an_unwritable_output_before_training(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "taken").write_text("")
@@ -194,7 +194,7 @@ def test_a_place_that_cannot_be_written_to_is_told_before_training(
     assert "File exists: 'taken'" in answer.err
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_demo_without_matplotlib_names_the_extra(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
@@ -205,7 +205,7 @@ def test_without_matplotlib_it_says_what_to_install(
     )
 
 
-def test_interrupted_it_ends_at_once_and_quietly(tmp_path: Path) -> None:
+def test_demo_interrupted_exits_without_traceback(tmp_path: Path) -> None:
     words = ["demo", "--steps", "100000", "--devices", "cpu,cpu"]
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "penstock", *words],
@@ -221,27 +221,27 @@ def test_interrupted_it_ends_at_once_and_quietly(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=120)
         finally:
-            process.kill()  # one that does not end would be waited for
+            process.kill()  # otherwise a hanging process would block the test
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-# ---- its parts ----------------------------------------------------------------------------
+# ---- the model and the data ---------------------------------------------------------------
 
 
-def test_the_text_is_found_and_is_python() -> None:
+def test_load_stdlib_text() -> None:
     text = bytes(load_stdlib_text().tolist())
     assert b"def dataclass(" in text
     assert b"def get_path(" in text
 
 
-def test_without_sources_it_says_where_it_looked(tmp_path: Path) -> None:
+def test_load_stdlib_text_without_sources_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=f"no Python sources in {tmp_path}"):
         load_stdlib_text(tmp_path)
 
 
-def test_batches_are_pieces_of_the_text_and_the_seed_decides_which() -> None:
+def test_random_batches_are_slices_of_the_text_chosen_by_the_seed() -> None:
     text = torch.arange(200, dtype=torch.uint8)
     inputs, target = next(iter_random_batches(text, rows=5, context=16, seed=1))
     assert inputs.shape == target.shape == (5, 16)
@@ -253,7 +253,7 @@ def test_batches_are_pieces_of_the_text_and_the_seed_decides_which() -> None:
     assert not torch.equal(inputs, other)
 
 
-def test_the_last_piece_of_the_text_is_in_reach() -> None:
+def test_random_batches_reach_the_end_of_the_text() -> None:
     text = torch.arange(10, dtype=torch.uint8)
     starts = {
         int(x[0, 0]) for x, _ in zip_first(iter_random_batches(text, rows=1, context=8, seed=0), 40)
@@ -265,7 +265,7 @@ def zip_first(endless: Iterator[Any], count: int) -> Iterator[Any]:
     return (next(endless) for _ in range(count))
 
 
-def test_the_model_is_causal() -> None:
+def test_demo_model_is_causal() -> None:
     model = build_byte_transformer(TINY)
     text = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(0))
     other = text.clone()
@@ -274,13 +274,13 @@ def test_the_model_is_causal() -> None:
     assert same.tolist() == [True] * 5 + [False] * 3
 
 
-def test_the_model_takes_no_random_numbers_from_the_caller() -> None:
+def test_demo_model_leaves_the_rng_state_alone() -> None:
     before = torch.get_rng_state()
     build_byte_transformer(TINY, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_training_lowers_the_loss(
+def test_demo_training_lowers_the_loss(
     laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, batch = laid_out
@@ -289,7 +289,7 @@ def test_training_lowers_the_loss(
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_gradients_are_those_of_the_unsplit_model(
+def test_compare_gradients_equals_the_unsplit_model(
     laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, batch = laid_out
@@ -299,7 +299,7 @@ def test_gradients_are_those_of_the_unsplit_model(
     assert sameness.tensor_count == len(list(model.parameters()))
 
 
-def test_no_gradient_or_no_number_is_a_difference(
+def test_compare_gradients_counts_none_and_nan_as_different(
     laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -321,7 +321,7 @@ def test_no_gradient_or_no_number_is_a_difference(
     assert not compare_gradients(model, layout, "1f1b", 2, batch).is_equal
 
 
-def test_measuring_leaves_weights_and_gradients_alone(
+def test_measure_steps_leaves_weights_and_gradients_alone(
     laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, batch = laid_out
@@ -338,7 +338,7 @@ def test_measuring_leaves_weights_and_gradients_alone(
         assert torch.equal(parameter, value)
 
 
-def test_writing_goes_on_past_the_context(
+def test_generate_text_beyond_the_context(
     laid_out: tuple[nn.Sequential, DeviceLayout, tuple[Tensor, Tensor]],
 ) -> None:
     model, layout, _ = laid_out
@@ -349,36 +349,36 @@ def test_writing_goes_on_past_the_context(
     assert prose == generate_text(pipe, b"def ", 12, TINY.context, seed=0)
 
 
-def test_every_pipe_over_a_layout_is_cut_by_the_same_times() -> None:
+def test_device_layout_cuts_by_the_same_times_for_every_schedule() -> None:
     layout = DeviceLayout(CPUS, (1.0, 1.0, 1.0, 3.0))
     assert list(layout.layers_per_stage("1f1b")) == list(layout.layers_per_stage("naive")) == [3, 1]
     assert list(layout.layers_per_stage("interleaved")) == [1, 1, 1, 1]
 
 
-def test_the_layers_are_measured() -> None:
+def test_device_layout_measures_layers() -> None:
     model = build_byte_transformer(replace(TINY, width=64))
     example = torch.zeros(2, 8, dtype=torch.long)
     seconds = DeviceLayout.measure(CPUS, model, example).layer_seconds
     assert len(seconds) == len(model)
-    assert seconds[1] > seconds[0]  # a block takes longer than looking up bytes
+    assert seconds[1] > seconds[0]  # a block takes longer than the embedding
 
 
 # ---- devices ------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_there_are_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_devices_without_a_gpu_gives_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [repr(place) for place in find_devices().by_rank] == ["cpu", "cpu"]
 
 
-def test_every_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_devices_uses_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(found, "resolve_device", lambda name: name)
     places: tuple[Any, ...] = find_devices().by_rank
     assert places == ("cuda:0", "cuda:1", "cuda:2")
 
 
-def test_one_gpu_is_cut_or_it_is_said_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_devices_splits_one_gpu_or_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(found, "virtual_devices", lambda name, n: [f"{name}/{i}" for i in range(n)])
     places: tuple[Any, ...] = find_devices().by_rank
@@ -393,6 +393,6 @@ def test_one_gpu_is_cut_or_it_is_said_why_not(monkeypatch: pytest.MonkeyPatch) -
     assert "pip install 'penstock[cuda]'" in devices.reason
 
 
-def test_the_loss_of_guessing_is_that_of_256_choices() -> None:
+def test_next_byte_loss_of_uniform_logits() -> None:
     output, target = torch.zeros(2, 3, 256), torch.zeros(2, 3, dtype=torch.long)
     assert float(next_byte_loss(output, target)) == pytest.approx(5.545, abs=1e-3)

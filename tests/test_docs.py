@@ -1,11 +1,11 @@
-"""The README and the docs are true: their blocks run, and what they quote is what comes out.
+"""The code blocks of the README and the docs run, and print what the pages quote.
 
-python    runs, page by page, top to bottom in one namespace
-py        the same, on two ranks: in two processes that form a group
-output    after one of them: what it prints, on rank 0, with `...` for anything
-console   `$ penstock ...` runs, and prints what stands below it
+python    runs, page by page, from top to bottom in one namespace
+py        the same, in two processes that form a process group
+output    after one of these: what it prints (rank 0), where `...` matches anything
+console   `$ penstock ...` runs, and prints the lines below it
 bash      its programs and make targets exist
-text      is left alone
+text      is not checked
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
-SLOW = {"demo", "gallery"}  # commands with tests of their own
-# Whose messages a user of a pipe may see.
+SLOW = {"demo", "gallery"}  # commands with separate tests
+# Folders whose error messages a user of a pipe may see.
 FOLDERS = (
     "data_parallel",
     "stage",
@@ -55,7 +55,7 @@ FOLDERS = (
 
 
 class Block(NamedTuple):
-    """What stands between two fences, and the line on which it starts."""
+    """The text between two fences, and the line on which it starts."""
 
     language: str
     line: int
@@ -71,7 +71,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def with_blocks(*languages: str) -> pytest.MarkDecorator:
-    """For each page that has such blocks."""
+    """Parametrize a test over the pages that have blocks in these languages."""
     pages = [p for p in PAGES if any(block.language in languages for block in blocks_of(p))]
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -81,8 +81,8 @@ def agrees(quoted: str, printed: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty directory, a terminal of 80 columns, and torch's settings as they were after it."""
+def _isolated_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Provide an empty directory and a terminal of 80 columns; restore torch's settings after."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
@@ -97,7 +97,7 @@ def _a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 
 
 def printed_by(page: Path, language: str) -> list[str]:
-    """What each block of a page prints, from top to bottom in one namespace."""
+    """Run the blocks of a page in one namespace, and return what each of them prints."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed = []
     for block in (block for block in blocks_of(page) if block.language == language):
@@ -108,7 +108,7 @@ def printed_by(page: Path, language: str) -> list[str]:
 
 
 def check_quotes(page: Path, language: str, printed: list[str]) -> None:
-    """What is quoted after each block is what it has printed."""
+    """Check that each block has printed the output quoted after it."""
     texts = iter(printed)
     for block, after in pairwise([*blocks_of(page), Block("", 0, "")]):
         text = next(texts) if block.language == language else ""
@@ -116,10 +116,10 @@ def check_quotes(page: Path, language: str, printed: list[str]) -> None:
             assert agrees(after.text, text), f"{page.name}, line {after.line}:\n{text}"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # PyTorch's, of dcp.load
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # raised by dcp.load
 @with_blocks("python")
-def test_code_runs_and_prints_what_is_quoted(page: Path, tmp_path: Path) -> None:
-    """A picture beside a page is the one that the page's code writes."""
+def test_docs_python_blocks_print_what_is_quoted(page: Path, tmp_path: Path) -> None:
+    """The picture next to a page must also be the one that the code of the page writes."""
     check_quotes(page, "python", printed_by(page, "python"))
     picture = page.with_suffix(".svg")
     if picture.exists():
@@ -132,12 +132,12 @@ def printed_on_a_rank(folder: Path, page: Path) -> list[str]:
 
 
 @with_blocks("py")
-def test_code_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+def test_docs_py_blocks_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
     first, _ = ranks(2).run(printed_on_a_rank, tmp_path, page)
     check_quotes(page, "py", first)
 
 
-def test_what_is_quoted_follows_code() -> None:
+def test_docs_output_blocks_follow_code() -> None:
     for page in PAGES:
         languages = [block.language for block in blocks_of(page)]
         for before, language in zip(["", *languages], languages, strict=False):
@@ -149,11 +149,11 @@ def test_what_is_quoted_follows_code() -> None:
 
 class Command(NamedTuple):
     words: list[str]
-    quoted: str  # what it is said to print; nothing, if nothing is said
+    quoted: str  # the output quoted on the page; empty if there is none
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Those after a `$`, or, in bash, each line; without comments."""
+    """Yield the commands after a `$`, or each line of a bash block, without comments."""
     if block.language == "bash":
         lines = block.text.replace("\\\n", " ").splitlines()
         yield from (Command(shlex.split(line, comments=True), "") for line in lines)
@@ -164,7 +164,7 @@ def commands_of(block: Block) -> Iterator[Command]:
 
 
 @with_blocks("console")
-def test_commands_print_what_is_quoted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_commands_print_what_is_quoted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in blocks_of(page) if block.language == "console"]
     for words, quoted in (command for block in blocks for command in commands_of(block)):
         if words[0] != "penstock" or words[1] in SLOW:
@@ -177,7 +177,7 @@ def test_commands_print_what_is_quoted(page: Path, monkeypatch: pytest.MonkeyPat
 
 
 @with_blocks("bash", "console")
-def test_programs_and_targets_exist(page: Path) -> None:
+def test_docs_programs_and_make_targets_exist(page: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     known = {c.name or getattr(c.callback, "__name__", "") for c in cli.app.registered_commands}
@@ -196,17 +196,17 @@ def test_programs_and_targets_exist(page: Path) -> None:
         assert all((ROOT / file).exists() for file in files), words
 
 
-# ---- what the pages say about the rest ----------------------------------------------------
+# ---- links, pictures, restrictions, layout ------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_docs_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-def test_pictures_stand_beside_pages_with_code() -> None:
-    """Which is what draws them."""
+def test_docs_pictures_belong_to_pages_with_code() -> None:
+    """The code of a page draws its picture."""
     pictures = sorted(DOCS.glob("*.svg"))
     assert pictures
     for picture in pictures:
@@ -214,7 +214,7 @@ def test_pictures_stand_beside_pages_with_code() -> None:
 
 
 def errors_of(source: Path) -> Iterator[list[str]]:
-    """The literal pieces of each message with which an error is made."""
+    """Yield the literal pieces of the message of each error that a module raises."""
     ours = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
     makers = {*ours, "CaptureError", "RuntimeError", "TypeError", "ValueError", "warn"}
     for node in ast.walk(ast.parse(source.read_text())):
@@ -224,11 +224,11 @@ def errors_of(source: Path) -> Iterator[list[str]]:
             if maker in makers and isinstance(message, ast.Constant | ast.JoinedStr):
                 pieces = message.values if isinstance(message, ast.JoinedStr) else [message]
                 literal = [str(p.value) for p in pieces if isinstance(p, ast.Constant)]
-                if literal:  # else it passes another's message on
+                if literal:  # otherwise it forwards the message of another error
                     yield literal
 
 
-def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
+def test_docs_restrictions_list_every_error_message() -> None:
     source = ROOT / "src" / "penstock"
     names = ("pipe", "config", "microbatch", "schedules/registry")
     files = [source / f"{name}.py" for name in names]
@@ -244,7 +244,7 @@ def test_every_message_of_a_pipe_is_among_the_restrictions() -> None:
     assert missing == []
 
 
-def test_the_layout_lists_every_folder_on_one_screen() -> None:
+def test_docs_layout_lists_every_folder_on_one_screen() -> None:
     text = (DOCS / "layout.md").read_text()
     assert len(text.splitlines()) <= 50
     source = ROOT / "src" / "penstock"
@@ -260,8 +260,8 @@ def test_the_layout_lists_every_folder_on_one_screen() -> None:
             assert (source / folder / name).exists(), f"{folder}{name}"
 
 
-def test_a_large_folder_explains_itself() -> None:
-    """In a README, or in the docstring of its package."""
+def test_large_source_folders_have_a_readme_or_package_docstring() -> None:
+    """A folder with more than five modules needs one of the two."""
     source = ROOT / "src" / "penstock"
     for package in (path.parent for path in source.rglob("__init__.py")):
         modules = [path for path in package.glob("*.py") if path.name != "__init__.py"]

@@ -27,14 +27,14 @@ from penstock.schedules.simulator import Deadlock
         (MissingExtra, ImportError),
     ],
 )
-def test_every_error_is_a_penstock_error_and_what_python_calls_it(
+def test_errors_inherit_from_penstock_error_and_a_builtin_error(
     error: type[Exception], also: type[Exception]
 ) -> None:
     assert issubclass(error, PenstockError)
     assert issubclass(error, also)
 
 
-def test_every_error_stands_in_the_tree_at_the_top_of_the_file() -> None:
+def test_errors_are_listed_in_the_module_docstring() -> None:
     todo: list[type[Exception]] = [PenstockError]
     while todo:
         error = todo.pop()
@@ -44,7 +44,7 @@ def test_every_error_stands_in_the_tree_at_the_top_of_the_file() -> None:
 
 
 @pytest.mark.parametrize("error", [FormatError, InvalidScheduleError])
-def test_a_list_of_problems_stands_under_its_headline(
+def test_error_with_problems_lists_them_below_its_headline(
     error: type[FormatError] | type[InvalidScheduleError],
 ) -> None:
     raised = error("two things are wrong:", ["this", "that"])
@@ -52,7 +52,7 @@ def test_a_list_of_problems_stands_under_its_headline(
     assert raised.problems == ("this", "that")
 
 
-def test_a_missing_extra_says_what_to_install() -> None:
+def test_missing_extra_says_what_to_install() -> None:
     assert str(MissingExtra("matplotlib", "draw", "a picture")) == (
         "a picture needs matplotlib: pip install 'penstock[draw]'"
     )

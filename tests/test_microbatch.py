@@ -21,7 +21,7 @@ class Pair(NamedTuple):
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Equal, tensors by their numbers."""
+    """Return whether two nested values are equal, comparing tensors by value."""
     if isinstance(expected, Tensor):
         return isinstance(found, Tensor) and torch.equal(found, expected)
     if isinstance(expected, dict):
@@ -31,7 +31,7 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-# ---- cutting ------------------------------------------------------------------------------
+# ---- scatter ------------------------------------------------------------------------------
 
 
 def cut(values: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
@@ -40,7 +40,7 @@ def cut(values: tuple[Any, ...], chunks: int) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("chunks", range(1, 8))
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 17])
-def test_a_batch_is_cut_as_torch_chunk_cuts(rows: int, chunks: int) -> None:
+def test_scatter_cuts_like_torch_chunk(rows: int, chunks: int) -> None:
     x = torch.arange(rows)
     found = [piece for (piece,) in cut((x,), chunks)]
     assert list(map(Tensor.tolist, found)) == list(map(Tensor.tolist, x.chunk(chunks)))
@@ -49,7 +49,7 @@ def test_a_batch_is_cut_as_torch_chunk_cuts(rows: int, chunks: int) -> None:
     assert how == MicrobatchRows(tuple(map(len, found)), 0) == scatter((x,), chunks)[1]
 
 
-def test_what_is_no_tensor_and_what_is_not_to_be_cut_goes_everywhere() -> None:
+def test_scatter_gives_no_chunk_and_other_values_to_every_microbatch() -> None:
     x, mask, scale = torch.arange(4), torch.ones(3), torch.tensor(2.0)
     given = x, NoChunk(mask), 7, None, scale
     (a, b), (c, d) = ((values[1:], values[0]) for values in cut(given, 2))
@@ -61,7 +61,7 @@ def test_what_is_no_tensor_and_what_is_not_to_be_cut_goes_everywhere() -> None:
     assert c[3] is scale
 
 
-def test_nested_values_are_cut_where_they_have_tensors() -> None:
+def test_scatter_of_nested_values() -> None:
     given = {"x": torch.arange(2), "more": [Pair(torch.ones(2, 1), "b"), NoChunk(torch.zeros(1))]}
     first, second = cut((given,), 2)
     assert same(first[0]["x"], torch.tensor([0]))
@@ -69,14 +69,14 @@ def test_nested_values_are_cut_where_they_have_tensors() -> None:
     assert same(second[0]["more"][1], torch.zeros(1))
 
 
-def test_pieces_are_views() -> None:
+def test_scatter_gives_views() -> None:
     x = torch.zeros(4)
     (piece,) = cut((x,), 2)[1]
     piece.add_(1)
     assert x.tolist() == [0, 0, 1, 1]
 
 
-def test_one_tensor_given_twice_is_one_in_each_micro_batch() -> None:
+def test_scatter_keeps_repeated_tensors_identical() -> None:
     x = torch.zeros(4)
     for a, b, c in cut((x, [x], Chunk(x, 0)), 2):
         assert a is b[0]
@@ -84,7 +84,7 @@ def test_one_tensor_given_twice_is_one_in_each_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("whole", [NoChunk(torch.zeros(3)), torch.tensor(1.0)])
-def test_nothing_to_cut_is_one_micro_batch(whole: Any) -> None:
+def test_scatter_without_rows_gives_one_microbatch(whole: Any) -> None:
     pieces, rows = scatter((whole, 1), 4)
     assert same(pieces, [(getattr(whole, "tensor", whole), 1)])
     assert rows == MicrobatchRows()
@@ -92,13 +92,13 @@ def test_nothing_to_cut_is_one_micro_batch(whole: Any) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-def test_a_tensor_may_have_its_rows_elsewhere(dim: int) -> None:
+def test_scatter_chunk_on_another_dim(dim: int) -> None:
     x, mask = torch.arange(5), torch.arange(30).view(2, 5, 3)
     found = cut((x, Chunk(mask, dim)), 3)
     assert same([m for _, m in found], list(mask.split([2, 2, 1], 1)))
 
 
-def test_the_first_tensor_says_where_the_rows_are() -> None:
+def test_scatter_takes_the_rows_from_the_first_tensor() -> None:
     x, lengths = torch.arange(8).view(2, 4), torch.arange(4)
     pieces, rows = scatter((NoChunk(torch.zeros(9)), Chunk(x, dim=1), lengths), 2)
     assert rows == MicrobatchRows((2, 2), 1)
@@ -109,7 +109,7 @@ def test_the_first_tensor_says_where_the_rows_are() -> None:
     ("rows", "size", "chunks", "expected"),
     [(4, 8, 2, [4, 4]), (5, 10, 3, [4, 4, 2]), (4, 8, 3, [4, 4]), (8, 4, 4, [1, 1, 1, 1])],
 )
-def test_a_chunk_may_have_a_multiple_of_the_rows(
+def test_scatter_chunk_with_a_multiple_of_the_rows(
     rows: int, size: int, chunks: int, expected: list[int]
 ) -> None:
     pieces = cut((torch.zeros(rows), Chunk(torch.zeros(size), 0)), chunks)
@@ -119,10 +119,10 @@ def test_a_chunk_may_have_a_multiple_of_the_rows(
 @pytest.mark.parametrize(
     ("shapes", "chunks"), [([(4, 2), (3,)], 4), ([(3,), (6,)], 3), ([(1, 5), (5,)], 1)]
 )
-def test_a_tensor_with_other_rows_than_the_batch(
+def test_scatter_refuses_tensors_with_other_rows(
     shapes: list[tuple[int, ...]], chunks: int
 ) -> None:
-    """Also where it would give as many micro-batches, and where there is one."""
+    """This holds even if the number of micro-batches would be the same, and for one micro-batch."""
     with pytest.raises(RuntimeError, match="micro-batches") as caught:
         scatter(tuple(map(torch.zeros, shapes)), chunks)
     for shape in shapes:
@@ -132,7 +132,7 @@ def test_a_tensor_with_other_rows_than_the_batch(
     assert isinstance(caught.value, ArgumentError)
 
 
-def test_every_tensor_that_does_not_fit_is_named_with_both_ways_to_say_what_is_meant() -> None:
+def test_batch_shape_error_names_every_tensor_and_suggests_no_chunk_and_chunk() -> None:
     values = (
         torch.zeros(8, 3),
         [None, torch.zeros(3, 16)],
@@ -162,14 +162,14 @@ def test_every_tensor_that_does_not_fit_is_named_with_both_ways_to_say_what_is_m
 
 
 @pytest.mark.parametrize("value", [1, [torch.zeros(1)], None, "mask"])
-def test_no_chunk_and_chunk_are_for_tensors(value: Any) -> None:
+def test_no_chunk_and_chunk_refuse_other_values(value: Any) -> None:
     with pytest.raises(TypeError, match=f"NoChunk is for tensors, not {type(value).__name__}"):
         NoChunk(value)
     with pytest.raises(TypeError, match=f"Chunk is for tensors, not {type(value).__name__}"):
         Chunk(value, 0)
 
 
-def test_no_chunk_and_chunk_have_their_tensor() -> None:
+def test_no_chunk_and_chunk_hold_their_tensor() -> None:
     tensor = torch.zeros(2, 3)
     assert NoChunk(tensor).tensor is tensor
     assert Chunk(tensor, dim=-1).tensor is tensor
@@ -177,14 +177,14 @@ def test_no_chunk_and_chunk_have_their_tensor() -> None:
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3), 2), ((2, 3), -3), ((), 0)])
-def test_a_dim_that_is_not_there(shape: tuple[int, ...], dim: int) -> None:
+def test_chunk_refuses_a_dim_out_of_range(shape: tuple[int, ...], dim: int) -> None:
     message = f"a tensor of shape {re.escape(str(shape))} has no dim {dim} to split"
     with pytest.raises(ArgumentError, match=message):
         Chunk(torch.zeros(shape), dim)
 
 
 @pytest.mark.parametrize("dim", [True, 1.0, "0", None])
-def test_a_dim_is_a_number(dim: Any) -> None:
+def test_chunk_refuses_a_dim_that_is_not_an_integer(dim: Any) -> None:
     with pytest.raises(TypeError, match="dim must be an integer, not"):
         Chunk(torch.zeros(2, 2), dim)
 
@@ -192,26 +192,26 @@ def test_a_dim_is_a_number(dim: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "chunks", "expected"), [(4, 2, [0.5, 0.5]), (5, 3, [0.4, 0.4, 0.2]), (1, 4, [1.0])]
 )
-def test_shares_are_parts_of_the_rows(rows: int, chunks: int, expected: list[float]) -> None:
+def test_fractions_are_shares_of_the_rows(rows: int, chunks: int, expected: list[float]) -> None:
     x = torch.zeros(rows, 3)
     assert scatter((x,), chunks)[1].fractions() == expected
     assert scatter((NoChunk(torch.zeros(7)), "a", {"x": x}), chunks)[1].fractions() == expected
 
 
-# ---- what a pipe takes --------------------------------------------------------------------
+# ---- check_inputs -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("inputs", "kinds"),
     [((), "nothing"), ((1, "a"), "int, str"), (([1, 2], None), "list, NoneType")],
 )
-def test_inputs_without_a_tensor(inputs: tuple[Any, ...], kinds: str) -> None:
+def test_check_inputs_refuses_inputs_without_a_tensor(inputs: tuple[Any, ...], kinds: str) -> None:
     message = f"a pipe needs a tensor among its inputs, and got {kinds}"
     with pytest.raises(TypeError, match=message):
         check_inputs(inputs, (), CPU)
 
 
-def test_inputs_on_another_device() -> None:
+def test_check_inputs_refuses_inputs_on_another_device() -> None:
     with pytest.raises(ArgumentError) as caught:
         check_inputs((torch.zeros(1), [torch.zeros(1, device="meta")]), (), CPU)
     assert str(caught.value) == (
@@ -221,22 +221,22 @@ def test_inputs_on_another_device() -> None:
         check_inputs((NoChunk(torch.zeros(1, device="meta")),), (), CPU)
 
 
-def test_inputs_with_a_tensor_somewhere() -> None:
+def test_check_inputs_accepts_nested_tensors() -> None:
     check_inputs(({"a": [torch.zeros(1)]}, 3), (), CPU)
     check_inputs((NoChunk(torch.zeros(1)),), (), CPU)
     check_inputs((), [[torch.zeros(1, device="meta")]], CPU)
 
 
-# ---- putting together ---------------------------------------------------------------------
+# ---- gather -------------------------------------------------------------------------------
 
 
-def test_tensors_are_joined_by_rows() -> None:
+def test_gather_joins_tensors_by_rows() -> None:
     pieces = [torch.zeros(2, 1), torch.ones(1, 1)]
     assert same(gather(pieces, MicrobatchRows((2, 1))), torch.tensor([[0.0], [0], [1]]))
     assert same(gather([torch.zeros(2)], MicrobatchRows((2,))), torch.zeros(2))
 
 
-def test_so_many_rows_for_each_row() -> None:
+def test_gather_joins_tensors_with_a_multiple_of_the_rows() -> None:
     x = torch.arange(15).view(15, 1)
     assert same(gather(list(x.split([6, 6, 3])), MicrobatchRows((2, 2, 1))), x)
 
@@ -252,27 +252,27 @@ def test_so_many_rows_for_each_row() -> None:
         [torch.zeros(4, 2), torch.tensor(1.0)],
         [torch.zeros(0, 2), torch.zeros(0, 2)],
     ],
-    ids=["no dims", "a mean", "a table", "some rows", "padded", "now and then", "empty"],
+    ids=["no dims", "mean", "table", "some rows", "padded", "scalar in one", "empty"],
 )
-def test_tensors_without_rows_become_lists(pieces: list[Tensor]) -> None:
+def test_gather_lists_tensors_without_rows(pieces: list[Tensor]) -> None:
     assert same(gather(pieces, MicrobatchRows((4, 2))), pieces)
     found = gather([(piece, 1) for piece in pieces], MicrobatchRows((4, 2)))
     assert same(found, (pieces, [1, 1]))
 
 
-def test_a_batch_without_rows() -> None:
+def test_gather_of_an_empty_batch() -> None:
     pieces = [torch.zeros(0, 2)] * 3
     assert same(gather(pieces, MicrobatchRows((0, 0, 0))), torch.zeros(0, 2))
 
 
-def test_outputs_of_a_batch_that_was_not_cut() -> None:
+def test_gather_of_a_batch_that_was_not_cut() -> None:
     table = torch.zeros(5, 5)
     assert gather([table], MicrobatchRows()) is table
     assert same(gather([torch.tensor(1.0)], MicrobatchRows()), [torch.tensor(1.0)])
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_rows_are_joined_where_the_batch_was_cut(dim: int) -> None:
+def test_gather_joins_on_the_dim_of_the_batch(dim: int) -> None:
     y = torch.arange(4 * 5 * 6).view(4, 5, 6)
     counts = [1] * (y.size(dim) - 2) + [2]
     assert same(gather(list(y.split(counts, dim)), MicrobatchRows(tuple(counts), dim)), y)
@@ -280,13 +280,13 @@ def test_rows_are_joined_where_the_batch_was_cut(dim: int) -> None:
     assert same(gather(list(a_row.split(counts)), MicrobatchRows(tuple(counts), dim)), a_row)
 
 
-def test_of_a_batch_cut_elsewhere_no_multiples_are_joined() -> None:
-    """Their rows may be in another order: time steps first, say."""
+def test_gather_lists_multiples_if_the_batch_was_cut_on_another_dim() -> None:
+    """The rows of such outputs may be in another order, for example with time steps first."""
     pieces = [torch.zeros(6, 1), torch.ones(6, 1)]
     assert same(gather(pieces, MicrobatchRows((2, 2), 1)), pieces)
 
 
-def test_rows_on_two_dims_are_refused() -> None:
+def test_gather_refuses_ambiguous_rows_on_two_dims() -> None:
     pieces = [torch.zeros(2, 2, 5), torch.ones(2, 2, 5)]
     message = (
         r"an output of shape \(2, 2, 5\) has the 2 rows of its micro-batch on dim 1 and on dim 0"
@@ -296,7 +296,7 @@ def test_rows_on_two_dims_are_refused() -> None:
     assert same(gather(pieces[:1], MicrobatchRows((2,), 1)), pieces[0])
 
 
-def test_other_values_become_lists() -> None:
+def test_gather_lists_other_values() -> None:
     found = gather([(torch.zeros(1), 3, None), (torch.ones(1), 4, None)], MicrobatchRows((1, 1)))
     assert same(found, (torch.tensor([0.0, 1]), [3, 4], [None, None]))
     assert gather(["a", "b"], MicrobatchRows((1, 1))) == ["a", "b"]
@@ -313,17 +313,17 @@ def test_other_values_become_lists() -> None:
         lambda a, b: [],
     ],
 )
-def test_values_keep_their_shape(shape: Any) -> None:
+def test_gather_keeps_the_structure(shape: Any) -> None:
     a, b = torch.arange(6).view(3, 2), torch.arange(3)
     found = gather([shape(a[:2], b[:2]), shape(a[2:], b[2:])], MicrobatchRows((2, 1)))
     assert same(found, shape(a, b))
 
 
-def test_outputs_of_different_shapes_stay_apart() -> None:
+def test_gather_lists_outputs_of_different_structures() -> None:
     given = [(torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)]
     assert gather(given, MicrobatchRows((1, 1))) == given
 
 
-def test_outputs_with_a_tensor_now_and_then() -> None:
+def test_gather_lists_tensors_that_are_sometimes_none() -> None:
     tensor = torch.zeros(1)
     assert gather([{"a": tensor}, {"a": None}], MicrobatchRows((1, 1))) == {"a": [tensor, None]}

@@ -1,4 +1,4 @@
-"""Pairs: whatever the axes, every two values of different ones meet, in few rows."""
+"""`pairs`: every two values of different axes occur together, in few rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import CHECKPOINTS, DOORS, RUNTIMES, SCHEDULES
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-def test_every_two_values_meet(lengths: list[int]) -> None:
+def test_pairs_cover_every_two_values(lengths: list[int]) -> None:
     axes = {f"axis{at}": list(range(length)) for at, length in enumerate(lengths)}
     rows = pairs(axes)
     assert len(set(rows)) == len(rows)
@@ -22,11 +22,11 @@ def test_every_two_values_meet(lengths: list[int]) -> None:
         }
 
 
-def test_one_axis_is_taken_as_it_is() -> None:
+def test_pairs_of_one_axis() -> None:
     assert pairs({"axis": [1, 2]}) == [(1,), (2,)]
 
 
-def test_as_many_rows_as_the_two_longest_axes_have_pairs() -> None:
-    """For the axes that most tests have."""
+def test_pairs_need_only_the_product_of_the_two_longest_axes() -> None:
+    """This holds for the axes that most tests use."""
     axes = {"schedule": list(SCHEDULES), "runtime": RUNTIMES, "checkpoint": CHECKPOINTS}
     assert len(pairs({**axes, "door": DOORS, "kind": "ab"})) == len(SCHEDULES) * len(CHECKPOINTS)

@@ -1,4 +1,4 @@
-"""`Pipe` itself: what it is made of, what it refuses, and how it behaves as a module."""
+"""`Pipe`: its arguments, the errors it raises, and its behaviour as a module."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from tests.support import (
     whole,
 )
 
-# ---- what a pipe refuses ------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------
 
 
-def test_it_is_made_of_a_module() -> None:
+def test_pipe_refuses_a_model_that_is_not_a_module() -> None:
     with pytest.raises(TypeError, match="made of a module, not of str"):
         Pipe("layers")  # type: ignore[arg-type]
 
 
-def test_a_model_that_is_no_sequential_is_cut_as_it_is_told() -> None:
+def test_pipe_of_a_model_that_is_not_sequential_needs_stages_and_example() -> None:
     with pytest.raises(ValueError, match=r"Pipe\(model, stages=4, example=batch\)"):
         Pipe(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="Pass a batch as example="):
@@ -58,7 +58,7 @@ def test_a_model_that_is_no_sequential_is_cut_as_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, -3, 1.5, "2", None, True])
-def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
+def test_pipe_refuses_invalid_chunks(chunks: Any) -> None:
     with pytest.raises(ValueError, match=f"chunks must be a positive integer, not {chunks!r}"):
         Pipe(plain(), chunks)
 
@@ -80,44 +80,44 @@ def test_chunks_is_a_number_from_one_up(chunks: Any) -> None:
         ("schedule", "forward-only", "forward-only has no backwards"),
     ],
 )
-def test_options_that_are_not_there(option: str, value: Any, message: str) -> None:
+def test_pipe_refuses_invalid_options(option: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Pipe(plain(), 2, **{"stages": 4, option: value})
 
 
-def test_duplicate_children() -> None:
+def test_pipe_refuses_duplicate_children() -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="duplicate children are not supported"):
         Pipe(nn.Sequential(layer, nn.ReLU(), layer))
 
 
-def test_a_child_on_two_devices() -> None:
+def test_pipe_refuses_a_child_on_two_devices() -> None:
     mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
         Pipe(nn.Sequential(mixed))
 
 
-def test_a_pipe_shows_what_its_ranks_share() -> None:
+def test_pipe_repr_lists_tied_weights() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     layers[1].weight = layers[0].weight
     shown = repr(Pipe(nn.Sequential(*layers), stages=2))
     assert shown.endswith("\n  tied 1.weight on rank 1 is 0.weight of rank 0)")
 
 
-def test_a_schedule_that_must_not_run() -> None:
+def test_pipe_refuses_a_schedule_that_deadlocks() -> None:
     stuck = penstock.loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0")
     with pytest.raises(InvalidScheduleError, match="0B0 waits for 1B0"):
         Pipe(plain(), 2, stages=2, schedule=stuck)
 
 
-def test_a_schedule_for_other_sizes() -> None:
+def test_pipe_refuses_a_schedule_for_other_sizes() -> None:
     with pytest.raises(ArgumentError, match="the schedule is for 4 micro-batches, not 2: set"):
         Pipe(plain(), 2, stages=4, schedule=schedules.one_f_one_b(4, 4))
     with pytest.raises(ArgumentError, match="the schedule is for 3 stages on 3 ranks, but there"):
         Pipe(plain(), 2, stages=4, schedule=schedules.one_f_one_b(3, 2))
 
 
-def test_a_file_that_is_no_schedule(tmp_path: Path) -> None:
+def test_pipe_refuses_a_file_that_is_not_a_schedule(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("buy milk")
     with pytest.raises(penstock.FormatError, match="'buy' is not an action"):
@@ -137,7 +137,7 @@ def test_a_file_that_is_no_schedule(tmp_path: Path) -> None:
         ((torch.zeros(4, 6), torch.zeros(8)), ValueError, r"input 1, of shape \(8,\)"),
     ],
 )
-def test_inputs_that_cannot_be_cut(
+def test_pipe_refuses_inputs_that_cannot_be_chunked(
     inputs: tuple[Any, ...], error: type[Exception], message: str, door: str
 ) -> None:
     pipe = Pipe(plain(), 4, stages=4, loss_fn=torch.sum)
@@ -145,10 +145,10 @@ def test_inputs_that_cannot_be_cut(
         pipe.step(*inputs) if door == "step" else pipe(*inputs)
 
 
-# ---- a module like any other --------------------------------------------------------------
+# ---- a pipe as a module -------------------------------------------------------------------
 
 
-def test_length_index_slice_and_iteration_give_the_layers() -> None:
+def test_pipe_len_index_slice_and_iteration() -> None:
     model = plain()
     pipe = Pipe(model, 2, stages=2)
     assert len(pipe) == 4
@@ -161,7 +161,7 @@ def test_length_index_slice_and_iteration_give_the_layers() -> None:
         pipe[4]
 
 
-def test_names_parameters_and_state_are_the_models() -> None:
+def test_pipe_names_parameters_and_state_dict_equal_the_model() -> None:
     model = nn.Sequential(OrderedDict(first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6)))
     model.register_buffer("table", torch.ones(2))
     model.register_parameter("extra", nn.Parameter(torch.ones(2)))
@@ -173,7 +173,7 @@ def test_names_parameters_and_state_are_the_models() -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_state_goes_to_the_unsplit_model_and_back(deferred: bool) -> None:
+def test_pipe_state_dict_loads_into_the_unsplit_model_and_back(deferred: bool) -> None:
     x, target = batch(7)
     pipe = Pipe(network(), 2, deferred_batch_norm=deferred, stages=4, loss_fn=functional.mse_loss)
     trained(pipe, x, target, "step")
@@ -189,7 +189,7 @@ def test_state_goes_to_the_unsplit_model_and_back(deferred: bool) -> None:
     assert closely(outputs[1], outputs[2])
 
 
-def test_assigned_state_is_used() -> None:
+def test_pipe_load_state_dict_with_assign() -> None:
     pipe = Pipe(plain(), 2, stages=4)
     x, _ = batch(4)
     zeros = {name: torch.zeros_like(value) for name, value in pipe.state_dict().items()}
@@ -199,7 +199,7 @@ def test_assigned_state_is_used() -> None:
     assert all(p.grad is not None for p in pipe.parameters())
 
 
-def test_train_and_eval_reach_the_layers() -> None:
+def test_pipe_train_and_eval_reach_the_layers() -> None:
     pipe = Pipe(network().eval(), 2, stages=4)
     assert not pipe.training
     assert all(not layer.training for layer in pipe)
@@ -221,7 +221,7 @@ def test_train_and_eval_reach_the_layers() -> None:
         (lambda pipe: pipe.type(torch.float32), torch.float32),
     ],
 )
-def test_casting_is_allowed(cast: Any, dtype: torch.dtype) -> None:
+def test_pipe_cast_to_another_dtype(cast: Any, dtype: torch.dtype) -> None:
     pipe = Pipe(plain(), 2, stages=4)
     assert cast(pipe) is pipe
     assert {p.dtype for p in pipe.parameters()} == {dtype}
@@ -247,14 +247,14 @@ def test_casting_is_allowed(cast: Any, dtype: torch.dtype) -> None:
         lambda pipe: nn.Sequential(pipe).to("meta"),
     ],
 )
-def test_moving_is_denied(move: Any) -> None:
+def test_pipe_refuses_to_be_moved(move: Any) -> None:
     pipe = Pipe(plain(), 2, stages=4)
     with pytest.raises(TypeError, match=r"moving it is denied. Make another Pipe.*Casting"):
         move(pipe)
     assert {(p.device.type, p.dtype) for p in pipe.parameters()} == {("cpu", torch.float64)}
 
 
-def test_it_says_what_it_is() -> None:
+def test_pipe_repr_lists_options_stages_and_skips() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Stash(), nn.ReLU(), Pop())
     assert repr(Pipe(model, 3, "always", stages=[2, 1, 1], schedule="1f1b")).splitlines() == [
         "Pipe(chunks=3, checkpoint='always', runtime='threads', schedule='1f1b',",
@@ -265,7 +265,7 @@ def test_it_says_what_it_is() -> None:
     ]
 
 
-def test_initialisation_and_freezing_reach_the_layers() -> None:
+def test_pipe_apply_and_requires_grad_reach_the_layers() -> None:
     pipe = Pipe(plain(), 2, stages=4)
 
     def zero(module: nn.Module) -> None:
@@ -278,14 +278,14 @@ def test_initialisation_and_freezing_reach_the_layers() -> None:
     assert not pipe(batch(4)[0]).requires_grad
 
 
-def test_a_layer_that_was_replaced_is_not_left_out_silently() -> None:
+def test_pipe_refuses_to_run_with_a_replaced_layer() -> None:
     pipe = Pipe(plain(), 2, stages=4)
     pipe._modules["2"] = nn.Linear(8, 8).double()
     with pytest.raises(RuntimeError, match="layer '2' was replaced after the pipe was made"):
         pipe(batch(4)[0])
 
 
-def test_the_children_of_a_layer_may_be_replaced() -> None:
+def test_pipe_runs_with_a_replaced_child_of_a_layer() -> None:
     pipe = Pipe(nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Tanh()), 2, stages=2)
     pipe[0][0] = nn.Linear(6, 2)
     y = pipe(torch.randn(4, 6))
@@ -296,7 +296,7 @@ def test_the_children_of_a_layer_may_be_replaced() -> None:
 
 @each_door
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-def test_optimizers_do_what_they_do_to_the_model(make: Any, door: str) -> None:
+def test_pipe_trained_with_an_optimizer_equals_the_model(make: Any, door: str) -> None:
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 3, stages=4, loss_fn=functional.mse_loss)
     ours, theirs = make(model.parameters(), lr=0.1), make(pipe.parameters(), lr=0.1)
@@ -316,7 +316,7 @@ def test_optimizers_do_what_they_do_to_the_model(make: Any, door: str) -> None:
 
 
 @each_runtime
-def test_any_number_of_inputs(runtime: str) -> None:
+def test_pipe_with_several_inputs(runtime: str) -> None:
     def mixed(x: Tensor, mask: Tensor, table: dict[str, Tensor], name: str) -> Tensor:
         assert name == "name"
         return x * mask + table["bias"]
@@ -327,7 +327,7 @@ def test_any_number_of_inputs(runtime: str) -> None:
     assert torch.allclose(found, (x * mask + bias).tanh())
 
 
-def test_tuples_are_several_arguments_in_a_pipe_sequential() -> None:
+def test_pipe_sequential_unpacks_tuples() -> None:
     layers = [Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a * b, "kept"]), Do(tuple)]
     x, y = torch.randn(5, 2), torch.randn(5, 2)
     found, names = Pipe(PipeSequential(*layers), 2, stages=3)(x, y)
@@ -337,7 +337,7 @@ def test_tuples_are_several_arguments_in_a_pipe_sequential() -> None:
     assert torch.allclose(pair, x + y)
 
 
-def test_outputs_of_any_shape() -> None:
+def test_pipe_with_nested_outputs() -> None:
     def made(x: Tensor) -> Any:
         return {"rows": x, "sum": x.sum(), "pair": (x[:, 0], None), "size": len(x)}
 
@@ -350,14 +350,14 @@ def test_outputs_of_any_shape() -> None:
 
 
 @pytest.mark.parametrize("rows", range(1, 10))
-def test_any_batch_size(rows: int) -> None:
+def test_pipe_with_any_batch_size(rows: int) -> None:
     seen: list[int] = []
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3), Watch(lambda x: seen.append(len(x)))), 4, stages=2)
     assert pipe(torch.randn(rows, 6)).shape == (rows, 3)
     assert seen == [len(piece) for piece in torch.empty(rows).chunk(4)]
 
 
-def test_batches_may_change_size() -> None:
+def test_pipe_with_changing_batch_sizes() -> None:
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 4, stages=4, loss_fn=functional.mse_loss)
     for rows in (8, 3, 1, 8, 17):
@@ -379,7 +379,7 @@ def test_with_device_places_a_layer_without_parameters() -> None:
 # ---- options ------------------------------------------------------------------------------
 
 
-def test_defaults() -> None:
+def test_pipe_defaults() -> None:
     pipe = Pipe(plain())
     assert (pipe.chunks, pipe.checkpoint, pipe.runtime) == (1, "except_last", "threads")
     schedule = pipe.forecast().program.schedule
@@ -387,7 +387,7 @@ def test_defaults() -> None:
 
 
 @each_checkpoint
-def test_checkpoint_is_in_the_program(checkpoint: str) -> None:
+def test_pipe_checkpoint_modes_in_the_program(checkpoint: str) -> None:
     recomputed = Pipe(plain(), 3, checkpoint, stages=4).forecast().program.schedule.recomputed
     cells = {(stage, i) for stage in range(4) for i in range(3)}
     expected = {
@@ -398,32 +398,32 @@ def test_checkpoint_is_in_the_program(checkpoint: str) -> None:
     assert recomputed == expected[checkpoint]
 
 
-def test_a_schedule_may_say_what_is_recomputed() -> None:
-    """Its own Rs stay, whatever the option says."""
+def test_pipe_keeps_the_recompute_actions_of_a_schedule() -> None:
+    """The option `checkpoint` does not remove them."""
     by_hand = penstock.loads("0F0 0F1 0B1 0R0 0B0 \n 1F0 1F1 1B1 1B0")
     pipe = Pipe(plain(), 2, "never", stages=2, schedule=by_hand)
     assert pipe.forecast().program.schedule.recomputed == {(0, 0)}
-    told: list[bool] = []
-    pipe[0].register_forward_hook(lambda *given: told.append(is_checkpointing()))
+    checkpointing: list[bool] = []
+    pipe[0].register_forward_hook(lambda *given: checkpointing.append(is_checkpointing()))
     pipe(batch(4)[0]).sum().backward()
-    assert told == [True, False, False]
+    assert checkpointing == [True, False, False]
 
 
-def test_deferred_batch_norm_is_converted_and_found_by_name() -> None:
+def test_pipe_converts_deferred_batch_norm() -> None:
     pipe = Pipe(network(), 2, deferred_batch_norm=True, stages=4)
     assert isinstance(pipe[4], DeferredStatsBatchNorm)
     assert type(Pipe(network(), 2, stages=4)[4]) is nn.BatchNorm1d
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", None])
-def test_several_stages_on_one_rank(schedule: str | None) -> None:
+def test_pipe_with_several_stages_on_one_rank(schedule: str | None) -> None:
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 3, stages=4, devices=["cpu"], schedule=schedule)
     x, _ = batch(7)
     assert closely(pipe(x), model(x))
 
 
-def test_the_forecast_is_the_schedules() -> None:
+def test_pipe_forecast_equals_the_schedule() -> None:
     pipe = Pipe(plain(), 8, "never", stages=4, schedule="1f1b")
     forecast = pipe.forecast()
     assert forecast.program.schedule == schedules.one_f_one_b(4, 8)

@@ -1,6 +1,6 @@
-"""The public names, their signatures, the errors and the schedules are what they were.
+"""Compare the public names, their signatures, the errors and the schedules with snapshots.
 
-A change that is meant rewrites the snapshots: `python -m tests.test_public_surface`.
+After an intended change, rewrite the snapshots with `python -m tests.test_public_surface`.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ CURRENT = {
 
 
 @pytest.mark.parametrize("name", CURRENT)
-def test_the_public_surface_is_that_of_its_snapshot(name: str) -> None:
+def test_public_surface_equals_its_snapshot(name: str) -> None:
     assert CURRENT[name]() == json.loads((SNAPSHOTS / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("name", errors.DEPRECATED_NAMES)
-def test_an_old_name_of_an_error_is_a_deprecated_alias(name: str) -> None:
+def test_old_error_names_are_deprecated_aliases(name: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"penstock.{name} is now penstock"):
         error = getattr(penstock, name)
     assert error is errors.DEPRECATED_NAMES[name]

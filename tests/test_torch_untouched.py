@@ -1,4 +1,4 @@
-"""PyTorch's own objects are PyTorch's own after every call of the library."""
+"""No patch of a PyTorch object remains after a call of the library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A process that saves, and is killed at the n-th thing that it does to the disk, for every n.
+"""Save in a process that is killed at its n-th file system operation, for every n.
 
-python -m tests.checkpoint.killed FOLDER       prints a line for each n: what was found afterwards
+python -m tests.checkpoint.killed FOLDER       prints for each n what can be loaded afterwards
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink"
 
 
 def pipe_at(step: int) -> tuple[Pipe, torch.optim.Optimizer]:
-    """All its parameters have this value."""
+    """Return a pipe whose parameters all equal `step`, and its optimizer."""
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), stages=2, devices=["cpu"] * 2)
     with torch.no_grad():
         for parameter in pipe.parameters():
@@ -38,7 +38,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def found(folder: Path) -> int:
-    """Which step is there, whole."""
+    """Load the checkpoint, check that it is complete, and return its step."""
     pipe, optimizer = pipe_at(-1)
     step = pipe.load(folder, optimizer=optimizer)
     assert all(bool((p == step).all()) for p in pipe.parameters())
@@ -48,7 +48,7 @@ def found(folder: Path) -> int:
 
 
 def killed_at(number: int, folder: Path, work: Callable[[], None]) -> bool:
-    """Do the work in a process that is killed before its n-th event; whether it came to that."""
+    """Run `work` in a process that is killed before its n-th event; return whether it died."""
     child = os.fork()
     if not child:
         left = number

@@ -1,4 +1,4 @@
-"""Models to save, in one process or cut among several, without a pipe."""
+"""Models to save without a pipe, in one process or split among several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS = 8
 
 
 def build(seed: int = 0) -> nn.Sequential:
-    """Eight layers with buffers and a weight that the first and the last share."""
+    """Return eight layers with buffers; the first and the last layer share a weight."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = [nn.Linear(4, 6)]
     for _ in range(3):
@@ -39,7 +39,7 @@ def build(seed: int = 0) -> nn.Sequential:
 
 
 def optimizer_of(module: nn.Module, rate: float = 0.01) -> Optimizer:
-    """With two groups: weights decay, the rest does not."""
+    """Return an optimizer with two groups: weight decay for matrices, none for the rest."""
     held = list(module.parameters())
     thick = [p for p in held if p.dim() > 1]
     return AdamW(
@@ -52,7 +52,7 @@ def optimizer_of(module: nn.Module, rate: float = 0.01) -> Optimizer:
 
 
 def stepped(module: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
-    """Steps whose gradients follow from the parameters alone, so that every cut does the same."""
+    """Take steps with gradients computed from the parameters alone, so that every split agrees."""
     for _ in range(steps):
         for parameter in module.parameters():
             parameter.grad = parameter.detach().sin()
@@ -63,7 +63,7 @@ def stepped(module: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
 
 
 def part(model: nn.Sequential, numbers: Sequence[int]) -> nn.Module:
-    """Some of the layers, under their names; what is tied to layers elsewhere is a copy."""
+    """Return some of the layers under their names; a weight tied to other layers is a copy."""
     mine = {str(n): model[n] for n in numbers}
     holder = nn.Module()
     holder._modules.update(copy.deepcopy(mine))
@@ -71,12 +71,12 @@ def part(model: nn.Sequential, numbers: Sequence[int]) -> nn.Module:
 
 
 def interleaved(rank: int, size: int) -> list[int]:
-    """Its layers, as an interleaved schedule places them."""
+    """Return the layers that an interleaved schedule places on this rank."""
     return list(range(rank, LAYERS, size))
 
 
 def saver_of(module: nn.Module, same: dict[str, str] | None = None) -> Saver:
-    """Of all processes together, or of this one if there are no others."""
+    """Return a saver for all processes of the group, or for this one if there is no group."""
     if not distributed.is_initialized():
         return Saver(
             LocalState(module, find_tied_names(module) if same is None else same), PendingSave()
@@ -91,12 +91,12 @@ def saver_of(module: nn.Module, same: dict[str, str] | None = None) -> Saver:
 
 
 def alone(module: nn.Module) -> Saver:
-    """Of this process, whatever others there are."""
+    """Return a saver for this process only, whether or not there is a group."""
     return Saver(LocalState(module, find_tied_names(module), LocalSaveGroup()), PendingSave())
 
 
 def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:
-    """The model and its optimizer, loaded with PyTorch and nothing else."""
+    """Return the model and its optimizer, loaded with `torch.distributed.checkpoint` alone."""
     model = build(seed=5)
     optimizer = optimizer_of(model, rate=0.5)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -116,7 +116,7 @@ def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:
 
 
 def state_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """All that trains, by name: parameters, buffers, the optimizer's state and settings."""
+    """Return parameters, buffers, optimizer state and optimizer settings by name."""
     found: dict[str, Any] = dict(module.state_dict())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -131,7 +131,7 @@ def state_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The names in `found` that are not, bit for bit, as expected."""
+    """Return the names in `found` whose values are not bitwise as expected."""
     return [key for key, value in found.items() if not _equal(value, expected[key])]
 
 

@@ -1,4 +1,4 @@
-"""A kill at any moment leaves a checkpoint that loads, and nothing that the next save keeps."""
+"""Saves that are killed leave a checkpoint that loads, and no leftovers after the next save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.ranks import Died, ranks
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path) -> None:
+def test_save_killed_at_any_file_operation_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path)],
         cwd=ROOT,
@@ -33,7 +33,7 @@ def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     steps = [int(line[2]) for line in lines]
-    assert steps == sorted(steps)  # from one moment on, it is the new one
+    assert steps == sorted(steps)  # from one kill point on, the new checkpoint is found
     assert set(steps) == {1, 2}
     assert len(lines) > 12
     assert [line[1] for line in lines[-2:]] == ["killed", "done"]
@@ -57,7 +57,9 @@ def _killed(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("at", "where"), [(0, "finish"), (1, "write_data"), (2, "write_data")])
-def test_a_rank_that_is_killed_while_it_saves(at: int, where: str, tmp_path: Path) -> None:
+def test_save_with_one_rank_killed_keeps_the_previous_checkpoint(
+    at: int, where: str, tmp_path: Path
+) -> None:
     answers = ranks(3).answers(killed_while_saving, tmp_path, at, where, within=60, patience=3)
     assert isinstance(answers[at], Died)
     for extra, _ in ranks(2).run(loaded, tmp_path):

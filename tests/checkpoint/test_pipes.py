@@ -1,4 +1,7 @@
-"""Pipes of several processes: saved by some, gone on with by others, numbers as of one process."""
+"""Checkpoints of pipes under several processes, resumed with another number of ranks.
+
+The numbers are compared with those of one process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ STEPS = 5
 
 
 def build() -> nn.Sequential:
-    """The first and the last layer share a weight."""
+    """Return a model whose first and last layer share a weight."""
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(6)]
     model = nn.Sequential(*layers, nn.BatchNorm1d(5), nn.Linear(5, 5)).double()
@@ -43,17 +46,17 @@ def learned(pipe: Pipe, optimizer: Optimizer, steps: range) -> list[Tensor]:
     return losses
 
 
-def begun(folder: Path, background: bool) -> list[Tensor]:
+def train_and_save(folder: Path, background: bool) -> list[Tensor]:
     pipe = piped(build())
     optimizer = AdamW(pipe.parameters(), lr=0.05)
     losses = learned(pipe, optimizer, range(2))
     pipe.save(folder, optimizer=optimizer, extra=2, background=background)
-    losses += learned(pipe, optimizer, range(2, 3))  # it goes on beside
+    losses += learned(pipe, optimizer, range(2, 3))  # trains while the save may still be running
     pipe.export(folder / "model.safetensors")
     return losses
 
 
-def gone_on_with(folder: Path) -> tuple[list[Tensor], dict[str, Any]]:
+def resume(folder: Path) -> tuple[list[Tensor], dict[str, Any]]:
     with torch.device("meta"):
         model = build()
     pipe = piped(model)
@@ -62,19 +65,21 @@ def gone_on_with(folder: Path) -> tuple[list[Tensor], dict[str, Any]]:
     return learned(pipe, optimizer, range(step, STEPS)), state_of(pipe, optimizer)
 
 
-def whole() -> tuple[list[Tensor], dict[str, Any]]:
+def train_uninterrupted() -> tuple[list[Tensor], dict[str, Any]]:
     pipe = piped(build())
     optimizer = AdamW(pipe.parameters(), lr=0.05)
     return learned(pipe, optimizer, range(STEPS)), state_of(pipe, optimizer)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 1), (1, 4)])
-def test_training_goes_on_with_other_ranks(before: int, after: int, tmp_path: Path) -> None:
-    losses, state = whole()
+def test_resume_with_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    losses, state = train_uninterrupted()
     first = (
-        ranks(before).run(begun, tmp_path, before == 4) if before > 1 else [begun(tmp_path, True)]
+        ranks(before).run(train_and_save, tmp_path, before == 4)
+        if before > 1
+        else [train_and_save(tmp_path, True)]
     )
-    found = ranks(after).run(gone_on_with, tmp_path) if after > 1 else [gone_on_with(tmp_path)]
+    found = ranks(after).run(resume, tmp_path) if after > 1 else [resume(tmp_path)]
     for mine in first:
         torch.testing.assert_close(mine, losses[:3], rtol=0, atol=1e-12)
     for mine, held in found:
@@ -83,9 +88,9 @@ def test_training_goes_on_with_other_ranks(before: int, after: int, tmp_path: Pa
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-12)
 
 
-def test_what_ranks_export_is_the_model(tmp_path: Path) -> None:
+def test_export_by_several_ranks_equals_the_model(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    ranks(3).run(begun, tmp_path, False)
+    ranks(3).run(train_and_save, tmp_path, False)
     model, other = build(), build()
     alone(model).load(tmp_path / "model.safetensors", None)
     pipe = piped(other)
@@ -97,7 +102,7 @@ def test_what_ranks_export_is_the_model(tmp_path: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    """One rank gives an optimizer that is not the pipe's."""
+    """Save with an optimizer of another model on rank 0; return the error of this rank."""
     pipe = piped(build())
     held: Any = pipe.parameters() if distributed.get_rank() else [nn.Parameter(torch.ones(3))]
     try:
@@ -107,14 +112,16 @@ def refused(folder: Path) -> str:
     return "nothing was raised"
 
 
-def test_a_mistake_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
-    told = ranks(2).run(refused, tmp_path)
-    assert all("a parameter of shape (3,) that does not belong to the pipe" in one for one in told)
+def test_save_with_wrong_optimizer_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
+    messages = ranks(2).run(refused, tmp_path)
+    assert all(
+        "a parameter of shape (3,) that does not belong to the pipe" in one for one in messages
+    )
     assert not any(tmp_path.iterdir())
 
 
 def held_bytes() -> tuple[int, int]:
-    """What this rank has of a model that was built on meta, and of how much."""
+    """Return the bytes that this rank holds of a model built on meta, and the model's bytes."""
     with torch.device("meta"):
         model = build()
     total = sum(t.nbytes for t in model.state_dict().values())
@@ -122,7 +129,7 @@ def held_bytes() -> tuple[int, int]:
     return sum(t.nbytes for t in (*pipe.parameters(), *pipe.buffers())), total
 
 
-def test_no_rank_holds_the_whole_model_and_all_begin_alike() -> None:
+def test_meta_init_gives_equal_weights_for_any_number_of_ranks_and_only_local_stages() -> None:
     found = ranks(4).run(held_bytes)
     assert all(0 < held < 0.5 * total for held, total in found)
     two, three = (ranks(n).run(first_weights) for n in (2, 3))

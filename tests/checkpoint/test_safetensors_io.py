@@ -1,4 +1,4 @@
-"""A model in one safetensors file: as the library of that name has it."""
+"""`pipe.export` and `pipe.load` with safetensors files, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def piped(model: nn.Sequential, stages: int = 2) -> Pipe:
 
 
 class Many(nn.Module):
-    """Buffers of every dtype, of sizes that are no multiples of anything."""
+    """A module with a buffer of every dtype, in odd sizes, and an empty one."""
 
     def __init__(self, fill: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def header(path: Path) -> dict[str, Any]:
     return entries
 
 
-def test_the_library_reads_what_is_exported(tmp_path: Path) -> None:
+def test_export_is_read_by_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     model = build().append(Many(1))
     path = piped(model).export(tmp_path / "new" / "model.safetensors")
@@ -69,7 +69,7 @@ def test_the_library_reads_what_is_exported(tmp_path: Path) -> None:
         assert bits(found[name]) == bits(value), name
 
 
-def test_tied_weights_are_named_as_the_library_names_them(tmp_path: Path) -> None:
+def test_export_of_tied_weights_uses_safetensors_metadata(tmp_path: Path) -> None:
     path = piped(build()).export(tmp_path / "model.safetensors")
     assert header(path)["__metadata__"] == {"format": "pt", "7.weight": "0.weight"}
     safetensors = pytest.importorskip("safetensors.torch")
@@ -78,7 +78,7 @@ def test_tied_weights_are_named_as_the_library_names_them(tmp_path: Path) -> Non
     assert differences(model.state_dict(), build().state_dict()) == []
 
 
-def test_what_is_exported_is_loaded(tmp_path: Path) -> None:
+def test_load_of_an_exported_file(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     model, other = build().append(Many(1)), build(1).append(Many(0))
     piped(model).export(tmp_path / "model.safetensors")
@@ -87,7 +87,7 @@ def test_what_is_exported_is_loaded(tmp_path: Path) -> None:
         assert bits(other.state_dict()[name]) == bits(value), name
 
 
-def test_files_that_name_a_tied_weight_otherwise(tmp_path: Path) -> None:
+def test_load_of_a_file_with_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     state = dict(build().state_dict())
     del state["0.weight"]
@@ -97,7 +97,7 @@ def test_files_that_name_a_tied_weight_otherwise(tmp_path: Path) -> None:
     assert differences(model.state_dict(), build().state_dict()) == []
 
 
-def test_files_with_an_index_and_nothing_read_that_is_not_needed(
+def test_load_of_an_index_reads_each_tensor_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
@@ -136,7 +136,7 @@ def test_files_with_an_index_and_nothing_read_that_is_not_needed(
     assert sorted(read) == sorted(state)  # each once
 
 
-def test_another_model_or_no_model(tmp_path: Path) -> None:
+def test_load_and_export_errors(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     path = piped(build()).export(tmp_path / "model.safetensors")
     with pytest.raises(ArgumentError, match=r"which the model does not have"):
@@ -153,7 +153,7 @@ def test_another_model_or_no_model(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_an_export_that_fails_leaves_the_one_before(
+def test_failed_export_keeps_the_previous_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = piped(build()).export(tmp_path / "model.safetensors")
@@ -165,7 +165,9 @@ def test_an_export_that_fails_leaves_the_one_before(
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_safetensors_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = piped(build()).export(tmp_path / "model.safetensors")
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(MissingExtra, match=r"penstock\[safetensors\]"):
@@ -181,7 +183,7 @@ def chunks(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(chunks())
-def test_runs_are_what_indexing_gives(case: tuple[list[int], list[int], list[int]]) -> None:
+def test_contiguous_runs_equal_slicing(case: tuple[list[int], list[int], list[int]]) -> None:
     size, offsets, sizes = case
     whole = torch.arange(math.prod(size)).reshape(size)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

@@ -1,4 +1,4 @@
-"""Saved by some processes, loaded by others: what each holds is what the unsplit model has."""
+"""Checkpoints saved and loaded by different groups of processes, compared with the whole model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.checkpoint.parts import (
 )
 from tests.distributed.ranks import ranks
 
-# ---- what the ranks do --------------------------------------------------------------------
+# ---- functions that run on the ranks ------------------------------------------------------
 
 
 def mine(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -46,7 +46,7 @@ def trained_and_saved(folder: Path, steps: int, background: bool) -> None:
     module, optimizer = mine(0)
     stepped(module, optimizer, steps)
     saving = saver_of(module).save(folder, optimizer, {"steps": steps}, background)
-    stepped(module, optimizer)  # what is saved is what was
+    stepped(module, optimizer)  # must not change what is being saved
     saving.wait()
 
 
@@ -63,7 +63,7 @@ def exported(file: Path) -> None:
 
 
 def replicas_saved(folder: Path) -> list[str]:
-    """Two replicas of two halves: what this rank has written."""
+    """Save two replicas of two stages; return the names of the tensors this rank wrote."""
     rank = distributed.get_rank()
     module = part(build(), interleaved(rank % 2, 2))
     optimizer = optimizer_of(module)
@@ -85,7 +85,7 @@ def replicas_saved(folder: Path) -> list[str]:
 
 
 def sharded_saved(folder: Path, background: bool) -> None:
-    """Every second layer is cut among the ranks by PyTorch's fully_shard."""
+    """Save a model in which `fully_shard` shards every second layer among the ranks."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = build()
     for layer in list(model)[1:6:2]:
@@ -110,7 +110,7 @@ def sharded_loaded(folder: Path) -> dict[str, Any]:
 
 
 def failed_saves(folder: Path, at: int, background: bool) -> str:
-    """One rank cannot write; what the others are told."""
+    """Save while one rank cannot write; return the error that this rank raises."""
     module, optimizer = mine(0)
     saver = saver_of(module)
     saver.save(folder, optimizer, {"steps": 0}, False)
@@ -128,7 +128,7 @@ def failed_saves(folder: Path, at: int, background: bool) -> str:
         assert background
         with pytest.raises(RunError):
             saving.wait()
-        saver.save(folder, optimizer, {"steps": 4}, False)  # tells what has become of the last
+        saver.save(folder, optimizer, {"steps": 4}, False)  # raises the background save's error
     except RunError as error:
         return str(error)
     finally:
@@ -137,7 +137,7 @@ def failed_saves(folder: Path, at: int, background: bool) -> str:
 
 
 def read_by(folder: Path) -> int:
-    """How many bytes a load reads."""
+    """Return how many bytes a load reads."""
     saver = saver_of(wide(), {})
     before = bytes_read()
     saver.load(folder, None)
@@ -149,13 +149,13 @@ def wide_saved(folder: Path) -> None:
 
 
 def wide() -> nn.Module:
-    """This rank's layer."""
+    """Return a module with this rank's layer."""
     holder = nn.Module()
     holder._modules[str(distributed.get_rank())] = nn.Linear(1000, 1000, bias=False)
     return holder
 
 
-WIDE = 4_000_000  # bytes of it
+WIDE = 4_000_000  # bytes of the layer
 
 
 def bytes_read() -> int:
@@ -163,7 +163,7 @@ def bytes_read() -> int:
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
 
-# ---- what comes of it ---------------------------------------------------------------------
+# ---- tests --------------------------------------------------------------------------------
 
 
 def expected(steps: int = 2) -> dict[str, Any]:
@@ -174,14 +174,14 @@ def expected(steps: int = 2) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 4)])
-def test_saved_by_some_ranks_and_loaded_by_others(before: int, after: int, tmp_path: Path) -> None:
+def test_load_with_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     ranks(before).run(trained_and_saved, tmp_path, 2, before == 4)
     for extra, found in ranks(after).run(loaded, tmp_path):
         assert extra == {"steps": 2}
         assert differences(found, expected()) == []
 
 
-def test_saved_by_ranks_and_loaded_by_one_process_and_by_pytorch(tmp_path: Path) -> None:
+def test_load_of_a_distributed_save_in_one_process_and_by_pytorch(tmp_path: Path) -> None:
     ranks(4).run(trained_and_saved, tmp_path, 3, False)
     model = build(4)
     optimizer = optimizer_of(model, 0.3)
@@ -190,7 +190,7 @@ def test_saved_by_ranks_and_loaded_by_one_process_and_by_pytorch(tmp_path: Path)
     assert differences(state_of(*plainly_loaded(tmp_path)), expected(3)) == []
 
 
-def test_saved_by_one_process_and_loaded_by_ranks(tmp_path: Path) -> None:
+def test_load_of_a_single_process_save_by_several_ranks(tmp_path: Path) -> None:
     model = build()
     optimizer = optimizer_of(model)
     stepped(model, optimizer)
@@ -203,13 +203,13 @@ def test_replicas_write_each_tensor_once(tmp_path: Path) -> None:
     written = ranks(4).run(replicas_saved, tmp_path)
     names = [name for those in written for name in those]
     assert len(set(names)) == len(names)
-    assert all(any("state." in name for name in those) for those in written)  # all had a part
+    assert all(any("state." in name for name in those) for those in written)  # each rank wrote some
     assert differences(state_of(*plainly_loaded(tmp_path)), expected()) == []
     assert {name for name in names if name.startswith("random.")} == {"random.0", "random.1"}
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_sharded_parameters(background: bool, tmp_path: Path) -> None:
+def test_save_of_fully_sharded_parameters(background: bool, tmp_path: Path) -> None:
     ranks(2).run(sharded_saved, tmp_path, background)
     assert differences(state_of(*plainly_loaded(tmp_path)), expected()) == []
     for found in ranks(3).run(sharded_loaded, tmp_path):
@@ -220,18 +220,20 @@ def test_sharded_parameters(background: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_if_one_rank_cannot_write_no_rank_has_saved(background: bool, tmp_path: Path) -> None:
-    told = ranks(3).run(failed_saves, tmp_path, 1, background)
-    assert len(set(told)) == 1
-    assert "saving to" in told[0]
-    assert "rank 1: OSError: the disk is full" in told[0]
+def test_failed_write_on_one_rank_fails_the_save_on_all_ranks(
+    background: bool, tmp_path: Path
+) -> None:
+    messages = ranks(3).run(failed_saves, tmp_path, 1, background)
+    assert len(set(messages)) == 1
+    assert "saving to" in messages[0]
+    assert "rank 1: OSError: the disk is full" in messages[0]
     assert sorted(os.listdir(tmp_path)) == ["latest", "save-000001"]
     for extra, _ in ranks(3).run(loaded, tmp_path):
         assert extra == {"steps": 0}
 
 
 class Lost:
-    """The others have gone: they heard of a failure before this one did."""
+    """A save group whose other ranks have already aborted and closed their connections."""
 
     rank = 1
 
@@ -239,7 +241,7 @@ class Lost:
         raise RuntimeError("Connection closed by peer")
 
 
-def test_a_rank_tells_its_own_failure_though_the_others_were_quicker() -> None:
+def test_rank_raises_its_own_save_error_even_if_its_peers_have_left() -> None:
     def full() -> None:
         raise OSError("the disk is full")
 
@@ -249,7 +251,7 @@ def test_a_rank_tells_its_own_failure_though_the_others_were_quicker() -> None:
         run_on_each_rank(Lost(), "saving", list)
 
 
-def test_a_rank_reads_its_own_tensors_and_no_others(tmp_path: Path) -> None:
+def test_load_reads_only_the_tensors_of_its_rank(tmp_path: Path) -> None:
     ranks(4).run(wide_saved, tmp_path)
     found = saved(tmp_path)
     assert found is not None
@@ -257,7 +259,7 @@ def test_a_rank_reads_its_own_tensors_and_no_others(tmp_path: Path) -> None:
         assert WIDE <= read < 1.3 * WIDE
 
 
-def test_ranks_write_their_bytes_of_one_file(tmp_path: Path) -> None:
+def test_export_by_several_ranks_into_one_file(tmp_path: Path) -> None:
     ranks(3).run(exported, tmp_path / "model.safetensors")
     assert os.listdir(tmp_path) == ["model.safetensors"]
     safetensors = pytest.importorskip("safetensors.torch")

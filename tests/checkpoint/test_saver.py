@@ -1,4 +1,4 @@
-"""`pipe.save` and `pipe.load` in one process: however it is cut, training goes on as it was."""
+"""`pipe.save` and `pipe.load` in one process, also with another cut of the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def piped(model: nn.Sequential, stages: int = 3, **options: Any) -> Pipe:
 
 
 def deep(seed: int = 0) -> nn.Sequential:
-    """With dropout: what it computes depends on random numbers."""
+    """Return a model with dropout, so that its results depend on the random state."""
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Tanh()) for _ in range(4)]
     return nn.Sequential(*layers, nn.BatchNorm1d(6)).double()
@@ -51,13 +51,11 @@ def one_step(pipe: Pipe, optimizer: Optimizer, number: int) -> Tensor:
     return result.loss
 
 
-# ---- training goes on ---------------------------------------------------------------------
+# ---- resumed training ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_training_goes_on_as_if_it_had_not_been_interrupted(
-    background: bool, tmp_path: Path
-) -> None:
+def test_resumed_training_equals_uninterrupted_training(background: bool, tmp_path: Path) -> None:
     pipe = piped(deep())
     optimizer = AdamW(pipe.parameters(), lr=0.05)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
@@ -85,7 +83,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
-def test_another_cut_has_the_same_state(stages: int, tmp_path: Path) -> None:
+def test_load_into_another_number_of_stages(stages: int, tmp_path: Path) -> None:
     pipe = piped(build())
     optimizer = optimizer_of(pipe)
     stepped(pipe, optimizer)
@@ -96,7 +94,7 @@ def test_another_cut_has_the_same_state(stages: int, tmp_path: Path) -> None:
     assert differences(state_of(other, again), state_of(pipe, optimizer)) == []
 
 
-def test_pytorch_alone_loads_it(tmp_path: Path) -> None:
+def test_checkpoint_is_loaded_by_pytorch_alone(tmp_path: Path) -> None:
     pipe = piped(build())
     optimizer = optimizer_of(pipe)
     stepped(pipe, optimizer)
@@ -104,7 +102,7 @@ def test_pytorch_alone_loads_it(tmp_path: Path) -> None:
     assert differences(state_of(*plainly_loaded(tmp_path)), state_of(pipe, optimizer)) == []
 
 
-def test_a_checkpoint_of_pytorch_alone_is_loaded(tmp_path: Path) -> None:
+def test_load_of_a_checkpoint_saved_by_pytorch_alone(tmp_path: Path) -> None:
     model = build()
     with pytest.warns(UserWarning, match="assuming the intent is to save in a single process"):
         state_dict_saver.save({**model.state_dict(), "step": 3}, checkpoint_id=tmp_path)
@@ -113,8 +111,8 @@ def test_a_checkpoint_of_pytorch_alone_is_loaded(tmp_path: Path) -> None:
     assert differences(pipe.state_dict(), model.state_dict()) == []
 
 
-def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
-    """PyTorch's own way takes a step with it, which counts."""
+def test_save_of_an_optimizer_before_its_first_step(tmp_path: Path) -> None:
+    """Saving takes no optimizer step. PyTorch's `get_state_dict` takes one to create the state."""
     pipe = piped(build())
     optimizer = optimizer_of(pipe)
     before = copy.deepcopy(pipe.state_dict())
@@ -129,7 +127,7 @@ def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
     assert again.param_groups[1]["lr"] == optimizer.param_groups[1]["lr"]
 
 
-def test_frozen_parameters_and_several_optimizers(tmp_path: Path) -> None:
+def test_save_with_frozen_parameters_and_several_optimizers(tmp_path: Path) -> None:
     def halves(pipe: Pipe, rate: float) -> list[Optimizer]:
         held = list(pipe.parameters())
         return [SGD(held[:5], lr=rate, momentum=0.9), AdamW(held[5:], lr=rate, amsgrad=True)]
@@ -152,7 +150,7 @@ def test_frozen_parameters_and_several_optimizers(tmp_path: Path) -> None:
 
 
 class Nested(Optimizer):
-    """Keeps dicts and numbers as its state, as some do."""
+    """An optimizer whose state holds nested dicts and numbers."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": torch.tensor(0.5), "betas": (0.1, 0.2)})
@@ -165,7 +163,7 @@ class Nested(Optimizer):
                 state["left"] = {"factor": p.detach().clone(), "age": 2.5}
 
 
-def test_state_in_levels_and_settings_that_are_tensors(tmp_path: Path) -> None:
+def test_save_of_nested_optimizer_state_and_tensor_settings(tmp_path: Path) -> None:
     pipe, other = piped(build()), piped(build(1))
     optimizer, again = Nested(pipe.parameters()), Nested(other.parameters())
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
@@ -181,10 +179,10 @@ def test_state_in_levels_and_settings_that_are_tensors(tmp_path: Path) -> None:
         )
 
 
-# ---- what is stored, and under which names ------------------------------------------------
+# ---- stored tensors and their names -------------------------------------------------------
 
 
-def test_a_tied_weight_is_written_once_and_found_under_every_name(tmp_path: Path) -> None:
+def test_tied_weight_is_written_once_and_stored_under_every_name(tmp_path: Path) -> None:
     piped(build()).save(tmp_path)
     with open(tmp_path / "latest" / ".metadata", "rb") as file:
         stored = {index.fqn: at for index, at in pickle.load(file).storage_data.items()}
@@ -198,7 +196,7 @@ def test_a_tied_weight_is_written_once_and_found_under_every_name(tmp_path: Path
     assert differences(untied.state_dict(), build().state_dict()) == []
 
 
-def test_names_are_those_of_the_layers_whatever_they_are(tmp_path: Path) -> None:
+def test_save_of_layers_named_like_keys_of_the_checkpoint(tmp_path: Path) -> None:
     def named() -> nn.Sequential:
         layers = {"save": nn.Linear(3, 3), "state": nn.Linear(3, 3), "model": nn.Linear(3, 3)}
         return nn.Sequential(OrderedDict(layers))
@@ -214,7 +212,7 @@ def test_names_are_those_of_the_layers_whatever_they_are(tmp_path: Path) -> None
 
 
 class Counting(nn.Module):
-    """Has state that is no tensor."""
+    """A module with extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +228,7 @@ class Counting(nn.Module):
         self.count = dict(state)
 
 
-def test_extra_state_of_a_layer(tmp_path: Path) -> None:
+def test_save_of_the_extra_state_of_a_layer(tmp_path: Path) -> None:
     layer, other = Counting(), Counting()
     layer.count = {"calls": 5, "name": "five"}
     piped(nn.Sequential(nn.Linear(2, 2), layer), 2).save(tmp_path)
@@ -238,7 +236,7 @@ def test_extra_state_of_a_layer(tmp_path: Path) -> None:
     assert other.count == {"calls": 5, "name": "five"}
 
 
-def test_a_compiled_layer_has_the_name_that_it_had_before(tmp_path: Path) -> None:
+def test_compiled_layer_is_saved_under_its_original_name(tmp_path: Path) -> None:
     model = build()
     model[2] = torch.compile(model[2], backend="eager")  # type: ignore[assignment]
     piped(model).save(tmp_path)
@@ -249,7 +247,7 @@ def test_a_compiled_layer_has_the_name_that_it_had_before(tmp_path: Path) -> Non
     piped(model).load(tmp_path)
 
 
-def test_it_loads_into_another_dtype(tmp_path: Path) -> None:
+def test_load_into_another_dtype(tmp_path: Path) -> None:
     model = build()
     piped(model).save(tmp_path)
     other = build(1).float()
@@ -257,10 +255,10 @@ def test_it_loads_into_another_dtype(tmp_path: Path) -> None:
     assert differences(other.state_dict(), model.float().state_dict()) == []
 
 
-# ---- one save after the other -------------------------------------------------------------
+# ---- repeated and background saves --------------------------------------------------------
 
 
-def test_only_the_last_is_kept_and_other_files_stay(tmp_path: Path) -> None:
+def test_save_replaces_the_previous_checkpoint_and_keeps_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     assert saved(folder) is None
     pipe = piped(build())
@@ -275,8 +273,8 @@ def test_only_the_last_is_kept_and_other_files_stay(tmp_path: Path) -> None:
     assert pipe.load(folder / "latest") == 2
 
 
-def test_a_save_never_removes_a_folder_of_the_user(tmp_path: Path) -> None:
-    """`save-20240101` looks like a save of ours. It was deleted by the first `pipe.save`."""
+def test_save_never_removes_a_folder_of_the_user(tmp_path: Path) -> None:
+    """The first `pipe.save` deleted a user's folder named `save-20240101`, like our own saves."""
     own = tmp_path / "save-20240101"
     own.mkdir()
     (own / "results.csv").write_text("mine")
@@ -288,11 +286,11 @@ def test_a_save_never_removes_a_folder_of_the_user(tmp_path: Path) -> None:
     assert pipe.load(tmp_path) == 2
 
 
-def test_a_checkpoint_whose_link_was_lost_stays_until_the_next_is_whole(
+def test_checkpoint_without_its_link_is_kept_until_the_next_save_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copy tools lose symbolic links. The only good checkpoint was removed before the next one
-    was written, so that a save which then failed left none."""
+    """Copy tools lose symbolic links. A save then removed the only good checkpoint before it had
+    written the next one, and a save that failed left no checkpoint at all."""
     pipe = piped(build())
     pipe.save(tmp_path, extra=1)
     (tmp_path / "latest").unlink()
@@ -304,7 +302,7 @@ def test_a_checkpoint_whose_link_was_lost_stays_until_the_next_is_whole(
     assert pipe.load(tmp_path / "save-000001") == 1
 
 
-def test_a_checkpoint_from_before_the_marker_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_without_marker_file_is_replaced(tmp_path: Path) -> None:
     pipe = piped(build())
     pipe.save(tmp_path, extra=1)
     (tmp_path / "save-000001" / ".penstock-save").unlink()
@@ -313,10 +311,10 @@ def test_a_checkpoint_from_before_the_marker_is_replaced(tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["latest", "save-000002"]
 
 
-def test_what_trains_on_is_not_what_is_saved_in_the_background(
+def test_background_save_copies_state_before_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is held until training has changed everything."""
+    """The writer is blocked until training has changed everything."""
     gate = threading.Event()
     write = FileSystemWriter.write_data
 
@@ -343,7 +341,7 @@ def test_what_trains_on_is_not_what_is_saved_in_the_background(
     assert differences(state_of(other, again), before) == []
 
 
-def test_what_fails_in_the_background_is_told_by_the_next_save(
+def test_failed_background_save_raises_in_wait_and_in_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe = piped(build())
@@ -362,7 +360,7 @@ def test_what_fails_in_the_background_is_told_by_the_next_save(
     assert pipe.load(tmp_path) == 4
 
 
-def test_a_copy_of_a_pipe_waits_for_no_save_of_the_other(tmp_path: Path) -> None:
+def test_copied_and_pickled_pipes_do_not_share_a_pending_save(tmp_path: Path) -> None:
     pipe = piped(build())
     pipe.save(tmp_path / "one", background=True)
     other = copy.deepcopy(pipe)
@@ -371,10 +369,10 @@ def test_a_copy_of_a_pipe_waits_for_no_save_of_the_other(tmp_path: Path) -> None
     pipe.load(tmp_path / "one")
 
 
-# ---- what cannot be -----------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------
 
 
-def test_nothing_is_saved_there_yet(tmp_path: Path) -> None:
+def test_load_from_a_folder_without_checkpoint(tmp_path: Path) -> None:
     pipe = piped(build())
     with pytest.raises(ArgumentError, match="contains no checkpoint yet"):
         pipe.load(tmp_path)
@@ -382,7 +380,7 @@ def test_nothing_is_saved_there_yet(tmp_path: Path) -> None:
         pipe.load(tmp_path / "nowhere")
 
 
-def test_another_model(tmp_path: Path) -> None:
+def test_load_into_another_model(tmp_path: Path) -> None:
     piped(build()).save(tmp_path)
     more, less, wider = build(), nn.Sequential(*list(build())[:-1]), build()
     more.append(nn.Linear(2, 2))
@@ -397,7 +395,7 @@ def test_another_model(tmp_path: Path) -> None:
         piped(wider).load(tmp_path)
 
 
-def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+def test_save_and_load_with_wrong_optimizers(tmp_path: Path) -> None:
     pipe = piped(build())
     stranger = SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(ArgumentError, match=r"shape \(3,\) that does not belong to the pipe"):
@@ -418,7 +416,7 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
         pipe.load(tmp_path, optimizer=one)
 
 
-def test_extra_is_of_plain_values(tmp_path: Path) -> None:
+def test_extra_accepts_only_plain_values(tmp_path: Path) -> None:
     pipe = piped(build())
     with pytest.raises(PenstockTypeError, match="extra takes numbers, strings, tensors"):
         pipe.save(tmp_path, extra={"f": lambda: 1})
@@ -429,7 +427,7 @@ def test_extra_is_of_plain_values(tmp_path: Path) -> None:
     assert str(pipe.load(tmp_path)) == str(extra)
 
 
-def test_a_file_that_stands_in_the_way(tmp_path: Path) -> None:
+def test_save_refuses_to_overwrite_a_file_named_latest(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("mine")
     with pytest.raises(ArgumentError, match="is not a link created by a save"):
         piped(build()).save(tmp_path)
@@ -437,8 +435,9 @@ def test_a_file_that_stands_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_layer_may_be_called_model(kind: str, tmp_path: Path) -> None:
-    """Names in a folder of ours stand below "model."; it was taken for that in files, too."""
+def test_load_of_a_model_with_a_layer_called_model(kind: str, tmp_path: Path) -> None:
+    """Checkpoint folders store names under the prefix "model.". A layer called `model` in a
+    safetensors file was mistaken for that prefix."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(model=nn.Linear(3, 3), head=nn.Linear(3, 2))
     pipe = Pipe(nn.Sequential(layers), stages=2, devices=["cpu", "cpu"])
     if kind == "file":

@@ -1,4 +1,4 @@
-"""One RPC worker for the tests that need one, and plain models to compare with."""
+"""One RPC worker for the tests that need one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import rpc
 
-collect_ignore_glob = ["scripts/*"]  # run in processes of their own, by test_install.py
+collect_ignore_glob = ["scripts/*"]  # test_install.py runs them in separate processes
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def rpc_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store: Path = tmp_path_factory.mktemp("rpc") / "store"
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, about its own use of a process group
+        warnings.simplefilter("ignore")  # PyTorch warns about its own use of a process group
         rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
     yield
     rpc.shutdown()

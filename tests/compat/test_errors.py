@@ -1,4 +1,4 @@
-"""The errors that all the old pipes raise, each with its type."""
+"""Errors that all three legacy pipes raise, with the types they had."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def make(request: pytest.FixtureRequest) -> Callable[..., LegacyPipe]:
 Make = Callable[..., LegacyPipe]
 
 
-def test_not_a_sequential(make: Make) -> None:
+def test_legacy_pipe_refuses_a_module_that_is_not_sequential(make: Make) -> None:
     with pytest.raises(TypeError, match=r"nn\.Sequential, not of Linear"):
         make(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("chunks", [0, -1])
-def test_chunks(make: Make, chunks: int) -> None:
+def test_legacy_pipe_refuses_invalid_chunks(make: Make, chunks: int) -> None:
     with pytest.raises(ValueError, match="chunks"):
         make(nn.Sequential(nn.Linear(1, 1)), chunks=chunks)
 
 
-def test_checkpoint(make: Make) -> None:
+def test_legacy_pipe_refuses_an_unknown_checkpoint_mode(make: Make) -> None:
     with pytest.raises(ValueError, match=r"checkpoint is one of .*'except_last'.* not 'sometimes'"):
         make(nn.Sequential(nn.Linear(1, 1)), checkpoint="sometimes")
 
 
-def test_duplicate_children(make: Make) -> None:
+def test_legacy_pipe_refuses_duplicate_children(make: Make) -> None:
     layer = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="duplicate children"):
         make(nn.Sequential(layer, layer))
 
 
-def test_no_tensor(make: Make) -> None:
+def test_legacy_pipe_refuses_an_input_that_is_not_a_tensor(make: Make) -> None:
     pipe = make(nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match="tensor"):
         pipe("text")
 
 
-def test_inputs_elsewhere(make: Make) -> None:
+def test_legacy_pipe_refuses_inputs_on_another_device(make: Make) -> None:
     pipe = make(nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(ValueError, match="an input is on meta, but the first stage is on cpu"):
         pipe(torch.ones(2, 1, device="meta"))
@@ -86,13 +86,13 @@ def test_inputs_elsewhere(make: Make) -> None:
         lambda pipe: pipe.to_empty(device="cpu"),
     ],
 )
-def test_moving(make: Make, move: Callable[[LegacyPipe], object]) -> None:
+def test_legacy_pipe_refuses_to_be_moved(make: Make, move: Callable[[LegacyPipe], object]) -> None:
     pipe = make(nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match="moving it is denied"):
         move(pipe)
 
 
-def test_an_error_in_a_layer_is_its_own(make: Make) -> None:
+def test_legacy_pipe_raises_the_error_of_a_layer_unchanged(make: Make) -> None:
     class Picky(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if bool((x < 0).any()):
@@ -107,7 +107,7 @@ def test_an_error_in_a_layer_is_its_own(make: Make) -> None:
     assert torch.equal(answer, torch.ones(4, 1))
 
 
-def test_different_numbers_of_chunks() -> None:
+def test_inputs_with_different_numbers_of_microbatches() -> None:
     class Sum(nn.Module):
         def forward(self, a: Any, b: Any = None) -> Tensor:
             total: Tensor = a[0] + a[1] if b is None else a + b
@@ -120,12 +120,12 @@ def test_different_numbers_of_chunks() -> None:
         torchgpipe.GPipe(nn.Sequential(Sum()), [1], devices=["cpu"], chunks=4)(inputs)
 
 
-def test_no_chunk_of_a_number() -> None:
+def test_no_chunk_refuses_a_number() -> None:
     with pytest.raises(TypeError, match="NoChunk is for tensors, not int"):
         torch_sync.NoChunk(3)  # type: ignore[arg-type]
 
 
-def test_one_child_on_two_devices() -> None:
+def test_torch_sync_refuses_a_child_on_two_devices() -> None:
     layer = nn.Linear(1, 1)
     layer.bias = nn.Parameter(torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match="several devices, cpu, meta"):

@@ -1,4 +1,4 @@
-"""`penstock.compat.fairscale`: its Pipe is torchgpipe's under another name."""
+"""`penstock.compat.fairscale`: its `Pipe` has the interface of torchgpipe's `GPipe`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.compat.fairscale.nn.pipe import balance, batchnorm, skip
 from penstock.compat.torchgpipe import GPipe
 
 
-def test_one_pipe_in_three_places() -> None:
+def test_fairscale_pipe_is_importable_from_three_modules() -> None:
     assert fairscale.nn.Pipe is fairscale.nn.pipe.Pipe is fairscale.Pipe is Pipe
     assert Pipe.__name__ == "Pipe"
     assert not issubclass(Pipe, GPipe)
 
 
-def test_what_is_below_it() -> None:
+def test_fairscale_submodules() -> None:
     assert balance.balance_by_time.__name__ == "balance_by_time"
     assert {"skippable", "stash", "pop", "Namespace", "verify_skippables"} <= set(skip.__all__)
     assert batchnorm.__all__ == ["DeferredBatchNorm"]
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_computes_what_the_model_computes(checkpoint: str) -> None:
+def test_fairscale_pipe_equals_the_plain_model(checkpoint: str) -> None:
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     plain = copy.deepcopy(layers)
     pipe = Pipe(layers, balance=[1, 2], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint)
@@ -44,7 +44,7 @@ def test_computes_what_the_model_computes(checkpoint: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
-def test_a_layer_may_be_shared_on_one_device() -> None:
+def test_fairscale_pipe_with_a_shared_layer() -> None:
     class Tied(nn.Module):
         def __init__(self, linear: nn.Linear) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Old names in fresh processes: what `install` registers, and scripts as they were."""
+"""`penstock.compat.install` and `python -m penstock.compat` in fresh processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIRRORS = {
 
 
 def python(*arguments: str, path: Path | None = None) -> str:
-    """What a new process prints. It computes with one thread, as others run beside it."""
+    """Return what a new Python process prints. It uses one thread, as tests run in parallel."""
     extra = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -41,14 +41,14 @@ SCRIPT_RUNS = [
 
 
 @pytest.mark.parametrize(("command", "said"), SCRIPT_RUNS, ids=[c[0] for c, _ in SCRIPT_RUNS])
-def test_a_script_runs_unchanged(command: list[str], said: str) -> None:
+def test_compat_runs_a_script_unchanged(command: list[str], said: str) -> None:
     script, *arguments = command
     output = python("-m", "penstock.compat", str(SCRIPTS / script), *arguments)
     assert output.startswith(said)
 
 
-def test_scripts_of_all_three_libraries_run_in_one_process() -> None:
-    """One after another, as it takes seconds to start."""
+def test_run_script_with_scripts_of_all_three_libraries_in_one_process() -> None:
+    """They share one process because starting one takes seconds."""
     runs = {
         ("torch_skips.py",): "skipped",
         ("torchgpipe_unet.py", "3"): "segmented by 3 partitions",
@@ -61,8 +61,8 @@ def test_scripts_of_all_three_libraries_run_in_one_process() -> None:
     ), output
 
 
-def test_every_module_of_a_mirror_has_its_old_name() -> None:
-    """Else the import system would load a second copy of it, under the old name."""
+def test_install_registers_every_module_under_its_legacy_name() -> None:
+    """Otherwise the import system would load a second copy of the module under the old name."""
     names = [
         (old + module.__name__.removeprefix(mirror.__name__), module.__name__)
         for old, mirror in MIRRORS.items()
@@ -77,7 +77,7 @@ def test_every_module_of_a_mirror_has_its_old_name() -> None:
         "penstock.compat.install()\n"
         f"for old, new in {names}:\n"
         "    assert importlib.import_module(old) is importlib.import_module(new), old\n"
-        # and two that were modules in the old days
+        # two names that were modules in the original library
         "import torch.distributed.pipeline, torchgpipe\n"
         "assert torch.distributed.pipeline.sync.Pipe\n"
         "from torchgpipe.skip.skippable import Skippable, skippable\n"
@@ -86,7 +86,7 @@ def test_every_module_of_a_mirror_has_its_old_name() -> None:
     )
 
 
-def test_an_installed_library_is_left_alone_unless_forced(tmp_path: Path) -> None:
+def test_install_keeps_an_installed_library_unless_forced(tmp_path: Path) -> None:
     package = tmp_path / "torchgpipe"
     package.mkdir()
     (package / "__init__.py").write_text("real = True\n")
@@ -106,9 +106,9 @@ def test_an_installed_library_is_left_alone_unless_forced(tmp_path: Path) -> Non
     )
 
 
-def test_compat_itself_needs_no_torch() -> None:
+def test_importing_compat_does_not_import_torch() -> None:
     assert python("-c", "import sys, penstock.compat; print('torch' in sys.modules)") == "False"
 
 
-def test_usage() -> None:
+def test_compat_command_line_help() -> None:
     assert "script" in python("-m", "penstock.compat", "--help")

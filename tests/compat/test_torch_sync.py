@@ -1,4 +1,4 @@
-"""`penstock.compat.torch_sync`: what `torch.distributed.pipeline.sync` did, on the CPU."""
+"""`penstock.compat.torch_sync` behaves like `torch.distributed.pipeline.sync`, on the CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sum(nn.Module):
         return a + b
 
 
-def test_needs_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_sync_pipe_needs_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_is_current_rpc_agent_set", lambda: False)
     with pytest.raises(RuntimeError, match=r"Please initialize RPC framework for Pipe: .*init_rpc"):
         Pipe(nn.Sequential(nn.Linear(1, 1)))
@@ -56,7 +56,7 @@ def test_needs_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("rows", [8, 7, 2])
-def test_computes_what_the_model_computes(checkpoint: str, rows: int) -> None:
+def test_torch_sync_pipe_equals_the_plain_model(checkpoint: str, rows: int) -> None:
     layers = nn.Sequential(
         nn.Linear(3, 3), Stash(), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), Pop()
     ).double()
@@ -73,7 +73,7 @@ def test_computes_what_the_model_computes(checkpoint: str, rows: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
-def test_every_child_on_the_cpu_is_a_partition_with_keys_as_they_were() -> None:
+def test_each_child_on_the_cpu_is_a_partition_with_legacy_state_dict_keys() -> None:
     layers = nn.Sequential(
         OrderedDict(
             a=nn.Linear(2, 2),
@@ -94,10 +94,10 @@ def test_every_child_on_the_cpu_is_a_partition_with_keys_as_they_were() -> None:
     ]
 
 
-def test_neighbours_on_another_device_make_one_partition() -> None:
+def test_neighbouring_children_on_one_device_form_one_partition() -> None:
     """The device `meta` stands in for a GPU."""
     a, b, c = (nn.Linear(1, 1, device="meta") for _ in range(3))
-    relu = nn.ReLU()  # without parameters: on the CPU, as it was
+    relu = nn.ReLU()  # without parameters: on the CPU, as in PyTorch
     d = nn.Linear(1, 1)
     layers = nn.Sequential(a, nn.Sequential(b, c), relu, WithDevice(d, "meta"))
     parts, devices = partitions_of(layers)
@@ -106,7 +106,7 @@ def test_neighbours_on_another_device_make_one_partition() -> None:
     assert d.weight.is_meta
 
 
-def test_skippable_layers_have_the_old_keys() -> None:
+def test_skippable_layers_have_legacy_state_dict_keys() -> None:
     first, second = Namespace(), Namespace()
     layers: list[Any] = [Stash(), Stash(), Pop(), Pop()]
     for at, space in enumerate([first, second, first, second]):
@@ -119,7 +119,9 @@ def test_skippable_layers_have_the_old_keys() -> None:
 
 
 def test_cells_run_in_clock_order() -> None:
-    """On one rank:  k   (micro-batch, stage)
+    """The order on one rank, per clock tick `k`:
+
+    k   (micro-batch, stage)
     0   (0, 0)
     1   (1, 0) (0, 1)
     2   (2, 0) (1, 1)
@@ -140,7 +142,7 @@ def test_cells_run_in_clock_order() -> None:
     assert log == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
 
 
-def test_several_inputs_and_outputs() -> None:
+def test_several_inputs_and_outputs_of_different_types() -> None:
     class Mixed(nn.Module):
         def forward(self, x: Tensor, mask: Tensor, factor: int, pair: list[Tensor]) -> Any:
             assert x.shape == (2, 3)
@@ -156,7 +158,7 @@ def test_several_inputs_and_outputs() -> None:
     assert same == ["same"] * 3
 
 
-def test_tensors_are_cut_whatever_the_others_have_on_dim_0() -> None:
+def test_inputs_with_different_batch_sizes_are_each_chunked() -> None:
     class Pairs(nn.Module):
         def forward(self, x: Tensor, both: Tensor) -> Tensor:
             return x + both.view(-1, 2, 1).sum(1)
@@ -166,12 +168,12 @@ def test_tensors_are_cut_whatever_the_others_have_on_dim_0() -> None:
     assert torch.equal(found, Pairs()(x, both))
 
 
-def test_tuples_are_always_unpacked() -> None:
+def test_tuple_between_layers_is_unpacked_into_arguments() -> None:
     pipe = Pipe(nn.Sequential(Twice(), Sum(), nn.Sequential(Twice(), Sum())), chunks=2)
     assert torch.equal(pipe(torch.ones(4, 1)).local_value(), torch.full((4, 1), 9.0))
 
 
-def test_a_sequence_of_layers() -> None:
+def test_pipe_is_a_sequence_of_layers() -> None:
     a, b, c = nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)
     pipe = Pipe(nn.Sequential(nn.Sequential(a, b), c), chunks=8.0, checkpoint="never")  # type: ignore[arg-type]
     assert len(pipe) == 3
@@ -185,22 +187,22 @@ def test_a_sequence_of_layers() -> None:
         pipe.chunks = 2  # type: ignore[misc]
 
 
-def test_layers_may_ask() -> None:
-    asked = []
+def test_is_checkpointing_and_is_recomputing_inside_a_layer() -> None:
+    modes = []
 
-    class Ask(nn.Module):
+    class RecordModes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            asked.append((is_checkpointing(), is_recomputing()))
+            modes.append((is_checkpointing(), is_recomputing()))
             return x * 2
 
-    pipe = Pipe(nn.Sequential(Ask()), chunks=2)
+    pipe = Pipe(nn.Sequential(RecordModes()), chunks=2)
     x = torch.ones(2, 1, requires_grad=True)
     pipe(x).local_value().sum().backward()
-    assert asked == [(True, False), (False, False), (False, True)]
-    asked.clear()
+    assert modes == [(True, False), (False, False), (False, True)]
+    modes.clear()
     pipe.eval()
     pipe(x).local_value().sum().backward()
-    assert asked == [(False, False)] * 2
+    assert modes == [(False, False)] * 2
 
 
 def test_deferred_batch_norm() -> None:
@@ -226,20 +228,20 @@ def test_partition_model() -> None:
         partition_model(layers, [2, 1], devices=["cpu", "cpu"])
 
 
-def test_copies_and_pickles() -> None:
+def test_deepcopy_and_pickle_of_a_pipe() -> None:
     pipe = Pipe(nn.Sequential(Stash(), nn.Linear(3, 3), Pop()), chunks=2)
     x = torch.randn(4, 3)
     expected = pipe(x).local_value()
-    for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        assert torch.equal(twin(x).local_value(), expected)
+    for duplicate in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert torch.equal(duplicate(x).local_value(), expected)
         with torch.no_grad():
-            for parameter in twin.parameters():
+            for parameter in duplicate.parameters():
                 parameter.zero_()
-        assert torch.equal(twin(x).local_value(), x)
+        assert torch.equal(duplicate(x).local_value(), x)
     assert torch.equal(pipe(x).local_value(), expected)
 
 
-def test_casting() -> None:
+def test_cast_to_another_dtype() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
     assert pipe.to(torch.float64) is pipe
     assert pipe(torch.ones(2, 2, dtype=torch.float64)).local_value().dtype == torch.float64

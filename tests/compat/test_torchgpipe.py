@@ -1,4 +1,4 @@
-"""`penstock.compat.torchgpipe`: what torchgpipe did, on the CPU."""
+"""`penstock.compat.torchgpipe` behaves like torchgpipe, on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cpus(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_computes_what_the_model_computes(checkpoint: str) -> None:
+def test_gpipe_equals_the_plain_model(checkpoint: str) -> None:
     layers = nn.Sequential(nn.Linear(3, 4), Stash(), nn.ReLU(), nn.Linear(4, 4), Pop()).double()
     plain = copy.deepcopy(layers)
     pipe = GPipe(layers, [2, 1, 2], devices=cpus(3), chunks=3, checkpoint=checkpoint)
@@ -48,7 +48,7 @@ def test_computes_what_the_model_computes(checkpoint: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
-def test_the_layers_keep_their_names() -> None:
+def test_gpipe_state_dict_keeps_the_names_of_the_layers() -> None:
     layers = nn.Sequential(OrderedDict(a=nn.Linear(1, 1), b=nn.Linear(1, 1), c=nn.Linear(1, 1)))
     named = GPipe(layers, [1, 2], devices=cpus(2))
     assert [key for key in named.state_dict() if "weight" in key] == [
@@ -68,7 +68,7 @@ def test_the_layers_keep_their_names() -> None:
     ]
 
 
-def test_attributes() -> None:
+def test_gpipe_attributes() -> None:
     a, b, c = nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)
     pipe = GPipe(nn.Sequential(a, b, c), (2, 1), devices=cpus(4), chunks=5)
     assert pipe.balance == [2, 1]
@@ -80,7 +80,7 @@ def test_attributes() -> None:
     assert (len(pipe), pipe[2], pipe[-3]) == (3, c, a)
 
 
-def test_partitions_of_one_device_share_a_worker() -> None:
+def test_partitions_on_one_device_share_a_worker_thread() -> None:
     """`cpu:0` stands in for another device."""
     threads: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
 
@@ -101,7 +101,7 @@ def test_partitions_of_one_device_share_a_worker() -> None:
     assert [len(found) for found in threads.values()] == [1, 1, 1]
 
 
-def test_a_tuple_is_one_value() -> None:
+def test_tuple_between_layers_is_passed_as_one_argument() -> None:
     class Swap(nn.Module):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             a, b = pair
@@ -115,13 +115,13 @@ def test_a_tuple_is_one_value() -> None:
 
 
 @pytest.mark.parametrize("value", ["text", [torch.ones(2)], (torch.ones(2), 3), None])
-def test_inputs_are_tensors(value: object) -> None:
+def test_gpipe_refuses_inputs_that_are_not_tensors(value: object) -> None:
     pipe = GPipe(nn.Sequential(nn.ReLU()), [1], devices=cpus(1))
     with pytest.raises(TypeError, match="a tensor or a tuple of tensors"):
         pipe(value)
 
 
-def test_balances_that_cannot_be() -> None:
+def test_gpipe_refuses_an_invalid_balance() -> None:
     layers = nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU())
     with pytest.raises(ValueError, match="It says how many layers"):
         GPipe(layers)
@@ -133,7 +133,7 @@ def test_balances_that_cannot_be() -> None:
         GPipe(layers, [1, 2], devices=cpus(1))
 
 
-def test_without_devices_the_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpipe_devices_default_to_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(IndexError, match="there are 1 GPUs, the default for devices"):
         GPipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])
@@ -176,7 +176,7 @@ def test_balance_by_time_and_size() -> None:
         balance_by_time(9, layers, sample, timeout=0.0, device="cpu")
 
 
-def test_skips_work_outside_a_pipe_and_are_verified() -> None:
+def test_skips_outside_a_pipe_and_verify_skippables() -> None:
     x = torch.ones(2)
     assert torch.equal(nn.Sequential(Stash(), Pop())(x), 4 * x)
     with pytest.raises(TypeError, match="no layer pops 'long'"):
@@ -185,5 +185,5 @@ def test_skips_work_outside_a_pipe_and_are_verified() -> None:
         GPipe(nn.Sequential(nn.ReLU(), Pop()), [1, 1], devices=cpus(2))
 
 
-def test_nobody_recomputes_outside_a_pipe() -> None:
+def test_is_checkpointing_and_is_recomputing_outside_a_pipe() -> None:
     assert (is_checkpointing(), is_recomputing()) == (False, False)

@@ -1,4 +1,4 @@
-"""Timelines to draw, from the text form or from a few lines of a loop."""
+"""Timelines to draw, simulated from a schedule or from its text form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Played = Callable[..., Timeline]
 
 @pytest.fixture
 def played() -> Played:
-    """Play a schedule, or its text form."""
+    """Return a function that simulates a schedule, or the text form of one."""
 
     def play(
         work: str | Schedule, cost: Cost | None = None, graph: StageGraph | None = None
@@ -31,7 +31,7 @@ def played() -> Played:
 
 @pytest.fixture
 def one_f_one_b() -> Callable[[int, int], Schedule]:
-    """1F1B of so many ranks and chunks."""
+    """Return a function that builds the 1F1B schedule of some ranks and chunks."""
 
     def build(ranks: int, chunks: int) -> Schedule:
         lanes = []
@@ -57,5 +57,5 @@ V = """
 
 @pytest.fixture
 def v_shape(played: Played) -> Timeline:
-    """Two stages a rank, placed as a V, with the backward split."""
+    """Return a timeline with two stages a rank, placed as a V, and split backwards."""
     return played(V)

@@ -8,7 +8,7 @@ from penstock.draw import exhibits, write_gallery
 COMMITTED = Path(__file__).parents[2] / "docs" / "gallery"
 
 
-def test_the_gallery_in_the_docs_is_up_to_date(tmp_path: Path) -> None:
+def test_gallery_in_the_docs_is_up_to_date(tmp_path: Path) -> None:
     shown = list(exhibits())
     assert [exhibit.name for exhibit in shown] == [*schedules.FAMILIES, "fit"]
     write_gallery(tmp_path, shown)

@@ -1,4 +1,4 @@
-"""Measured timelines: small fractions of a second, with hair-thin gaps between actions."""
+"""Drawings of measured timelines: milliseconds, with tiny gaps between actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def shrunk(timeline: Timeline, factor: float, gap: float = 0.0) -> Timeline:
-    """The same in other seconds, with each action ending a little earlier."""
+    """Scale the times by `factor`, and end each action `gap` earlier."""
     spans = [
         span._replace(start=span.start * factor, end=(span.end - gap) * factor)
         for span in timeline.spans
@@ -39,11 +39,11 @@ def pipelined(played: Played) -> Timeline:
     ("makespan", "said"),
     [(0.0, "0"), (12.0, "12"), (1.0, "1"), (0.25, "250 ms"), (0.001, "1 ms"), (2e-5, "20 µs")],
 )
-def test_short_times_have_a_unit(makespan: float, said: str) -> None:
+def test_time_unit_is_chosen_by_the_makespan(makespan: float, said: str) -> None:
     assert choose_time_unit(makespan).format(makespan) == said
 
 
-def test_text_counts_in_milliseconds(pipelined: Timeline) -> None:
+def test_text_of_a_short_timeline_is_in_milliseconds(pipelined: Timeline) -> None:
     drawing = text(shrunk(pipelined, 1 / 64), width=34)
     assert drawing == dedent("""
                 t = 0 ms
@@ -60,7 +60,9 @@ def words(path: Path) -> list[str]:
     return [e.text or "" for e in ElementTree.parse(path).getroot().iter(f"{SVG}text")]
 
 
-def test_pictures_count_in_milliseconds(pipelined: Timeline, tmp_path: Path) -> None:
+def test_picture_of_a_short_timeline_is_in_milliseconds(
+    pipelined: Timeline, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     picture(shrunk(pipelined, 1 / 64), tmp_path / "drawn.svg")
     found = words(tmp_path / "drawn.svg")
@@ -70,22 +72,24 @@ def test_pictures_count_in_milliseconds(pipelined: Timeline, tmp_path: Path) -> 
 
 
 def outline(timeline: Timeline, path: Path) -> str:
-    """The curves of live activations."""
+    """Draw the timeline and return the SVG path of its curve of live activations."""
     picture(timeline, path)
     shapes = ElementTree.parse(path).getroot().iter(f"{SVG}path")
     return next(s.get("d", "") for s in shapes if "fill: #b9c3d3" in s.get("style", ""))
 
 
-def test_hair_thin_gaps_do_not_tear_the_curve(pipelined: Timeline, tmp_path: Path) -> None:
-    """A vertical line stood between every two actions of a measured run."""
+def test_memory_curve_ignores_tiny_gaps_between_actions(
+    pipelined: Timeline, tmp_path: Path
+) -> None:
+    """The curve of a measured run had a vertical line between every two actions."""
     pytest.importorskip("matplotlib")
     corners = outline(pipelined, tmp_path / "exact.svg").count("L")
     assert outline(shrunk(pipelined, 1.0, gap=0.01), tmp_path / "a.svg").count("L") == corners
     assert outline(shrunk(pipelined, 1.0, gap=0.4), tmp_path / "b.svg").count("L") > corners
 
 
-def test_a_short_rise_is_kept(played: Played, tmp_path: Path) -> None:
-    """What is left out is a dip: the peak must be seen, however short it is."""
+def test_memory_curve_keeps_a_short_peak(played: Played, tmp_path: Path) -> None:
+    """Only short dips are left out: a peak must be visible, however short it is."""
     pytest.importorskip("matplotlib")
     timeline = played("0F0 0B0 0F1 0B1")
     forward, backward, *others = timeline.computes[0]

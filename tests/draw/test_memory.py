@@ -1,4 +1,4 @@
-"""Curves of memory as a picture: what is in it, and that it is the same each time."""
+"""The picture of memory curves: its labels, and that drawing is deterministic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def words_of(path: Path) -> list[str]:
     return ["".join(node.itertext()).strip() for node in found]
 
 
-def test_it_says_the_peaks_of_each_rank(tmp_path: Path) -> None:
+def test_memory_picture_labels_the_peaks_of_each_rank(tmp_path: Path) -> None:
     draw.memory(forecast(), measured(), tmp_path / "memory.svg", title="Mine")
     words = words_of(tmp_path / "memory.svg")
     assert {"Mine", "measured", "forecast", "peak", "rank"} <= set(words)
@@ -35,7 +35,7 @@ def test_it_says_the_peaks_of_each_rank(tmp_path: Path) -> None:
     assert {"3 MB", "4 MB"} <= set(words)
 
 
-def test_the_same_bytes_each_time_and_any_curve(tmp_path: Path) -> None:
+def test_memory_picture_is_deterministic_and_accepts_empty_curves(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
         draw.memory(forecast(), measured(), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
@@ -43,6 +43,6 @@ def test_the_same_bytes_each_time_and_any_curve(tmp_path: Path) -> None:
     assert (tmp_path / "nothing.png").stat().st_size > 1000
 
 
-def test_a_suffix_that_cannot_be_drawn(tmp_path: Path) -> None:
+def test_memory_picture_refuses_an_unknown_suffix(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"cannot draw into 'memory.gif'"):
         draw.memory(forecast(), measured(), tmp_path / "memory.gif")

@@ -1,4 +1,4 @@
-"""A cut model as a picture: what is in it, and that nothing meets in the air."""
+"""The picture of a model cut into stages: its labels, and the layout of its arcs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def words_of(path: Path) -> list[str]:
     ]
 
 
-def test_a_picture_names_units_stages_and_what_crosses(tmp_path: Path) -> None:
+def test_model_picture_names_units_stages_and_transfers(tmp_path: Path) -> None:
     flows = [
         Transfer("unit.1", 0, 1, 1, 2, 512),
         Transfer("unit.2", 1, 2, 2, 3, 512),
@@ -63,7 +63,7 @@ def test_a_picture_names_units_stages_and_what_crosses(tmp_path: Path) -> None:
     assert "Net in 3 stages" in words
 
 
-def test_measured_units_are_stacked(tmp_path: Path) -> None:
+def test_model_picture_stacks_the_measured_costs_of_units(tmp_path: Path) -> None:
     pieces = tuple(
         UnitSummary(f"u{n}", n // 2, 1, 4, ComputeSeconds(1e-3, 2e-3, 3e-3), 8) for n in range(4)
     )
@@ -72,45 +72,45 @@ def test_measured_units_are_stacked(tmp_path: Path) -> None:
     assert {"forward", "input gradient", "weight gradient", "Mine", "12 ms"} <= set(words)
 
 
-def test_the_same_cut_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_model_picture_is_deterministic(tmp_path: Path) -> None:
     for name in ("one.svg", "two.svg"):
         draw.chain(outlined(), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 @pytest.mark.parametrize("units", [1, 40, 100, 400])
-def test_any_number_of_units_fits_on_a_page(units: int, tmp_path: Path) -> None:
+def test_model_picture_fits_any_number_of_units_on_a_page(units: int, tmp_path: Path) -> None:
     draw.chain(outlined((units,)), tmp_path / "cut.svg")
     width = float(str(ElementTree.parse(tmp_path / "cut.svg").getroot().get("width"))[:-2])
     assert 72 * 5 <= width <= 72 * 21
 
 
-def test_no_two_arcs_of_a_lane_meet() -> None:
+def test_arcs_on_one_level_do_not_cross() -> None:
     reach = [(0.0, 4.0), (1.0, 2.0), (2.0, 3.0), (1.5, 2.5), (5.0, 6.0)]
     lanes = assign_arc_levels(reach)
     for lane in set(lanes):
         mine = sorted(span for span, at in zip(reach, lanes, strict=True) if at == lane)
         assert all(a[1] <= b[0] for a, b in pairwise(mine))
-    assert lanes[0] == max(lanes)  # what goes farthest runs highest
+    assert lanes[0] == max(lanes)  # the longest arc is the highest
 
 
-def test_many_values_are_one_arc_for_each_two_stages() -> None:
+def test_many_transfers_are_drawn_as_one_arc_per_pair_of_stages() -> None:
     flows = [Transfer(f"v{n}", 0, 1, n, 20 + n, 100) for n in range(MAX_ARCS + 1)]
     (arc,) = build_arcs(outlined((20, 20), flows))
     assert arc.label == f"{MAX_ARCS + 1} values, {0.1 * (MAX_ARCS + 1):.3g} KB"
 
 
-def test_a_value_of_unknown_size_has_a_name_alone() -> None:
+def test_arc_label_of_a_transfer_of_unknown_size() -> None:
     (arc,) = build_arcs(outlined(flows=[Transfer("unit.1", 0, 1, 1, 2)]))
     assert arc.label == "unit.1"
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_model_picture_refuses_an_unknown_suffix(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"the file name must end in \.svg or"):
         draw.chain(outlined(), tmp_path / "cut.pdf")
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_model_picture_without_matplotlib_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported = builtins.__import__

@@ -27,19 +27,19 @@ def events(timeline: Timeline, kind: str) -> list[Event]:
     return [event for event in trace(timeline)["traceEvents"] if event["ph"] == kind]
 
 
-def test_json_round_trip(timeline: Timeline, tmp_path: Path) -> None:
+def test_trace_json_round_trip(timeline: Timeline, tmp_path: Path) -> None:
     write_trace(timeline, tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text("utf-8")) == trace(timeline)
 
 
-def test_one_named_thread_a_rank(timeline: Timeline) -> None:
+def test_trace_has_one_named_thread_per_rank(timeline: Timeline) -> None:
     names = {
         e["tid"]: e["args"]["name"] for e in events(timeline, "M") if e["name"] == "thread_name"
     }
     assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2", 3: "rank 3"}
 
 
-def test_a_slice_for_each_compute(played: Played) -> None:
+def test_trace_has_a_slice_for_each_compute(played: Played) -> None:
     assert events(played("0F0 0B0 \n 1F0 1B0"), "X")[1] == {
         "ph": "X",
         "name": "1F0",
@@ -52,7 +52,7 @@ def test_a_slice_for_each_compute(played: Played) -> None:
     }
 
 
-def test_slices_of_a_rank_do_not_overlap(timeline: Timeline) -> None:
+def test_trace_slices_of_a_rank_do_not_overlap(timeline: Timeline) -> None:
     slices = events(timeline, "X")
     assert Counter(e["tid"] for e in slices) == dict.fromkeys(range(4), 12)
     for rank in range(4):
@@ -61,14 +61,14 @@ def test_slices_of_a_rank_do_not_overlap(timeline: Timeline) -> None:
             assert before["ts"] + before["dur"] <= after["ts"]
 
 
-def test_time_goes_on(timeline: Timeline) -> None:
+def test_trace_events_are_sorted_by_time(timeline: Timeline) -> None:
     stamps = [event["ts"] for event in trace(timeline)["traceEvents"] if event["ph"] != "M"]
     assert stamps == sorted(stamps)
     assert stamps[0] == 0
     assert stamps[-1] == timeline.makespan * 1e6
 
 
-def test_an_arrow_for_each_message_between_ranks(timeline: Timeline) -> None:
+def test_trace_has_an_arrow_for_each_message_between_ranks(timeline: Timeline) -> None:
     leaving = {e["id"]: e for e in events(timeline, "s")}
     arriving = {e["id"]: e for e in events(timeline, "f")}
     sends = [span.action.message for span in timeline.spans if isinstance(span.action, Send)]
@@ -81,11 +81,11 @@ def test_an_arrow_for_each_message_between_ranks(timeline: Timeline) -> None:
         assert start["ts"] < end["ts"]
 
 
-def test_arrows_are_bound_to_the_slices_that_made_and_used_them(timeline: Timeline) -> None:
+def test_trace_arrows_connect_producer_and_consumer_slices(timeline: Timeline) -> None:
     slices = events(timeline, "X")
 
     def at(event: Event) -> list[str]:
-        """The slices of the event's thread that are open at its time."""
+        """Return the slices of the event's thread that are open at its time."""
         return [
             e["name"]
             for e in slices
@@ -100,7 +100,7 @@ def test_arrows_are_bound_to_the_slices_that_made_and_used_them(timeline: Timeli
     assert (at(leaves), at(arrives)) == (["3B4"], ["2B4"])
 
 
-def test_a_counter_of_what_is_alive(timeline: Timeline) -> None:
+def test_trace_counts_live_activations(timeline: Timeline) -> None:
     for rank in range(4):
         name = f"live activations, rank {rank}"
         counts = [e for e in events(timeline, "C") if e["name"] == name]
@@ -109,6 +109,6 @@ def test_a_counter_of_what_is_alive(timeline: Timeline) -> None:
         assert max(size for _, size in curve) == timeline.peak[rank]
 
 
-def test_a_timeline_may_start_at_any_time(timeline: Timeline) -> None:
+def test_trace_of_a_timeline_that_does_not_start_at_zero(timeline: Timeline) -> None:
     later = [s._replace(start=s.start + 64, end=s.end + 64) for s in timeline.spans]
     assert trace(replace(timeline, spans=tuple(later))) == trace(timeline)

@@ -26,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def svg(tmp_path: Path) -> Svg:
-    """Draw and read back."""
+    """Return a function that draws a timeline and parses the SVG."""
 
     def draw(timeline: Timeline, **options: object) -> ElementTree.Element:
         picture(timeline, tmp_path / "drawn.svg", **options)  # type: ignore[arg-type]
@@ -40,12 +40,14 @@ def words(root: ElementTree.Element) -> list[str]:
 
 
 def paths(root: ElementTree.Element, colour: str) -> list[str]:
-    """What is drawn or filled in a colour."""
+    """Return the paths that are stroked or filled in a colour."""
     found = root.iter(f"{SVG}path")
     return [path.get("d", "") for path in found if colour in path.get("style", "")]
 
 
-def test_boxes_carry_their_micro_batches(played: Played, one_f_one_b: Build, svg: Svg) -> None:
+def test_picture_boxes_show_their_microbatches(
+    played: Played, one_f_one_b: Build, svg: Svg
+) -> None:
     root = svg(played(one_f_one_b(3, 12)), memory=False)
     assert [words(root).count(str(i)) for i in (11, 7)] == [6, 6]  # F and B of each rank
     forward, legend = sorted(paths(root, "fill: #2f5cb8"), key=len, reverse=True)
@@ -53,7 +55,7 @@ def test_boxes_carry_their_micro_batches(played: Played, one_f_one_b: Build, svg
     assert legend.count("M") == 1
 
 
-def test_words_around_the_boxes(played: Played, one_f_one_b: Build, svg: Svg) -> None:
+def test_picture_title_caption_and_legend(played: Played, one_f_one_b: Build, svg: Svg) -> None:
     found = words(svg(played(one_f_one_b(2, 4)), title="From $1 & <2 to $3"))
     assert "From $1 & <2 to $3" in found
     assert "makespan 15, bubble 20.0%, peak 2 (2 1)" in found
@@ -62,7 +64,7 @@ def test_words_around_the_boxes(played: Played, one_f_one_b: Build, svg: Svg) ->
     assert not {"weight gradient", "recompute", "may overlap"} & set(found)
 
 
-def test_two_stages_a_rank_have_two_shades(v_shape: Timeline, svg: Svg) -> None:
+def test_picture_of_two_stages_per_rank_uses_two_shades(v_shape: Timeline, svg: Svg) -> None:
     root = svg(v_shape)
     assert {"forward", "input gradient", "weight gradient"} <= set(words(root))
     assert "a rank's stages, alternating" in words(root)
@@ -70,13 +72,13 @@ def test_two_stages_a_rank_have_two_shades(v_shape: Timeline, svg: Svg) -> None:
     assert max(path.count("M") for path in paths(root, "fill: #8fc6f7")) == 4
 
 
-def test_without_the_memory_panel(played: Played, svg: Svg) -> None:
+def test_picture_without_memory_panel(played: Played, svg: Svg) -> None:
     found = words(svg(played("0F0 0B0"), memory=False))
     assert "live activations" not in found
     assert found.count("time") == 1
 
 
-def test_skips_are_arcs(played: Played, one_f_one_b: Build, svg: Svg) -> None:
+def test_picture_draws_skips_as_arcs(played: Played, one_f_one_b: Build, svg: Svg) -> None:
     schedule, graph = one_f_one_b(4, 3), StageGraph.chain(4, skips=[(0, 2), (0, 3)])
     timeline = played(schedule, graph=graph)
     arcs = [path for path in paths(svg(timeline, skips=True), "stroke: #1d2430") if "C" in path]
@@ -84,14 +86,16 @@ def test_skips_are_arcs(played: Played, one_f_one_b: Build, svg: Svg) -> None:
     assert not any("C" in path for path in paths(svg(timeline), "stroke: #1d2430"))
 
 
-def test_a_skip_within_a_rank_is_no_message(v_shape: Timeline, played: Played, svg: Svg) -> None:
+def test_picture_draws_no_arc_for_a_skip_within_a_rank(
+    v_shape: Timeline, played: Played, svg: Svg
+) -> None:
     graph = StageGraph.chain(4, skips=[(0, 3)])
     timeline = played(v_shape.program.schedule, graph=graph)
     arcs = paths(svg(timeline, skips=True), "stroke: #1d2430")
     assert not any("C" in path for path in arcs)
 
 
-def test_overlaps_get_one_outline(v_shape: Timeline, svg: Svg) -> None:
+def test_picture_outlines_overlapping_actions(v_shape: Timeline, svg: Svg) -> None:
     pair = Compute(Op.F, 2, 1), Compute(Op.I, 2, 0)
     program = v_shape.program
     schedule = replace(program.schedule, overlaps=frozenset([pair]))
@@ -101,7 +105,7 @@ def test_overlaps_get_one_outline(v_shape: Timeline, svg: Svg) -> None:
     assert in_lane.count("M") == in_legend.count("M") == 1
 
 
-def test_same_input_same_bytes(played: Played, one_f_one_b: Build, tmp_path: Path) -> None:
+def test_picture_is_deterministic(played: Played, one_f_one_b: Build, tmp_path: Path) -> None:
     graph = StageGraph.chain(4, skips=[(0, 3)])
     for suffix in (".svg", ".png"):
         for name in ("one", "two"):
@@ -111,7 +115,7 @@ def test_same_input_same_bytes(played: Played, one_f_one_b: Build, tmp_path: Pat
         assert one.read_bytes() == two.read_bytes()
 
 
-def test_the_users_settings_change_nothing(played: Played, tmp_path: Path) -> None:
+def test_picture_ignores_matplotlib_settings_of_the_user(played: Played, tmp_path: Path) -> None:
     import matplotlib
 
     timeline = played("0F0 0B0")
@@ -122,7 +126,7 @@ def test_the_users_settings_change_nothing(played: Played, tmp_path: Path) -> No
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_a_timeline_may_start_at_any_time(played: Played, tmp_path: Path) -> None:
+def test_picture_of_a_timeline_that_does_not_start_at_zero(played: Played, tmp_path: Path) -> None:
     timeline = played("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
     later = [s._replace(start=s.start + 64, end=s.end + 64) for s in timeline.spans]
     picture(timeline, tmp_path / "one.svg")
@@ -130,13 +134,13 @@ def test_a_timeline_may_start_at_any_time(played: Played, tmp_path: Path) -> Non
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_nothing_to_draw(played: Played, svg: Svg) -> None:
+def test_picture_of_an_empty_or_zero_cost_timeline(played: Played, svg: Svg) -> None:
     svg(played("placement: 0\nchunks: 1\n-\n-"), skips=True)
     nothing = (0.0,)
     svg(played("0F0 0B0", Cost(nothing, nothing, nothing, nothing)))
 
 
-def test_large_pipelines_have_few_artists_and_no_numbers(
+def test_picture_of_a_large_pipeline_has_few_elements_and_no_numbers(
     played: Played, one_f_one_b: Build, svg: Svg
 ) -> None:
     timeline = played(one_f_one_b(64, 256))
@@ -145,7 +149,7 @@ def test_large_pipelines_have_few_artists_and_no_numbers(
     assert len(list(root.iter())) < 2000
 
 
-def test_other_suffixes(played: Played, tmp_path: Path) -> None:
+def test_picture_refuses_an_unknown_suffix(played: Played, tmp_path: Path) -> None:
     for name in ("drawn.pdf", "drawn"):
         with pytest.raises(ArgumentError) as error:
             picture(played("0F0 0B0"), tmp_path / name)
@@ -154,7 +158,7 @@ def test_other_suffixes(played: Played, tmp_path: Path) -> None:
         )
 
 
-def test_matplotlib_is_an_extra(
+def test_picture_without_matplotlib_names_the_extra(
     played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -163,7 +167,7 @@ def test_matplotlib_is_an_extra(
     assert str(error.value) == ("a picture needs matplotlib: pip install 'penstock[draw]'")
 
 
-def test_importing_draw_imports_no_extra() -> None:
+def test_importing_draw_imports_no_optional_dependency() -> None:
     extras = "{'matplotlib', 'numpy', 'rich', 'torch'}"
     code = f"import sys, penstock.draw; print(sorted({extras} & set(sys.modules)))"
     done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

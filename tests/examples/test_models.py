@@ -1,4 +1,4 @@
-"""The example models: as the papers describe them, and the same in a pipeline."""
+"""The example models have the published sizes and compute the same in a pipeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = 5
 
 
 class Small(NamedTuple):
-    """A small model, the images it takes, the shape it gives, and a loss."""
+    """A small model with the shapes of its images and its output, and a loss."""
 
     build: Callable[[], nn.Sequential]
     images: tuple[int, ...]
@@ -75,7 +75,7 @@ def small(request: pytest.FixtureRequest) -> Small:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums in one order, wherever they are computed."""
+    """Use one thread, so that sums are computed in one order everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -91,7 +91,7 @@ def parameters(build: Callable[[], nn.Sequential]) -> int:
 
 
 def published(count: int) -> set[str]:
-    """As the papers' tables would write it."""
+    """Return the number of parameters as the tables of the papers write it."""
     return {f"{count / 1e6:.1f}M", f"{count / 1e9:.2f}B"}
 
 
@@ -99,11 +99,11 @@ def published(count: int) -> set[str]:
     ("B", "C", "count"),
     [(6, 72, "362.2M"), (11, 128, "2.21B"), (24, 128, "4.99B"), (24, 160, "7.80B")],
 )
-def test_unet_is_as_large_as_torchgpipes(B: int, C: int, count: str) -> None:
+def test_unet_parameter_count_equals_torchgpipe(B: int, C: int, count: str) -> None:
     assert count in published(parameters(partial(unet, B, C)))
 
 
-def test_resnet101_is_as_large_as_everybodys() -> None:
+def test_resnet101_parameter_count() -> None:
     assert parameters(resnet101.resnet101) == 44_549_160
 
 
@@ -111,11 +111,11 @@ def test_resnet101_is_as_large_as_everybodys() -> None:
     ("L", "D", "count"),
     [(18, 208, "81.5M"), (18, 416, "319.0M"), (18, 544, "542.7M"), (72, 512, "1.84B")],
 )
-def test_amoebanet_is_as_large_as_torchgpipes(L: int, D: int, count: str) -> None:
+def test_amoebanet_parameter_count_equals_torchgpipe(L: int, D: int, count: str) -> None:
     assert count in published(parameters(partial(amoebanet_d, L, D)))
 
 
-def test_output_has_the_expected_shape(small: Small) -> None:
+def test_example_model_output_shape(small: Small) -> None:
     assert small.model()(small.batch()[0]).shape == small.output
 
 
@@ -129,11 +129,11 @@ def test_amoebanet_takes_sizes_that_do_not_halve_evenly() -> None:
     assert amoebanet_d(L=3, D=16, classes=CLASSES)(torch.randn(2, 3, 75, 50)).shape == (2, CLASSES)
 
 
-def test_every_stash_has_its_pop(small: Small) -> None:
+def test_example_model_passes_verify_skippables(small: Small) -> None:
     penstock.verify_skippables(small.model())
 
 
-def test_the_gradient_reaches_every_parameter(small: Small) -> None:
+def test_example_model_gives_every_parameter_a_gradient(small: Small) -> None:
     model, (images, target) = small.model(), small.batch()
     torch.autograd.backward(small.loss(model(images), target))
     untouched = [
@@ -145,7 +145,7 @@ def test_the_gradient_reaches_every_parameter(small: Small) -> None:
 
 
 def by_hand(model: nn.Sequential, x: Tensor) -> Tensor:
-    """What the skip connections are meant to do, with a plain stack."""
+    """Run the model with its skip connections written out on a plain stack."""
     kept: list[Tensor] = []
     for name, layer in model.named_children():
         if name.endswith(("_stash", "_split")):
@@ -162,7 +162,7 @@ def by_hand(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["unet", "resnet101"])
-def test_skip_connections_are_those_of_a_plain_stack(name: str) -> None:
+def test_example_model_skips_equal_a_plain_stack(name: str) -> None:
     small = MODELS[name]
     images, target = small.batch()
     model, reference = small.model(), small.model()
@@ -172,13 +172,13 @@ def test_skip_connections_are_those_of_a_plain_stack(name: str) -> None:
 
 
 @pytest.mark.parametrize(("B", "levels"), [(1, 2), (2, 0)])
-def test_unet_refuses_what_is_no_unet(B: int, levels: int) -> None:
+def test_unet_refuses_too_few_levels_or_blocks(B: int, levels: int) -> None:
     with pytest.raises(ValueError, match="at least"):
         unet(B=B, C=4, levels=levels)
 
 
 @pytest.mark.parametrize(("L", "D"), [(4, 16), (0, 16), (3, 20), (3, 0)])
-def test_amoebanet_refuses_uneven_parts(L: int, D: int) -> None:
+def test_amoebanet_refuses_invalid_depth_or_width(L: int, D: int) -> None:
     with pytest.raises(ValueError, match=f"L={L}, D={D}"):
         amoebanet_d(L, D)
 
@@ -187,9 +187,9 @@ def test_amoebanet_refuses_uneven_parts(L: int, D: int) -> None:
 
 
 def unsplit(small: Small, chunks: int, *, last_first: bool) -> tuple[Tensor, nn.Sequential]:
-    """The loss and the model after its backwards, micro-batch by micro-batch.
+    """Return the loss and the model after a backward for each micro-batch.
 
-    Sums of floats depend on their order, so the backwards are in the order of the schedule.
+    Sums of floats depend on their order, so the backwards run in the order of the schedule.
     """
     model, (images, target) = small.model(), small.batch()
     losses = [
@@ -202,7 +202,7 @@ def unsplit(small: Small, chunks: int, *, last_first: bool) -> tuple[Tensor, nn.
 
 
 def assert_equal(model: nn.Module, reference: nn.Sequential) -> None:
-    """To the last bit: gradients, parameters, and running statistics."""
+    """Require bitwise equal gradients, parameters and running statistics."""
     state, expected = model.state_dict(), reference.state_dict()
     assert list(state) == list(expected)
     differ = [name for name in expected if not state[name].equal(expected[name])]
@@ -219,7 +219,7 @@ def assert_equal(model: nn.Module, reference: nn.Sequential) -> None:
     ("schedule", "checkpoint"),
     [("gpipe", "always"), ("gpipe", "except_last"), ("1f1b", "except_last"), ("1f1b", "never")],
 )
-def test_a_pipeline_of_three_computes_the_same(
+def test_example_model_in_three_stages_equals_the_unsplit_model(
     small: Small, schedule: str, checkpoint: str
 ) -> None:
     loss, model = unsplit(small, chunks=3, last_first=schedule == "gpipe")
@@ -238,8 +238,8 @@ def test_a_pipeline_of_three_computes_the_same(
     assert_equal(pipe, model)
 
 
-def test_it_may_be_cut_anywhere(small: Small) -> None:
-    """Also through a bottleneck, and where a stage begins with a sum or a ReLU in place."""
+def test_example_model_cut_at_every_layer_equals_the_unsplit_model(small: Small) -> None:
+    """This includes cuts inside a bottleneck, and before a sum or an in-place ReLU."""
     _, model = unsplit(small, chunks=2, last_first=True)
     images, target = small.batch()
     for cut in range(1, len(model)):
@@ -259,7 +259,7 @@ def test_it_may_be_cut_anywhere(small: Small) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_train_images(
+def test_train_images_script(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["train_images.py", "--model", model, "--steps", "2", "--batch", "8", "--chunks", "2"]
@@ -270,7 +270,7 @@ def test_train_images(
     assert lines[-1].startswith("bubble of the last step: ")
 
 
-def test_benchmark_of_the_papers_without_a_gpu(
+def test_papers_benchmark_on_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = str(Path(__file__).parents[2] / "benchmarks" / "papers.py")

@@ -1,4 +1,4 @@
-"""The example of many processes, under real launchers, also when its processes are killed."""
+"""examples/train_processes.py under torchrun, also when processes or hosts are killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def ranks_equal(ended: Ended) -> list[int]:
-    """Those that have found the unsplit model's numbers."""
+    """Return the ranks whose numbers equal those of the unsplit model."""
     assert ended.code == 0, ended.out + ended.err
     return sorted(map(int, re.findall(r"rank (\d+)  the same as the unsplit model", ended.out)))
 
@@ -41,7 +41,7 @@ def losses(ended: Ended, step: int) -> set[str]:
 
 
 def wait_for(file: Path, started: list[subprocess.Popen[str]]) -> None:
-    """What they write while they run; if they do not, they end here and say why."""
+    """Wait for a file that the processes write; if it does not appear, fail with their output."""
     until = time.monotonic() + LIMIT
     while not file.exists():
         if time.monotonic() > until or any(process.poll() is not None for process in started):
@@ -50,7 +50,7 @@ def wait_for(file: Path, started: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.05)
 
 
-def test_pipes_share_a_batch_and_nobody_holds_the_model() -> None:
+def test_example_with_data_parallel_replicas_and_meta_init() -> None:
     words = [*TORCHRUN, "--nproc-per-node", "4", SCRIPT, "--check", "--dp", "2", "--meta"]
     ended = run([*words, "--schedule", "zb-h1", "--steps", "10"], environment(**ONE_THREAD))
     assert ended.err == ""
@@ -58,17 +58,17 @@ def test_pipes_share_a_batch_and_nobody_holds_the_model() -> None:
     assert len(losses(ended, 10)) == 1
 
 
-def killed_in_the_middle(process: subprocess.Popen[str], folder: Path) -> None:
-    """One worker of a launcher, when something has been saved."""
+def kill_one_worker_after_a_save(process: subprocess.Popen[str], folder: Path) -> None:
+    """Kill one worker of a launcher after the first save."""
     wait_for(folder / "latest", [process])
     os.kill(children(process.pid)[-1], signal.SIGKILL)
 
 
-def test_after_a_kill_it_goes_on_by_itself_and_later_with_fewer_ranks(tmp_path: Path) -> None:
+def test_example_resumes_after_a_killed_worker_and_with_fewer_ranks(tmp_path: Path) -> None:
     several = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "--max-restarts", "1", SCRIPT]
     saving = ["--save", str(tmp_path / "run"), "--every", "1", "--check", "--blocks", "3"]
     process = start([*several, *saving], environment(**ONE_THREAD))
-    killed_in_the_middle(process, tmp_path / "run")
+    kill_one_worker_after_a_save(process, tmp_path / "run")
     (ended,) = end([process])
     assert re.search(r"rank \d  goes on after step \d", ended.out)
     assert ranks_equal(ended) == [0, 1, 2]
@@ -81,10 +81,10 @@ def test_after_a_kill_it_goes_on_by_itself_and_later_with_fewer_ranks(tmp_path: 
     assert len(losses(ended, 22)) == 1
 
 
-def test_two_hosts_train_and_one_goes_on_without_the_other(tmp_path: Path) -> None:
+def test_example_on_two_hosts_continues_after_one_host_dies(tmp_path: Path) -> None:
     saving = ["--save", str(tmp_path / "run"), "--every", "2", "--check"]
     with two_hosts() as hosts:
-        # torchrun of torch 2.13 hangs if a host joins after the last call: it must outlast imports
+        # torchrun of torch 2.13 hangs if a host joins after the last call: imports must fit in it
         conf = "last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=3"
         started = start_on(hosts, [SCRIPT, *saving], environment(**ONE_THREAD), "1:2", conf)
         wait_for(tmp_path / "run" / "latest", started)

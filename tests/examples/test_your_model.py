@@ -1,4 +1,4 @@
-"""The three models of docs/your-model.md: they train as pipes, and the command line checks them."""
+"""The three models of docs/your-model.md: training them as pipes, and `penstock check`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_your_model_example_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f"your_model.{name}").main(steps=6)
     out = capsys.readouterr().out
     losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step ")]
@@ -36,7 +36,7 @@ def test_it_trains(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_command_line_checks_it(
+def test_your_model_example_passes_penstock_check(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"penstock check your_model.{name}:make --schedules 1f1b --stages 2 --chunks 2"
@@ -48,7 +48,7 @@ def test_the_command_line_checks_it(
     assert "equal in all 2 runs, to 1e-10" in out
 
 
-def test_the_example_models_know_nothing_of_pipelines() -> None:
+def test_your_model_example_is_split_by_parameters() -> None:
     for name in MODELS:
         module = importlib.import_module(f"your_model.{name}")
         model, batch = module.make()[:2]

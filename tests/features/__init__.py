@@ -1,1 +1,1 @@
-"""What a pipe can do, under every schedule: run, compared, and written into the docs."""
+"""Run every feature under every schedule, compare it, and write the result into the docs."""

@@ -1,4 +1,4 @@
-"""python -m tests.features: run every feature under every schedule, and write docs/features.md."""
+"""python -m tests.features: run every feature under every schedule and write docs/features.md."""
 
 from __future__ import annotations
 

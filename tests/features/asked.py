@@ -1,4 +1,4 @@
-"""The features that everybody asks for."""
+"""The features that most users ask for: the first table of docs/features.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 6
 
 
 class Block(nn.Module):
-    """A stage's worth: a norm, two matrices, a residual connection."""
+    """One stage: a norm, two matrices, a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def blocks(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 class Repeated(Block):
-    """Counts its forwards, and its recomputations."""
+    """A block that counts its forwards and its recomputations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,13 +143,16 @@ def in_float32(trainee: Trainee) -> Iterator[StepOutcome]:
 
 
 def casting_anew(feature: Feature) -> Unsplit:
-    """Within one autocast, the unsplit model would add the micro-batches up in bfloat16."""
+    """Return the reference without autocast's weight cache.
+
+    With the cache, the unsplit model would sum the gradients of the micro-batches in bfloat16.
+    """
     under = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
     return Unsplit(replace(feature, under=under))
 
 
 class Holds(nn.Module):
-    """Calls its module under the name that torch.compile gives one that it wraps."""
+    """A wrapper with the attribute name of a `torch.compile` wrapper, so that names agree."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

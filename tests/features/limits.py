@@ -1,4 +1,4 @@
-"""Where a pipe has limits: what it does not compute, it refuses."""
+"""The limits of a pipe: features that it refuses, at least under some schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import Pop
 
 
 def sharing_statistics() -> nn.Sequential:
-    """A BatchNorm in the first and the last stage."""
+    """Return a model whose first and last stage share a BatchNorm."""
     first, second, third, last = blocks()
     norm = nn.BatchNorm1d(SIZE)
     return made_of(nn.Sequential(first, norm), second, third, nn.Sequential(norm, last))
@@ -32,7 +32,7 @@ def with_a_hook() -> nn.Sequential:
 
 
 def differentiated(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
-    """A gradient penalty: the gradient of the input is part of the loss."""
+    """Train with a gradient penalty: the gradient of the input is part of the loss."""
     output = pipe(*values.batch)
     (gradient,) = torch.autograd.grad(output.sum(), values.batch, create_graph=True)
     loss = (output - values.target).square().mean() + gradient.square().mean()
@@ -82,7 +82,7 @@ class StashAsIs(nn.Module):
 
 
 def changing_what_others_read() -> nn.Sequential:
-    """What is stashed is passed on, too, and changed by the stage that gets it."""
+    """Return a model in which a stashed tensor is also passed on and then changed in place."""
     first, second, third, last = blocks()
     return made_of(
         nn.Sequential(first, StashAsIs()),
@@ -93,7 +93,7 @@ def changing_what_others_read() -> nn.Sequential:
 
 
 def only_refused(feature: Feature) -> Trainee:
-    """For what the oracle cannot run either: it is never compared."""
+    """Fail: the oracle cannot run this feature either, so it must be refused."""
     raise AssertionError(f"{feature.name}: the pipe ran, and nothing says what is right")
 
 

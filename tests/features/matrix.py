@@ -1,4 +1,4 @@
-"""The verdict of a cell: equal, or refused with a message. Anything else is an error."""
+"""The verdict of a cell of the table: equal, or refused with a message; else an error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit
 
 @dataclass(frozen=True)
 class Equal:
-    """All numbers are those of the unsplit model, in every way it was run."""
+    """All numbers equal those of the unsplit model, in every way it was run."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The pipe said that it does not do this, in every way it was run."""
+    """The pipe raised the same PenstockError in every way it was run."""
 
     message: str
 
@@ -29,11 +29,11 @@ Verdict = Equal | Refused
 
 
 class InBetween(AssertionError):
-    """Neither: some number differs, or one way of running it says this and another that."""
+    """Neither equal nor refused: some number differs, or the ways of running it disagree."""
 
 
 def verdict(feature: Feature, schedule: str) -> Verdict:
-    """Run it in every way that the feature asks for; in both runtimes, that is."""
+    """Run a feature in all its ways, which include both runtimes, and return the verdict."""
     ways = [Way(schedule, *way) for way in feature.ways]
     found = {way: _of_run(feature, way) for way in ways}
     different = set(found.values())
@@ -51,7 +51,7 @@ def _of_run(feature: Feature, way: Way) -> Verdict:
 
 
 def compared(feature: Feature, way: Way, found: Sequence[StepOutcome]) -> Verdict:
-    """Equal, if no number of no step differs."""
+    """Return Equal if no number of any step differs, else raise."""
     wrong = [
         f"step {at}: {difference}"
         for at, pair in enumerate(zip(found, feature.expected, strict=True))

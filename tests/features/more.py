@@ -1,4 +1,4 @@
-"""What else models and scripts are made of."""
+"""More features of models and training scripts: the second table of docs/features.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_side_inputs() -> StepArguments:
 
 
 class Splits(Block):
-    """Sends a dict on: tensors that learn and that do not, a number, nothing."""
+    """A block that returns a dict: tensors with and without gradients, a number, None."""
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -75,7 +75,7 @@ def penalised() -> nn.Sequential:
 
 
 def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with a positive first number count; the loss is their mean, and comes with how many."""
+    """Return the mean loss of the rows whose first target is positive, and their number."""
     counts = (target[:, 0] > 0).double()
     number = counts.sum()
     loss = ((output - target).square().mean(1) * counts).sum() / number.clamp(min=1)
@@ -83,7 +83,7 @@ def of_counted_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
-    """A step with a scaler, and `scaler.unscale_`."""
+    """Run a step with a scaler, then `scaler.unscale_`."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     result = pipe.step(*values.batch, target=values.target, outputs=True, scaler=scaler)
     scaler.unscale_(torch.optim.SGD([*pipe.parameters(), *values.batch]))
@@ -94,7 +94,7 @@ def scaled(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
 
 
 class ByTheBatch(Unsplit):
-    """Normalises one micro-batch after the other; its statistics are those of whole batches."""
+    """A reference that normalises by micro-batch, with the running statistics of whole batches."""
 
     def __init__(self, feature: Feature) -> None:
         super().__init__(feature)
@@ -118,7 +118,7 @@ def normalised_once() -> nn.Sequential:
 
 
 class Squared(torch.autograd.Function):
-    """A matrix product, squared."""
+    """An autograd function that squares a matrix product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def checkpointed() -> nn.Sequential:
 
 
 class Attends(nn.Module):
-    """Attention over six positions of one number each, a convolution, a functional product."""
+    """Attention over six positions, a convolution, and a functional linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def attending() -> nn.Sequential:
 
 
 class Looks(Block):
-    """An embedding of the signs of its input."""
+    """A block with an embedding of the sign of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def looking_up() -> nn.Sequential:
 
 
 def hooked() -> nn.Sequential:
-    """Hooks that change what they see: of parameters, of layers, forward and backward."""
+    """Return a model with parameter, forward and backward hooks that change values."""
     model = blocks()
     for parameter in model[1].parameters():
         parameter.register_hook(lambda gradient: 2 * gradient)
@@ -236,7 +236,7 @@ def tripled(module: nn.Module, given: Any, gradients: Any) -> tuple[Tensor]:
 
 
 def evaluated(trainee: Trainee) -> Iterator[StepOutcome]:
-    """Trained a step, then in eval mode without gradients, also on a smaller batch."""
+    """Train for a step, then run in eval mode without gradients, also on a smaller batch."""
     yield trainee.step(given())
     trainee.module.eval()
     with torch.no_grad():

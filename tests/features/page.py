@@ -1,4 +1,4 @@
-"""docs/features.md: written from verdicts, and read back."""
+"""Write docs/features.md from verdicts, and parse it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ unsplit model on the whole batch. It does so inline without recomputation, and i
 
 
 def written(verdicts: Verdicts) -> str:
-    """The whole page."""
+    """Return the whole page."""
     notes = _notes(verdicts)
     parts = [
         INTRODUCTION,
@@ -83,7 +83,7 @@ def _section(
 
 
 def _notes(verdicts: Verdicts) -> dict[str, int]:
-    """Each message once, numbered in the order of the page."""
+    """Number the distinct messages in the order of the page."""
     found = [verdicts[name, schedule] for name in FEATURES for schedule in SCHEDULES]
     messages = dict.fromkeys(one.message for one in found if isinstance(one, Refused))
     return {message: number for number, message in enumerate(messages, start=1)}
@@ -98,7 +98,7 @@ def _quoted(message: str) -> str:
 
 
 def read(page: str) -> dict[tuple[str, str], str]:
-    """What stands in each cell; for a refusal, its message."""
+    """Return the content of each cell of the page; for a refusal, its message."""
     notes = dict(re.findall(r"^(\d+)\. `(.*)`$", page, re.MULTILINE))
     found, names = {}, []
     for line in page.splitlines():
@@ -113,5 +113,5 @@ def read(page: str) -> dict[tuple[str, str], str]:
 
 
 def shown(verdict: Verdict) -> str:
-    """As `read` gives it."""
+    """Return a verdict in the form that `read` returns."""
     return "equal" if isinstance(verdict, Equal) else " ".join(verdict.message.split())

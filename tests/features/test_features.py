@@ -1,4 +1,4 @@
-"""Every feature under every schedule: equal, or refused. The page in the docs says which."""
+"""Every feature under every schedule is equal or refused, as docs/features.md says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.features.page import FEATURES, PAGE, read, shown, written
 from tests.features.trainee import Feature, stepped
 from tests.support import SCHEDULES as SUPPORTED
 
-pytestmark = [  # the compiler's own
+pytestmark = [  # raised by torch.compile
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
@@ -26,13 +26,13 @@ pytestmark = [  # the compiler's own
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_cell_is_what_the_page_says(name: str, schedule: str) -> None:
-    """If it is not, and rightly so: `make features`."""
+def test_feature_under_schedule_is_as_documented(name: str, schedule: str) -> None:
+    """After an intended change, run `make features` to rewrite the page."""
     found = verdict(FEATURES[name], schedule)
     assert shown(found) == read(PAGE.read_text())[name, schedule]
 
 
-def test_the_rest_of_the_page_is_as_it_is_written() -> None:
+def test_features_page_is_up_to_date() -> None:
     page = PAGE.read_text()
     cells = read(page)
     assert cells.keys() == {(name, schedule) for name in FEATURES for schedule in SCHEDULES}
@@ -42,7 +42,7 @@ def test_the_rest_of_the_page_is_as_it_is_written() -> None:
     assert written(verdicts) == page
 
 
-def test_all_that_was_asked_for_is_there() -> None:
+def test_features_page_covers_all_requested_features_and_schedules() -> None:
     assert ", ".join(feature.name for feature in ASKED) == (
         "checkpointing, autocast, tied, frozen, skip, BatchNorm, dropout, uneven batch, in-place, "
         "accumulate, compile"
@@ -50,7 +50,7 @@ def test_all_that_was_asked_for_is_there() -> None:
     assert set(SCHEDULES) == set(SUPPORTED)
 
 
-# ---- a cell that cannot go red would say nothing -------------------------------------------
+# ---- the comparison itself can fail --------------------------------------------------------
 
 PLAIN = Feature("plain", "", blocks)
 
@@ -84,17 +84,17 @@ def refuses_in_threads(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
     return stepped(pipe, values)
 
 
-def test_a_small_difference_is_in_between() -> None:
+def test_verdict_fails_on_a_small_gradient_difference() -> None:
     with pytest.raises(InBetween, match=r"gradients of '0.norm.weight': .*e-0\d apart"):
         verdict(replace(PLAIN, step=off_by_little), "1f1b")
 
 
-def test_a_gradient_that_is_missing_is_in_between() -> None:
+def test_verdict_fails_on_a_missing_gradient() -> None:
     with pytest.raises(InBetween, match=r"gradients of '0.norm.weight': is missing"):
         verdict(replace(PLAIN, step=without_one), "1f1b")
 
 
-def test_other_weights_are_in_between() -> None:
+def test_verdict_fails_on_other_weights() -> None:
     def changed(model: nn.Sequential) -> None:
         model[1].load_state_dict(copy.deepcopy(model[2].state_dict()))
 
@@ -102,12 +102,12 @@ def test_other_weights_are_in_between() -> None:
         verdict(replace(PLAIN, changed=changed), "1f1b")
 
 
-def test_an_error_of_another_kind_is_no_refusal() -> None:
+def test_verdict_raises_errors_that_are_not_refusals() -> None:
     with pytest.raises(ZeroDivisionError):
         verdict(replace(PLAIN, step=fails), "1f1b")
 
 
-def test_one_runtime_that_refuses_is_in_between() -> None:
+def test_verdict_fails_if_only_one_runtime_refuses() -> None:
     with pytest.raises(InBetween, match="not in threads"):
         verdict(replace(PLAIN, step=refuses_in_threads), "1f1b")
     assert verdict(PLAIN, "1f1b") == Equal()

@@ -1,6 +1,6 @@
-"""A feature as a value, and the two that train with it: the unsplit model, and a pipe.
+"""A feature as a value, and the two things that train with it: the unsplit model and a pipe.
 
-Both go through the same script. The oracle is that of `penstock.check`.
+Both run the same script. The oracle is that of `penstock.check`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGES = 4
 
 
 class Trainee(Protocol):
-    """Something that takes training steps."""
+    """Something that runs training steps."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -36,14 +36,14 @@ Script = Callable[[Trainee], Iterator[StepOutcome]]
 
 
 def given(rows: int = 8, seed: int = 1, dtype: torch.dtype = torch.float64) -> StepArguments:
-    """A batch of six columns whose gradient is wanted, and its target."""
+    """Return a batch of six columns that requires gradients, and its target."""
     generator = torch.Generator().manual_seed(seed)
     x, target = (torch.randn(rows, 6, generator=generator).to(dtype) for _ in range(2))
     return StepArguments((x.requires_grad_(),), {}, target)
 
 
 def twice(trainee: Trainee, values: Callable[[], StepArguments] = given) -> Iterator[StepOutcome]:
-    """A step, the optimizer's step, and another step."""
+    """Run a step, an update of the parameters, and another step."""
     torch.manual_seed(2)
     yield trainee.step(values())
     with torch.no_grad():
@@ -56,7 +56,7 @@ def twice(trainee: Trainee, values: Callable[[], StepArguments] = given) -> Iter
 
 @dataclass(frozen=True)
 class Way:
-    """How a pipe is run."""
+    """One way to run a pipe: schedule, runtime, checkpoint mode."""
 
     schedule: str
     runtime: str
@@ -69,33 +69,33 @@ class Way:
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: a model, a script that trains it, and what comes of it compared how."""
+    """A column of the table: a model, a script that trains it, and how results are compared."""
 
     name: str
-    compared: str  # said on the page
+    compared: str  # description on the page
     model: Callable[[], nn.Sequential]
     script: Script = twice
     loss_fn: LossFn = mse_loss
-    whole: bool = True  # the reference sees the whole batch; else one micro-batch after another
+    whole: bool = True  # the reference sees the whole batch; otherwise micro-batches
     tolerance: float = 1e-10
     chunks: int = 4
     ways: tuple[tuple[str, str], ...] = (("inline", "never"), ("threads", "always"))
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the pipe
-    changed: Callable[[nn.Sequential], object] = lambda model: None  # in the pipe only
-    step: Callable[[Pipe, StepArguments], tuple[Tensor, Any]] | None = (
-        None  # if it is not pipe.step
-    )
-    reference: Callable[[Feature], Trainee] | None = None  # if it is not the oracle's
-    under: Callable[[], AbstractContextManager[Any]] = nullcontext  # each step
-    after: Callable[[Pipe, Way], None] = lambda pipe, way: None  # what else must hold
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of Pipe
+    changed: Callable[[nn.Sequential], object] = lambda model: (
+        None
+    )  # applied to the model of the pipe only
+    step: Callable[[Pipe, StepArguments], tuple[Tensor, Any]] | None = None  # instead of pipe.step
+    reference: Callable[[Feature], Trainee] | None = None  # instead of Unsplit
+    under: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of each step
+    after: Callable[[Pipe, Way], None] = lambda pipe, way: None  # further checks
 
     @cached_property
     def expected(self) -> list[StepOutcome]:
-        """Of the unsplit model."""
+        """Return the outcomes of the unsplit model."""
         return list(self.script((self.reference or Unsplit)(self)))
 
     def found(self, way: Way) -> list[StepOutcome]:
-        """Of a pipe."""
+        """Return the outcomes of a pipe."""
         piped = Piped(self, way)
         found = list(self.script(piped))
         self.after(piped.module, way)
@@ -103,7 +103,7 @@ class Feature:
 
 
 class Unsplit:
-    """The model itself."""
+    """The unsplit model as a trainee."""
 
     def __init__(self, feature: Feature) -> None:
         self.module = feature.model()
@@ -119,14 +119,14 @@ class Unsplit:
 
 
 class Piped:
-    """The same in a pipe."""
+    """A pipe of the model as a trainee."""
 
     def __init__(self, feature: Feature, way: Way) -> None:
         model = feature.model()
         feature.changed(model)
         self.feature = feature
         here: dict[str, Any] = {"runtime": way.runtime, "devices": ["cpu"] * way.ranks}
-        if way.runtime == "processes":  # this is one of them
+        if way.runtime == "processes":  # this process is one of the ranks
             here = {"group": distributed.group.WORLD}
         self.module = Pipe(
             model,
@@ -146,13 +146,13 @@ class Piped:
 
 
 def stepped(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
-    """`pipe.step(x, target=y)`."""
+    """Run `pipe.step(x, target=y)`."""
     result = pipe.step(*values.batch, target=values.target, outputs=True, **values.side)
     return result.loss, result.outputs
 
 
 def called(pipe: Pipe, values: StepArguments) -> tuple[Tensor, Any]:
-    """`pipe(x)` and `loss.backward()`."""
+    """Run `pipe(x)` and `loss.backward()`."""
     output = pipe(*values.batch, **values.side)
     assert pipe.loss_fn is not None
     loss = pipe.loss_fn(output, values.target)

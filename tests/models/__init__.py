@@ -1,1 +1,1 @@
-"""The zoo: architectures as their authors write them, each split and compared with itself."""
+"""The model zoo: architectures as their authors write them, each compared with its pipe."""

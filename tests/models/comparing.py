@@ -1,8 +1,8 @@
-"""An exhibit as a pipe against itself, unsplit: how far their numbers are apart.
+"""Compare a model of the zoo as a pipe with itself unsplit.
 
 The oracle is the same model run over one micro-batch after another, each loss weighted by its
-rows: that is what a pipe computes. Where the rows of a batch do not meet, it is also what the model
-computes of the whole batch, and that is compared, too.
+rows: that is what a pipe computes. If the rows of a batch do not affect each other, the model gives
+the same numbers on the whole batch, and these are compared, too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from penstock.microbatch import MicrobatchRows, gather, scatter
 from tests.models.architecture import Architecture, Batch, called, tensors_in
 
 LIMIT = 1e-10
-LIMIT_OF_SINGLE = 1e-5  # where sums are taken in float32, parts of them differ by so much
-LIMIT_OF_FLOAT32 = 1e-6  # of a number that is float32 itself
-ROWS = (4, 8)  # of the two sizes; 8 in 3 micro-batches are 3, 3, 2, exact also in float32
+LIMIT_OF_SINGLE = 1e-5  # for sums in float32, whose order differs
+LIMIT_OF_FLOAT32 = 1e-6  # for float32 tensors
+ROWS = (4, 8)  # 8 rows in 3 micro-batches are 3, 3, 2, whose shares are exact in float32
 
 Numbers = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a pipe is made of an exhibit."""
+    """The options of a pipe of a model."""
 
     stages: int
     schedule: str
@@ -42,7 +42,7 @@ class Trial:
 
 
 def trials(number: int) -> list[Trial]:
-    """Those of the exhibit of that number: all have 2, 3 and 4 stages, and both schedules."""
+    """Return the trials of the model with that number: 2, 3 and 4 stages, both schedules."""
     one, other = ("1f1b", "zb-h1") if number % 2 else ("zb-h1", "1f1b")
     return [
         Trial(2, one, "inline", checkpoint="never"),
@@ -52,7 +52,7 @@ def trials(number: int) -> list[Trial]:
 
 
 def every_trial() -> list[Trial]:
-    """Each number of stages under each schedule."""
+    """Return each number of stages under each schedule."""
     return [
         Trial(2, "1f1b", "inline", 2, "never"),
         Trial(2, "zb-h1", "threads", 3),
@@ -64,14 +64,14 @@ def every_trial() -> list[Trial]:
 
 
 class Different(AssertionError):
-    """Some numbers are not those of the unsplit model."""
+    """Some numbers differ from those of the unsplit model."""
 
 
 # ---- the unsplit model --------------------------------------------------------------------
 
 
 class Unsplit:
-    """The model as it is, by micro-batches and as a whole; what it gives is kept."""
+    """The unsplit model, run by micro-batches and on the whole batch; its results are cached."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
@@ -80,7 +80,7 @@ class Unsplit:
         self._known: dict[tuple[int, int, bool], Numbers] = {}
 
     def numbers(self, at: int, chunks: int, training: bool) -> Numbers:
-        """Of the size of that number."""
+        """Return the numbers for the batch of size index `at`."""
         key = (at, chunks, training)
         if key not in self._known:
             reset(self.model, self._buffers)
@@ -114,7 +114,7 @@ class Unsplit:
 
 
 def loss_of(architecture: Architecture, output: Any) -> Tensor:
-    """What is learned from it."""
+    """Return the loss of an output."""
     if architecture.loss is not None:
         return architecture.loss(output)
     if isinstance(output, Tensor):
@@ -125,14 +125,14 @@ def loss_of(architecture: Architecture, output: Any) -> Tensor:
 
 
 def shown(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an output that have rows: how a loss is put together is compared elsewhere."""
+    """Yield the tensors of an output that have rows; the loss is compared separately."""
     for name, tensor in tensors_in(output):
         if tensor.dim():
             yield name.lstrip("."), tensor.detach()
 
 
 def cut(batch: Batch, chunks: int) -> tuple[list[Batch], MicrobatchRows]:
-    """Micro-batches."""
+    """Cut a batch into micro-batches."""
     if isinstance(batch, tuple):
         pieces, rows = scatter(batch, chunks)
         return list(pieces), rows
@@ -141,12 +141,12 @@ def cut(batch: Batch, chunks: int) -> tuple[list[Batch], MicrobatchRows]:
 
 
 def batch_of(architecture: Architecture, at: int) -> Batch:
-    """Of the first size, or of the second."""
+    """Return the batch of the first or of the second size."""
     return architecture.batch(ROWS[at], architecture.sizes[at])
 
 
 def learned(model: nn.Module) -> Numbers:
-    """Gradients and buffers by name."""
+    """Return gradients and buffers by name."""
     gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     buffers = {f"buffer {name}": b for name, b in model.named_buffers()}
     return {
@@ -156,12 +156,12 @@ def learned(model: nn.Module) -> Numbers:
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """As they are now."""
+    """Return a copy of the buffers."""
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def reset(model: nn.Module, buffers: dict[str, Tensor]) -> None:
-    """As before the first step."""
+    """Clear the gradients and restore the buffers."""
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -171,7 +171,7 @@ def reset(model: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 class Exhibited:
-    """An exhibit beside itself, unsplit. Every pipe is made of the one model object."""
+    """A model of the zoo and its unsplit reference. All pipes use the same model object."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
@@ -181,7 +181,7 @@ class Exhibited:
         self.names = list(self.model.state_dict())
 
     def piped(self, trial: Trial) -> Pipe:
-        """A pipe of the model."""
+        """Return a pipe of the model."""
         return Pipe(
             self.model.train(),
             chunks=trial.chunks,
@@ -196,7 +196,7 @@ class Exhibited:
         )
 
     def compared(self, trial: Trial, pipe: Pipe, at: int, training: bool) -> float:
-        """The largest difference; raises if it is too large, with all that differ."""
+        """Return the largest difference; if it is too large, raise with all that differ."""
         self.model.train(training)
         pipe.train(training)
         reset(self.model, self._buffers)
@@ -217,7 +217,7 @@ class Exhibited:
         assert loss is not None
         single = self.architecture.single or loss.dtype == torch.float32
         limit = LIMIT_OF_SINGLE if single else LIMIT
-        # What has its rows elsewhere is not put together, and was compared part by part.
+        # Outputs whose rows are not on dim 0 are not joined, and were compared by micro-batch.
         same = [
             name
             for name, wanted in whole.items()
@@ -226,7 +226,7 @@ class Exhibited:
         apart(what, {k: found[k] for k in same}, {k: whole[k] for k in same}, limit)
 
     def as_before(self) -> None:
-        """The model itself is as it was made: it computes the same, under the same names."""
+        """Check that the model is unchanged: it computes the same, under the same names."""
         assert list(self.model.state_dict()) == self.names
         batch = batch_of(self.architecture, 0)
         reset(self.unsplit.model, self._buffers)
@@ -238,7 +238,7 @@ class Exhibited:
 
 
 def stepped(pipe: Pipe, batch: Batch) -> Numbers:
-    """A training step."""
+    """Run a training step."""
     named = batch if isinstance(batch, dict) else {}
     inputs = batch if isinstance(batch, tuple) else ()
     result = pipe.step(*inputs, outputs=True, **named)
@@ -246,7 +246,7 @@ def stepped(pipe: Pipe, batch: Batch) -> Numbers:
 
 
 def evaluated(pipe: Pipe, batch: Batch) -> Numbers:
-    """Forward only."""
+    """Run the forward only."""
     with torch.no_grad():
         return _outputs(called(pipe, batch))
 
@@ -260,7 +260,7 @@ def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
 
 
 def apart(what: str, found: Numbers, expected: Numbers, limit: float) -> float:
-    """The largest difference between numbers of the same names."""
+    """Return the largest difference between numbers of the same names; raise beyond the limit."""
     wrong, worst = [], 0.0
     for name, wanted in expected.items():
         one = compute_difference("", name, found.get(name), wanted)

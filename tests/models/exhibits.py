@@ -1,4 +1,4 @@
-"""All exhibits by name."""
+"""All models of the zoo by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.models.written_here import HERE
 
 
 def titled(architecture: Architecture) -> str:
-    """Its name, with where it comes from if that is not here."""
+    """Return the name of a model, with its source if it is not written here."""
     source = "" if architecture.source == "here" else f" ({architecture.source})"
     return architecture.name + source
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights: how each is made, and batches for them."""
+"""Build tiny models of transformers with random weights, and batches for them."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ T5: dict[str, Any] = {
     "num_heads": 2,
     "decoder_start_token_id": 1,
 }
-LEFT_OUT = object()  # for a config that does not take what others take
+LEFT_OUT = object()  # for a config that does not accept a common setting
 DECODER: dict[str, Any] = {**BASE, "num_key_value_heads": 1, "head_dim": 8}
 
 
 def model(kind: str, config: str, settings: dict[str, Any]) -> nn.Module:
-    """A model of that class, of a config of that class, without dropout."""
+    """Build a model of a class from a config of a class, without dropout."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -71,7 +71,7 @@ def model(kind: str, config: str, settings: dict[str, Any]) -> nn.Module:
 
 
 def still(config: Any) -> None:
-    """Nothing is dropped, in the configs within it neither."""
+    """Set all dropout rates of a config and its nested configs to zero."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             still(value)
@@ -88,7 +88,7 @@ def exhibit(
     made: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Architecture:
-    """Of the class `kind`; its config's name is the family's, and `settings` go into that."""
+    """Return an entry for the class `kind`; `settings` go into the config of its family."""
     family = re.split(r"For(?=[A-Z])|LMHeadModel|Model$", kind)[0]
     values = {**(BASE if base is None else base), **settings}
     values = {key: value for key, value in values.items() if value is not LEFT_OUT}
@@ -100,39 +100,39 @@ def exhibit(
 
 
 def texts(rows: int, size: int) -> dict[str, Any]:
-    """A causal or masked language model's: the loss is a mean over tokens."""
+    """Return a batch for a language model; the loss is a mean over tokens."""
     ids = tokens(rows, size)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def padded_texts(rows: int, size: int) -> dict[str, Any]:
-    """With padding at the end of some rows; the loss counts all the same."""
+    """Return texts with padding at the end of some rows; the loss counts all tokens."""
     mask = torch.ones(rows, size, dtype=torch.long)
     mask[1::2, -2:] = 0
     return {**texts(rows, size), "attention_mask": mask}
 
 
 def classified_texts(rows: int, size: int) -> dict[str, Any]:
-    """A class for each text."""
+    """Return texts with a class for each."""
     return {"input_ids": tokens(rows, size), "labels": one_of(rows, 2)}
 
 
 def labelled_tokens(rows: int, size: int) -> dict[str, Any]:
-    """A class for each token."""
+    """Return texts with a class for each token."""
     ids = tokens(rows, size)
     return {"input_ids": ids, "labels": ids % 2}
 
 
 def pairs(rows: int, size: int) -> dict[str, Any]:
-    """A text and its translation, shorter by one."""
+    """Return texts and their translations, shorter by one token."""
     return {"input_ids": tokens(rows, size), "labels": tokens(rows, size - 1)}
 
 
 def images(rows: int, size: int) -> dict[str, Any]:
-    """With a class for each."""
+    """Return images with a class for each."""
     return {"pixel_values": numbers(rows, 3, size, size), "labels": one_of(rows, 2)}
 
 
 def noise(rows: int, size: int, *more: int) -> Tensor:
-    """Numbers of float64 in a row."""
+    """Return random float64 numbers."""
     return torch.randn(rows, size, *more, generator=drawn(rows, size), dtype=torch.float64)

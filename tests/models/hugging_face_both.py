@@ -1,4 +1,4 @@
-"""Models of transformers that read images with texts, and those with adapters."""
+"""Multimodal models of transformers (images and texts), and models with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIGLIP_VISION = {"model_type": "siglip_vision_model", **IMAGE}
 
 
 def compared(rows: int, size: int) -> dict[str, Any]:
-    """Images with texts, compared with each other."""
+    """Return images and texts for a contrastive loss."""
     return {
         "input_ids": tokens(rows, size),
         "pixel_values": numbers(rows, 3, 8, 8),
@@ -42,32 +42,32 @@ def compared(rows: int, size: int) -> dict[str, Any]:
 
 
 def captions(rows: int, size: int) -> dict[str, Any]:
-    """An image and what to say of it."""
+    """Return images with captions."""
     ids = tokens(rows, size)
     return {"input_ids": ids, "pixel_values": numbers(rows, 3, 8, 8), "labels": ids.clone()}
 
 
 def written(rows: int, size: int) -> dict[str, Any]:
-    """An image and the text in it."""
+    """Return images with the text in them."""
     return {"pixel_values": numbers(rows, 3, 8, 8), "labels": tokens(rows, size)}
 
 
 def chats(rows: int, size: int) -> dict[str, Any]:
-    """A text with the four patches of an image in it."""
+    """Return texts that contain the four patches of an image."""
     ids = tokens(rows, size + 4, of=36)
     ids[:, 1:5] = 39
     return {"input_ids": ids, "pixel_values": numbers(rows, 3, 8, 8), "labels": ids.clone()}
 
 
 def typed_chats(rows: int, size: int) -> dict[str, Any]:
-    """With a mark for what is to be learned."""
+    """Return chats with token types that mark the labels."""
     kinds = torch.zeros(rows, size + 4, dtype=torch.long)
     kinds[:, 6:] = 1
     return {**chats(rows, size), "token_type_ids": kinds}
 
 
 def plain_chats(rows: int, size: int) -> dict[str, Any]:
-    """With a mark for what is an image."""
+    """Return chats with token types that mark the image."""
     kinds = torch.zeros(rows, size + 4, dtype=torch.long)
     kinds[:, 1:5] = 1
     return {**chats(rows, size), "token_type_ids": kinds}
@@ -77,7 +77,7 @@ def plain_chats(rows: int, size: int) -> dict[str, Any]:
 
 
 def reader() -> nn.Module:
-    """A ViT that GPT-2 writes down."""
+    """Return a ViT encoder with a GPT-2 decoder."""
     import transformers
 
     seeing = transformers.ViTConfig(**IMAGE)
@@ -102,13 +102,13 @@ def adapted(
     targets: list[str],
     **more: Any,
 ) -> Architecture:
-    """With adapters of peft, whose weights alone learn."""
+    """Return an entry for a model with LoRA adapters, which alone are trained."""
 
     def build() -> nn.Module:
         import peft
 
         lora = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, **more)
-        lora.init_lora_weights = False  # else the half of them is zero
+        lora.init_lora_weights = False  # otherwise half of the weights are zero
         wrapped = peft.get_peft_model(model(kind, config, settings), lora)
         assert isinstance(wrapped, nn.Module)
         return wrapped

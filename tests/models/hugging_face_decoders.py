@@ -1,4 +1,4 @@
-"""Language models of transformers that go from left to right."""
+"""Causal language models of transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATENT: dict[str, Any] = {  # DeepSeek's attention
     "n_group": 2,
     "topk_group": 1,
 }
-HEADS: dict[str, Any] = {  # of a Mamba
+HEADS: dict[str, Any] = {  # of a Mamba layer
     "mamba_n_heads": 4,
     "mamba_d_head": 8,
     "mamba_d_state": 4,

@@ -1,4 +1,4 @@
-"""Models of transformers that read a text as a whole, and those that answer with another."""
+"""Encoders and encoder-decoder models of transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models.hugging_face import (
 
 
 def spans(rows: int, size: int) -> dict[str, Any]:
-    """An answer's first token and its last."""
+    """Return texts with the first and last token of an answer."""
     at = torch.arange(rows)
     return {
         "input_ids": tokens(rows, size),
@@ -32,33 +32,33 @@ def spans(rows: int, size: int) -> dict[str, Any]:
 
 
 def two_sentences(rows: int, size: int) -> dict[str, Any]:
-    """With the kind of each token."""
+    """Return texts with token types."""
     kinds = torch.zeros(rows, size, dtype=torch.long)
     kinds[:, size // 2 :] = 1
     return {**padded_texts(rows, size), "token_type_ids": kinds}
 
 
-def asked(rows: int, size: int) -> dict[str, Any]:
-    """The loss is of some tokens alone: in the first rows of more than in the last."""
+def partly_labelled(rows: int, size: int) -> dict[str, Any]:
+    """Return texts in which only some tokens have labels, more of them in the first rows."""
     batch = padded_texts(rows, size)
     some = torch.arange(size) % (1 + torch.arange(rows)[:, None] // 2) == 0
     return {**batch, "labels": batch["labels"].where(some, -100)}
 
 
 def padded_pairs(rows: int, size: int) -> dict[str, Any]:
-    """Answers of different lengths."""
+    """Return pairs with answers of different lengths."""
     batch = pairs(rows, size)
     there = torch.arange(size - 1) < 1 + torch.arange(rows)[:, None] % (size - 1)
     return {**batch, "labels": batch["labels"].where(there, -100)}
 
 
 def answers(batch: dict[str, Any]) -> int:
-    """The labels that count."""
+    """Return the number of labels that count."""
     return int((batch["labels"] != -100).sum())
 
 
 def shuffled(rows: int, size: int) -> dict[str, Any]:
-    """All there is for a model that replaces tokens: was this one replaced?"""
+    """Return texts with labels for replaced-token detection."""
     ids = tokens(rows, size)
     return {"input_ids": ids, "labels": (ids % 3 == 0).long()}
 
@@ -76,7 +76,7 @@ long = {"sizes": (8, 12)}
 
 ENCODERS = [
     exhibit("BERT", "BertForMaskedLM", two_sentences),
-    exhibit("BERT, some tokens", "BertForMaskedLM", asked, made={"counts": answers}),
+    exhibit("BERT, some tokens", "BertForMaskedLM", partly_labelled, made={"counts": answers}),
     exhibit("BERT, a class a text", "BertForSequenceClassification", classified_texts),
     exhibit("BERT, a class a token", "BertForTokenClassification", labelled_tokens),
     exhibit("BERT, spans", "BertForQuestionAnswering", spans),

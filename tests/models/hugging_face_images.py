@@ -1,4 +1,4 @@
-"""Models of transformers that see."""
+"""Vision models of transformers."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ DETECTOR: dict[str, Any] = {
 
 
 def masks(rows: int, size: int) -> dict[str, Any]:
-    """A class for each pixel."""
+    """Return images with a class for each pixel."""
     labels = torch.arange(size * size).reshape(1, size, size).repeat(rows, 1, 1) % 3
     return {"pixel_values": numbers(rows, 3, size, size), "labels": labels}
 
 
 def pixels(rows: int, size: int) -> dict[str, Any]:
-    """Images alone."""
+    """Return images without labels."""
     return {"pixel_values": numbers(rows, 3, size, size)}
 
 
 def stretched(rows: int, size: int) -> dict[str, Any]:
-    """The positions are learned for another size, and interpolated."""
+    """Return images of another size, for which position embeddings are interpolated."""
     return {**images(rows, size), "interpolate_pos_encoding": True}
 
 
 def hidden_patches(rows: int, size: int) -> dict[str, Any]:
-    """Which patches are hidden is drawn outside."""
+    """Return images with the mask of hidden patches."""
     return {
         "pixel_values": numbers(rows, 3, size, size),
         "noise": noise(rows, size * size // 16),
@@ -68,7 +68,7 @@ def hidden_patches(rows: int, size: int) -> dict[str, Any]:
 
 
 def films(rows: int, size: int) -> dict[str, Any]:
-    """Two pictures, and a class."""
+    """Return videos of two frames, with a class."""
     return {"pixel_values": numbers(rows, 2, 3, size, size), "labels": one_of(rows, 2)}
 
 

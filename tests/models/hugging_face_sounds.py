@@ -1,4 +1,4 @@
-"""Models of transformers that hear, and those that read other numbers over time."""
+"""Audio and time series models of transformers."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ NORM = "BatchNorm normalises what it sees"
 
 
 def sounds(rows: int, size: int) -> dict[str, Any]:
-    """A wave, with the text that it says."""
+    """Return waveforms with their transcripts."""
     return {"input_values": numbers(rows, 40 * size), "labels": tokens(rows, 3)}
 
 
 def classified_sounds(rows: int, size: int) -> dict[str, Any]:
-    """With a class for each."""
+    """Return waveforms with a class for each."""
     return {"input_values": numbers(rows, 40 * size), "labels": one_of(rows, 2)}
 
 
 def waves(rows: int, size: int) -> dict[str, Any]:
-    """A wave of one channel."""
+    """Return waveforms of one channel."""
     return {"input_values": noise(rows, 1, 32 * size)}
 
 
 def spectra(rows: int, size: int) -> dict[str, Any]:
-    """A spectrum over time, as long as Whisper wants it, with the text that it says."""
+    """Return spectrograms of the length that Whisper needs, with transcripts."""
     return {"input_features": numbers(rows, 8, 24), "labels": tokens(rows, size)}
 
 
 def turned_spectra(rows: int, size: int) -> dict[str, Any]:
-    """The same, time first."""
+    """Return the same with time first."""
     return {"input_features": noise(rows, 4 * size, 8), "labels": tokens(rows, size)}
 
 
 def spectrograms(rows: int, size: int) -> dict[str, Any]:
-    """A picture of a sound, with a class. All are of one size."""
+    """Return spectrograms of one size, with a class for each."""
     return {"input_values": noise(rows, 12, 16), "labels": one_of(rows, 2)}
 
 
 def history(rows: int, size: int) -> dict[str, Any]:
-    """Two channels over time, and what comes after."""
+    """Return two channels over time, and their continuation."""
     return {"past_values": noise(rows, 16, 2), "future_values": noise(rows, 4, 2)}
 
 
 def sales(rows: int, size: int) -> dict[str, Any]:
-    """One channel, with features of each day."""
+    """Return one channel over time, with features of each day."""
     return {
         "past_values": noise(rows, 15).abs(),
         "past_time_features": noise(rows, 15, 1),
@@ -72,7 +72,7 @@ def sales(rows: int, size: int) -> dict[str, Any]:
 
 
 def games(rows: int, size: int) -> dict[str, Any]:
-    """States, actions, rewards, and when."""
+    """Return states, actions, rewards and time steps."""
     return {
         "states": noise(rows, size, 5),
         "actions": noise(rows, size, 2),
@@ -147,7 +147,7 @@ SOUNDS = [
         num_lstm_layers=1,
         made={"loss": squares},
     ),
-    # other numbers over time
+    # time series
     patches(
         "PatchTST",
         "PatchTSTForPrediction",

@@ -1,4 +1,4 @@
-"""Architectures whose inputs, outputs or graphs have a form of their own."""
+"""Architectures with unusual inputs, outputs or graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prediction:
 
 
 class Regression(nn.Module):
-    """Gives a dataclass, with a loss if there is a target; keyword-only inputs."""
+    """Returns a dataclass, with a loss if there is a target; keyword-only inputs."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ActorCritic(nn.Module):
 
 
 class Multimodal(nn.Module):
-    """Nested dicts in, an encoder for each modality, chosen by name."""
+    """Takes nested dicts; an encoder for each modality is chosen by name."""
 
     def __init__(self, dim: int = 6) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Multimodal(nn.Module):
 
 
 class GraphNet(nn.Module):
-    """Messages along an adjacency that every layer takes from the side."""
+    """Message passing along an adjacency matrix that every layer takes as a side input."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Branches(nn.Module):
 
 
 class WaveNet(nn.Module):
-    """Gated, dilated convolutions; what each skips is summed at the end."""
+    """Gated, dilated convolutions; the skip outputs of all layers are summed at the end."""
 
     def __init__(self, dim: int = 4, layers: int = 5) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class WaveNet(nn.Module):
 
 
 class HyperNetwork(nn.Module):
-    """The weights of the main net are what other units compute."""
+    """The weights of the main network are computed by other units."""
 
     def __init__(self, dim: int = 4, layers: int = 3) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class HyperNetwork(nn.Module):
 
 
 class SharedHyperNetwork(nn.Module):
-    """One set of made weights for the whole batch, used by F.linear."""
+    """One set of computed weights for the whole batch, used by F.linear."""
 
     def __init__(self, dim: int = 4, layers: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Architectures whose forward does what authors do: sets attributes, writes in place, hooks."""
+"""Architectures whose forward sets attributes, writes in place, uses hooks or checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.models_sequences import Block, causal
 
 
 class Remembering(nn.Module):
-    """The parent sets attributes as it goes, and reads them again."""
+    """The parent sets attributes in its forward and reads them again."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Remembering(nn.Module):
 
 
 class InPlace(nn.Module):
-    """The glue adds in place, and writes into masks and into slices."""
+    """The code between units adds in place, and writes into masks and slices."""
 
     def __init__(self, vocabulary: int = 40, dim: int = 8, layers: int = 3) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Checkpointed(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block with a forward of its own, to be compiled."""
+    """A block that is compiled."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Residual(nn.Module):
 
 
 class Compiled(nn.Module):
-    """Each block is compiled by itself, in one of three ways."""
+    """Each block is compiled separately, in one of three ways."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Compiled(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Hooks before and after blocks change what they take and give, and scale gradients."""
+    """Hooks change the inputs and outputs of blocks, and scale gradients."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Hooked(nn.Module):
 
 
 class Features(nn.Module):
-    """Hooks gather what blocks give, as feature extractors do; the head reads them."""
+    """Hooks collect the outputs of blocks, as feature extractors do; the head reads them."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Features(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Noise drawn in the glue is used at the start and at the end. It is given back."""
+    """Noise drawn between units is used at the start and at the end, and returned."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Noisy(nn.Module):
 
 
 class Counting(nn.Module):
-    """Buffers that the parent and its blocks move on: a count, and a running mean."""
+    """Buffers that the parent and its blocks update: a count and a running mean."""
 
     def __init__(self, dim: int = 6, layers: int = 3) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Counting(nn.Module):
 
 
 class Stack(nn.ModuleList):
-    """A list of blocks with a forward of its own."""
+    """A list of blocks with a forward method."""
 
     def forward(self, x: Tensor) -> Iterator[Tensor]:
         for block in self:
@@ -228,7 +228,7 @@ class Generated(nn.Module):
 
 
 class Configured(nn.Module):
-    """Control flow on shapes, options, and on values of a side input that is really there."""
+    """Control flow on shapes, on options, and on the values of a side input."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Configured(nn.Module):
 
 
 class Region(nn.Module):
-    """Recomputes all its blocks at once: a cut between them is inside what is recomputed."""
+    """Checkpoints all its blocks at once, so that a cut between them is inside the checkpoint."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class UNet(nn.Module):
 
 
 class TimedBlock(nn.Module):
-    """A residual block that is told the time."""
+    """A residual block with a time embedding."""
 
     def __init__(self, inputs: int, outputs: int, time: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class DiffusionUNet(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """Takes a list of all that came before it."""
+    """Takes the list of all earlier outputs."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class DenseNet(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """A feature pyramid: lateral convolutions, and what is above added to what is below."""
+    """A feature pyramid: lateral convolutions, with upper levels added to lower ones."""
 
     def __init__(self, sizes: list[int], width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that cannot be cut as they are, each for a reason of its own."""
+"""Models that cannot be cut as they are, each for a different reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models.models_forms import mlp
 
 
 class Dropping(nn.Module):
-    """LayerDrop: which blocks run is drawn on the host."""
+    """LayerDrop: the host draws which blocks run."""
 
     def __init__(self, dim: int = 6, layers: int = 4, rate: float = 0.5) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Dropping(nn.Module):
 
 
 class Peeking(nn.Module):
-    """Goes on only while what a block has computed is large."""
+    """Continues only while the output of a block is large."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Peeking(nn.Module):
 
 
 class Selecting(nn.Module):
-    """Keeps the rows that a block likes: how many depends on what it computed."""
+    """Keeps rows by the output of a block, so that their number depends on the data."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Lagging(nn.Module):
 
 
 class Doubling(nn.Module):
-    """Hooks compute something of what blocks give, where only the stage of the block has it."""
+    """Hooks compute with the outputs of blocks, which only the stage of the block has."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()
@@ -119,14 +119,14 @@ class Doubling(nn.Module):
 
 
 class Notes:
-    """Something of the author's own, in which tensors are kept."""
+    """A user-defined object that holds tensors."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
 
 
 class NotingBlock(nn.Module):
-    """Reads what blocks before it have noted, and notes something."""
+    """Reads the notes of earlier blocks and adds one."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class NotingBlock(nn.Module):
 
 
 class Noting(nn.Module):
-    """Blocks tell each other through an object that cannot be taken apart."""
+    """Blocks communicate through an object that is not a pytree."""
 
     def __init__(self, dim: int = 6, layers: int = 4) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Of queries to keys, with a mask that is added."""
+    """Multi-head attention with an additive mask."""
 
     def __init__(self, dim: int, heads: int = 2) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to itself, perhaps to a memory, and an MLP."""
+    """Self-attention, optional cross-attention, and an MLP."""
 
     def __init__(self, dim: int, crosses: bool = False) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def causal(length: int, like: Tensor) -> Tensor:
-    """A mask that is added: minus infinity above the diagonal."""
+    """Return an additive mask: minus infinity above the diagonal."""
     return torch.full((length, length), -torch.inf, dtype=like.dtype).triu(1)
 
 
@@ -209,7 +209,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class LSTMStack(nn.Module):
-    """Layers that give their states beside what they compute."""
+    """Layers that also return their states."""
 
     def __init__(self, vocabulary: int = 40, dim: int = 6, layers: int = 3) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Mamba(nn.Module):
 
 
 class RWKV(nn.Module):
-    """Time mixing in the parent: the shift is glue, and so are the decays."""
+    """Time mixing in the parent: the shift and the decays are computed between units."""
 
     def __init__(self, vocabulary: int = 40, dim: int = 6, layers: int = 3) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class ViT(nn.Module):
 
 
 class TorchViT(nn.Module):
-    """The layers that PyTorch brings: nn.TransformerEncoder, with its fast path in eval mode."""
+    """nn.TransformerEncoder, with its fast path in eval mode."""
 
     def __init__(self, dim: int = 8, depth: int = 3, classes: int = 5) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class TorchViT(nn.Module):
 
 
 class Window(nn.Module):
-    """Attention within windows, with a table of relative positions and a mask for shifted ones."""
+    """Window attention with a table of relative positions and a mask for shifted windows."""
 
     def __init__(self, dim: int, side: int, heads: int = 2) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Window(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """Shifts, windows, and back."""
+    """Shifts, splits into windows, and reverses both."""
 
     def __init__(self, dim: int, side: int, shift: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Merging(nn.Module):
 
 
 class Swin(nn.Module):
-    """The masks of shifted windows are made anew for each size, from nothing but sizes."""
+    """Recomputes the masks of shifted windows for each image size."""
 
     def __init__(self, dim: int = 8, side: int = 2, classes: int = 5) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Swin(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """Mixes tokens, then channels. The number of tokens is a size of its weights."""
+    """Mixes tokens, then channels. The number of tokens is a dimension of its weights."""
 
     def __init__(self, tokens: int, dim: int) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Mixer(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """Latents look at the data, then at each other."""
+    """Latents attend to the data, then to each other."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that a pipe refuses, and what it says."""
+"""Models that a pipe refuses, and the messages."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.models.hugging_face import BASE, IMAGE, SEQ2SEQ, model
 
 @dataclass(frozen=True)
 class Refused:
-    """A model, and the batches after which, at the latest, it is refused."""
+    """A model that is refused when the pipe is made, or at the latest after these batches."""
 
     name: str
     source: str
     build: Callable[[], nn.Module]
     batches: tuple[Batch, ...]
-    words: str  # a part of what it says
+    words: str  # a part of the message
 
     def message(self, stages: int = 3) -> str:
-        """What is said, without where the files are; an error of ours, or it is none."""
+        """Return the message of the PenstockError, without folders and line numbers."""
         torch.manual_seed(SEED)
         random.seed(SEED)
         try:
@@ -56,7 +56,7 @@ def _rows(length: int = 5) -> Batch:
 
 
 def _hugging_face(kind: str, config: str, base: dict[str, Any], **settings: Any) -> nn.Module:
-    """With the settings as they are: nothing is switched off."""
+    """Build a model with these attributes set on its modules, for example LayerDrop."""
     made = model(kind, config, base)
     for name, value in settings.items():
         for module in made.modules():

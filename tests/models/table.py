@@ -1,6 +1,6 @@
-"""python -m tests.models.table: every exhibit in every trial; writes docs/models.md.
+"""python -m tests.models.table: run every model in every trial and write docs/models.md.
 
-It takes some ten minutes on two cores. With names, only these are tried, and nothing is written.
+It takes about ten minutes on two cores. With names, it runs only these and writes nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ before. [Restrictions](restrictions.md) says what to do, and what Penstock canno
 
 @dataclass(frozen=True)
 class Line:
-    """What was seen of an exhibit."""
+    """A row of the table."""
 
     units: int
     between: str
@@ -63,7 +63,7 @@ class Line:
 
 
 def tried(name: str) -> Line | str:
-    """What was seen, or what is wrong."""
+    """Return the row of a model, or its error."""
     try:
         return _compared(name)
     except (PenstockError, Different) as error:
@@ -84,7 +84,7 @@ def _compared(name: str) -> Line:
 
 
 def between(pipe: Pipe) -> str:
-    """What stages send and share."""
+    """Describe what stages send and share."""
     outline = pipe._placed_partition.partition.outline
     skips = sum(flow.dst > flow.src + 1 for flow in outline.transfers)
     found = [
@@ -99,7 +99,7 @@ def between(pipe: Pipe) -> str:
 
 
 def written(lines: Mapping[str, Line]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "".join([INTRODUCTION, *_models(lines), "\n", REFUSALS, *_refusals()])
 
 
@@ -120,7 +120,7 @@ def _refusals() -> Iterator[str]:
 
 
 def size(difference: float) -> str:
-    """As a power of ten."""
+    """Round a difference up to a power of ten."""
     return "0" if not difference else f"{10 ** _power(difference):.0e}"
 
 
@@ -129,13 +129,13 @@ def _power(difference: float) -> int:
 
 
 def listed(page: str) -> set[tuple[str, str]]:
-    """Name and source of each line of the page."""
+    """Return the name and the source of each row of the page."""
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return {(row[0].removeprefix("| "), row[1]) for row in rows}
 
 
 def main(names: Iterable[str]) -> None:
-    """Try them, as many at once as there are cores."""
+    """Try the models in parallel, one process per core."""
     chosen = [name for name in ZOO if not names or any(n in name for n in names)]
     with multiprocessing.get_context("spawn").Pool(initializer=_begin) as pool:
         found: dict[str, Line | str] = {}
@@ -152,7 +152,7 @@ def main(names: Iterable[str]) -> None:
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # transformers' own
+    warnings.simplefilter("ignore")  # raised by transformers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random numbers that the glue draws are drawn once, though several stages use them."""
+"""Random numbers drawn between units are drawn once, even if several stages use them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.models.models_habits import Noisy
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("runtime", ["inline", "threads"])
-def test_noise_is_the_same_on_all_stages(stages: int, runtime: str) -> None:
-    """The model gives back the noise that it drew: with that, unsplit, it computes the same."""
+def test_noise_drawn_between_units_is_the_same_on_all_stages(stages: int, runtime: str) -> None:
+    """The model returns its noise; the unsplit model computes the same with that noise."""
     torch.manual_seed(1)
     model, unsplit = Noisy().double(), Noisy().double()
     unsplit.load_state_dict(model.state_dict())

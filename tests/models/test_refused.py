@@ -1,4 +1,4 @@
-"""What cannot be cut is refused, with words that say why and what to do."""
+"""Models that cannot be cut are refused with a message."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from tests.models.refused import REFUSED, Refused
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda one: one.name)
-def test_it_is_refused(refused: Refused) -> None:
+def test_model_that_cannot_be_cut_is_refused(refused: Refused) -> None:
     assert refused.words in refused.message()

@@ -1,4 +1,4 @@
-"""Every exhibit of the zoo gives its own numbers in 2, 3 and 4 stages, its code untouched."""
+"""Every model of the zoo, unchanged, equals itself as a pipe of 2, 3 and 4 stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.models.table import PAGE, listed
 
 torch.set_num_threads(1)
 
-pytestmark = [  # transformers' own
+pytestmark = [  # raised by transformers
     pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
 ]
-# Those of transformers and peft that `make test` tries beside all that are written here: each has
-# something that the others have not. `make zoo` tries every one.
+# The models of transformers and peft that `make test` runs besides all that are written here: each
+# has something that the others do not have. `make zoo` runs all of them.
 EVERY_DAY = """
     GPT-2; GPT-2, all hidden states; GPT-NeoX; GPT-J; OPT; BLOOM; Falcon; Llama; Mistral; Qwen2;
     Qwen3; Gemma; Gemma 2; Phi; Phi-3; Cohere; Mixtral; Mixtral, balanced experts; DeepSeek-V3;
@@ -33,8 +33,8 @@ NUMBERS = {name: number for number, name in enumerate(ZOO)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_exhibit_gives_its_own_numbers(name: str) -> None:
-    """Both schedules, sizes and modes; each number of stages, with one or the other of them."""
+def test_zoo_model_as_a_pipe_equals_the_unsplit_model(name: str) -> None:
+    """Each number of stages is combined with some of the schedules, batch sizes and modes."""
     if ZOO[name].warns:
         warnings.filterwarnings("ignore", ZOO[name].warns)
     exhibited, number = Exhibited(ZOO[name]), NUMBERS[name]
@@ -49,14 +49,14 @@ def test_an_exhibit_gives_its_own_numbers(name: str) -> None:
     exhibited.as_before()
 
 
-def test_the_page_lists_every_exhibit() -> None:
-    """If it does not: `make zoo`."""
+def test_docs_models_page_lists_every_zoo_model() -> None:
+    """If it does not, run `make zoo`."""
     found = listed(PAGE.read_text())
     assert {(one.name, one.source) for one in ZOO.values()} <= found
     assert {(one.name, one.source) for one in REFUSED} <= found
 
 
-def test_there_are_enough() -> None:
+def test_zoo_has_the_expected_models() -> None:
     assert {one.name for one in ZOO.values() if one.source != "here"} >= CHOSEN
     assert len(NAMES) >= 80
     names = " ".join(ZOO)

@@ -1,4 +1,4 @@
-"""The exhibits that are written here, with their batches."""
+"""The models of the zoo that are written here, with their batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def here(
     return Architecture(name, "here", build, batch, loss=loss, **more)
 
 
-# ---- batches with more in them ------------------------------------------------------------
+# ---- batches with several inputs ----------------------------------------------------------
 
 
 def noisy_images(rows: int, size: int) -> Batch:

@@ -16,29 +16,35 @@ from tests.properties.models import FORMS, SIDED, SKIPS, Layer, Model, Skip, Tie
 from tests.properties.random_schedules import orders
 from tests.support import CHECKPOINTS, DOORS, RUNTIMES, SCHEDULES
 
-FREE = ("gpipe", "naive", "interleaved", "looped-bfs", "interleaved-zb")  # any stages a rank
+FREE = (
+    "gpipe",
+    "naive",
+    "interleaved",
+    "looped-bfs",
+    "interleaved-zb",
+)  # schedules with any number of stages per rank
 
 
 @dataclass(frozen=True)
 class Case:
-    """All that a run depends on; its repr makes it again."""
+    """Everything that a run depends on; `eval(repr(case))` gives an equal case."""
 
     model: Model
     counts: tuple[int, ...]  # layers of each stage
     ranks: int
-    rows: tuple[int, ...]  # of each step's batch
+    rows: tuple[int, ...]  # of the batch of each step
     chunks: int
-    schedule: str  # a name, or one written out
+    schedule: str  # a name, or a schedule in text form
     loss: str = "mean"
     door: str = "step"
     runtime: str = "inline"
     checkpoint: str = "never"
-    learns: bool = False  # the inputs, too
-    updates: bool = False  # the parameters after each step; else gradients add up
+    learns: bool = False  # whether the inputs require gradients, too
+    updates: bool = False  # update parameters after each step; otherwise gradients accumulate
     training: bool = True
     deferred: bool = False
-    backwards: int = 1  # from one forward: behind a call there may be several
-    # over processes
+    backwards: int = 1  # backwards per forward; `pipe(x)` allows several
+    # options for ranks that are processes
     data: str = "all"
     outputs: str = "last"
     shapes: str = "learned"
@@ -49,27 +55,27 @@ class Case:
 
     @property
     def first_rank(self) -> int:
-        """That of the first stage."""
+        """Return the rank of the first stage."""
         return 0 if self.by_name else schedule_of(loads(self.schedule)).placement[0]
 
     @property
     def mixes(self) -> bool:
-        """Does it matter how the batch is cut?"""
+        """Return whether the results depend on how the batch is cut."""
         scaled = "added" in self.model.kinds and LOSSES[self.loss].returned
         return scaled or (self.training and not self.model.kinds.isdisjoint(MIXING))
 
     @property
     def home(self) -> list[int]:
-        """The stage of each layer."""
+        """Return the stage of each layer."""
         return [stage for stage, count in enumerate(self.counts) for _ in range(count)]
 
     @property
     def bitwise(self) -> bool:
-        """Is every sum of gradients made in the unsplit model's order?"""
+        """Return whether all gradients are summed in the order of the unsplit model."""
         home = self.home
         popped = [[home[t] for t in skip.targets] for skip in self.model.skips]
         for skip, stages in zip(self.model.skips, popped, strict=True):
-            if skip.kind == "itself":  # the next stage gets it once more, as its input
+            if skip.kind == "itself":  # the next stage also receives it as its input
                 stages.append(home[skip.source] + 1)
         return (
             self.by_name
@@ -82,12 +88,12 @@ class Case:
         )
 
 
-# ---- drawing ------------------------------------------------------------------------------
+# ---- strategies ---------------------------------------------------------------------------
 
 
 @st.composite
 def cases(draw: st.DrawFn, processes: int | None = None) -> Case:
-    """In one process, or over so many."""
+    """Draw a case in one process, or over that many processes."""
     rows = tuple(draw(st.lists(st.integers(1, 17), min_size=1, max_size=3)))
     chunks, ranks = draw(st.integers(1, 6)), processes or draw(st.integers(1, 4))
     named = draw(st.sampled_from([*SCHEDULES, *["random"] * 4]))
@@ -125,8 +131,8 @@ def cases(draw: st.DrawFn, processes: int | None = None) -> Case:
 
 @st.composite
 def _carried(draw: st.DrawFn, case: Case) -> Case:
-    """How data comes and goes, where ranks are processes."""
-    sides_learn = case.learns and case.model.takes  # no gradient comes back to the first rank
+    """Draw how inputs and outputs travel between ranks that are processes."""
+    sides_learn = case.learns and case.model.takes  # the first rank gets no gradient for them
     return replace(
         case,
         data=draw(st.sampled_from(["all"] if sides_learn else ["all", "all", "first"])),
@@ -149,7 +155,7 @@ def _smallest(rows: int, chunks: int) -> int:
 
 @st.composite
 def _written(draw: st.DrawFn, model: Model, counts: Sequence[int], ranks: int, chunks: int) -> str:
-    """A schedule that nobody designed, for the model's own graph."""
+    """Draw a random valid schedule for the stage graph of the model, in text form."""
     home = [stage for stage, count in enumerate(counts) for _ in range(count)]
     skips = {(home[s.source], home[t]) for s in model.skips for t in s.targets}
     graph = StageGraph.chain(len(counts), sorted((a, b) for a, b in skips if a != b))
@@ -157,7 +163,8 @@ def _written(draw: st.DrawFn, model: Model, counts: Sequence[int], ranks: int, c
 
 
 ALL = (*LAYERS, *SIDED, *["skip"] * 6, *["in place", "added"] * 3)
-# Few kinds meet more often; some of them promise the same bits.
+# With few kinds of layers, each pair of them occurs more often. The kinds in EXACT also promise
+# bitwise equal gradients.
 PALETTES = st.one_of(
     st.just(ALL),
     st.lists(st.sampled_from(ALL), min_size=1, max_size=5).map(tuple),
@@ -167,7 +174,7 @@ PALETTES = st.one_of(
 
 @st.composite
 def models(draw: st.DrawFn, size: int, banned: set[str], plain: bool, learns: bool) -> Model:
-    """So many layers, one of them an ordinary linear layer that learns."""
+    """Draw a model of `size` layers; one of them is an ordinary linear layer that is trained."""
     palette = [kind for kind in draw(PALETTES) if kind not in banned] or ["linear"]
     kinds = [draw(st.sampled_from(palette)) for _ in range(size - 1)]
     head = draw(st.integers(0, size - 1))
@@ -194,7 +201,7 @@ def models(draw: st.DrawFn, size: int, banned: set[str], plain: bool, learns: bo
 
 @st.composite
 def _skips(draw: st.DrawFn, places: Sequence[int]) -> list[Skip]:
-    """Places taken from the left for a stash, and from what is behind it for its pops."""
+    """Draw skips: the leftmost free layer stashes, and some of the later free layers pop."""
     found = []
     left = list(places)
     while len(left) > 1:
@@ -208,7 +215,7 @@ def _skips(draw: st.DrawFn, places: Sequence[int]) -> list[Skip]:
 
 @st.composite
 def _ties(draw: st.DrawFn, kinds: Sequence[str]) -> list[Tie]:
-    """Weights that several layers have; each layer has one tie at most that it did not begin."""
+    """Draw tied weights; each layer takes over at most one weight."""
     found: list[Tie] = []
     able = (
         [at for at, kind in enumerate(kinds) if kind in TIED]

@@ -1,4 +1,4 @@
-"""A case, run as a pipe and as the unsplit model: how far the numbers are apart."""
+"""Run a case as a pipe and as the unsplit model, and compare the numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 1e-10
 
 
 def compare(case: Case) -> float:
-    """The largest difference; raises if it is too large, with the names of all that differ."""
+    """Return the largest difference; if it is too large, raise with all names that differ."""
     worst = 0.0
     for what, found, expected, bitwise in outcomes(case):
         assert found.keys() == expected.keys(), what
@@ -33,7 +33,7 @@ def compare(case: Case) -> float:
 
 
 def outcomes(case: Case) -> Iterator[tuple[str, Numbers, Numbers, bool]]:
-    """What was compared, what the pipe gave, what the model gave, and whether to the last bit."""
+    """Yield a title, the numbers of the pipe and of the model, and whether bits must be equal."""
     model = case.model.build().train(case.training)
     by_parts, at_once = copy.deepcopy(model), copy.deepcopy(model)
     pipe = piped(case, model)

@@ -1,11 +1,11 @@
-"""Thousands of random models, each as a pipe and unsplit: `make fuzz`.
+"""Compare thousands of random models as a pipe and unsplit: `make fuzz`.
 
     python -m tests.properties.fuzz --cases 8000 --seed 1
-    python -m tests.properties.fuzz --processes             pipes whose ranks are processes
-    python -m tests.properties.fuzz --case out/fuzz.txt     one case, as it was found
+    python -m tests.properties.fuzz --processes             ranks are processes
+    python -m tests.properties.fuzz --case out/fuzz.txt     run one saved case again
 
-A case that fails is made as small as possible, printed, and saved. The same seed and number of
-cases try the same cases again.
+A case that fails is shrunk, printed and saved. The same seed and number of cases try the same
+cases again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.properties.cases import Case, cases
 from tests.properties.comparing import LIMIT, compare
 from tests.properties.models import Layer, Model, Skip, Tie
 
-NAMES = {made.__name__: made for made in (Case, Layer, Model, Skip, Tie)}  # of which a case is made
+NAMES = {made.__name__: made for made in (Case, Layer, Model, Skip, Tie)}  # the classes in a case
 FOUND = Path("out/fuzz.txt")
 WORKERS = 2
 
 
 class Passed(NamedTuple):
-    """A case without a difference that matters."""
+    """A case whose differences are within the limit."""
 
     worst: float
     whole: bool
@@ -44,21 +44,21 @@ class Passed(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The smallest case that was found to fail, and how it does."""
+    """The smallest case that fails, and its error."""
 
     case: str
     text: str
 
 
 class Ended(NamedTuple):
-    """A worker has nothing left to try."""
+    """A worker has tried all its cases."""
 
 
 Tell = Callable[[Passed | Failed | Ended], None]
 
 
 def attempt(start: int, number: int, tell: Tell, processes: bool = False) -> None:
-    """Try so many cases, and tell of each; after a failure, of the smallest that fails."""
+    """Try `number` cases and report each; after a failure, report the smallest that fails."""
     warnings.simplefilter("error")
     failing: list[Case] = []
 
@@ -90,14 +90,14 @@ def attempt(start: int, number: int, tell: Tell, processes: bool = False) -> Non
 
 
 def read_case(text: str) -> Case:
-    """A case from what is printed of it."""
+    """Parse a case from its printed form."""
     found = eval(text, NAMES)
     assert isinstance(found, Case)
     return found
 
 
 def fuzz(start: int, number: int, processes: bool) -> int:
-    """Try so many cases, several at once; gives the exit status."""
+    """Try `number` cases in several processes, and return the exit status."""
     print(f"{number} cases of seed {start}, {WORKERS} at once", flush=True)
     spawn = multiprocessing.get_context("spawn")
     queue: SimpleQueue[Passed | Failed | Ended] = spawn.SimpleQueue()  # type: ignore[assignment]
@@ -155,18 +155,18 @@ def _report(failed: list[Failed]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="fuzz")
     parser.add_argument("--cases", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--case", type=Path, help="a file with one case")
     parser.add_argument("--processes", action="store_true", help="each rank is one")
-    asked = parser.parse_args(arguments)
-    if asked.case is not None:
-        print(f"the largest difference is {compare(read_case(asked.case.read_text())):.2g}")
+    options = parser.parse_args(arguments)
+    if options.case is not None:
+        print(f"the largest difference is {compare(read_case(options.case.read_text())):.2g}")
         return 0
-    number = asked.cases or (1500 if asked.processes else 8000)
-    return fuzz(asked.seed, number, asked.processes)
+    number = options.cases or (1500 if options.processes else 8000)
+    return fuzz(options.seed, number, options.processes)
 
 
 if __name__ == "__main__":

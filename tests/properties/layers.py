@@ -1,4 +1,4 @@
-"""What the layers of random models compute: rows of four numbers from rows of four numbers."""
+"""The layers of random models. Each maps rows of four numbers to rows of four numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Weighted(nn.Module):
-    """Has a square weight, which `function` uses as it likes."""
+    """A layer with a square weight and a function of the input and the weight."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Weighted(nn.Module):
 
 
 class InParts(nn.Module):
-    """Gives a module the rows as two by two, and flattens what it gives."""
+    """A module that gets each row reshaped, by default to two by two; its output is flattened."""
 
     def __init__(self, inner: nn.Module, *shape: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class InParts(nn.Module):
 
 
 class Attention(nn.MultiheadAttention):
-    """Of the parts to each other."""
+    """Self-attention between the parts of a row."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y: Tensor = super().forward(x, x, x, need_weights=False)[0]
@@ -50,14 +50,14 @@ class Attention(nn.MultiheadAttention):
 
 
 class Embedded(nn.Embedding):
-    """Adds what is looked up by the numbers' sizes."""
+    """A residual embedding, looked up by the sum of the absolute values of a row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward((x.detach().abs().sum(1) * 2).long() % WIDTH)
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and a small one beside it that learns."""
+    """A frozen layer with a trainable low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Adapted(nn.Module):
 
 
 class Penalised(nn.Linear):
-    """Adds a loss."""
+    """A layer that calls `add_loss`."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -79,7 +79,7 @@ class Penalised(nn.Linear):
 
 
 class Remembering(nn.Module):
-    """Adds what it has seen so far: a buffer that a forward reads, then writes or replaces."""
+    """A layer that reads a buffer of past inputs, then writes or replaces the buffer."""
 
     seen: Tensor
 
@@ -101,7 +101,7 @@ class Remembering(nn.Module):
 
 
 class Checkpointed(nn.Linear):
-    """Recomputed by PyTorch."""
+    """A layer that uses `torch.utils.checkpoint`."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self._again, x, use_reentrant=False)
@@ -141,7 +141,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,
     "nothing": nn.Identity,
-    "in place": lambda: nn.LeakyReLU(0.5, inplace=True),  # which twice is another than once
+    "in place": lambda: nn.LeakyReLU(
+        0.5, inplace=True
+    ),  # applying it twice differs from applying it once
     "dropout": nn.Dropout,
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch norm of parts": lambda: InParts(nn.BatchNorm1d(2)),
@@ -172,19 +174,19 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "inner chain": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH)),
 }
 
-# Their square weight can be another's, too.
+# Layers whose square weight can be tied to that of another layer.
 TIED = (
     *("linear", "without bias", "product", "sum", "batched", "each", "twice", "both ways"),
     *("by hand", "embedding"),
 )
-# What they compute of a row depends on other rows, on chance, or on what was computed before.
+# Layers whose output for a row depends on other rows, on random numbers, or on earlier calls.
 MIXING = (
     *("dropout", "attention with dropout", "block", "batch norm", "batch norm of parts"),
     *("spectral norm", "memory", "new memory"),
 )
-# What they give is theirs alone, and no backward needs it: it may be changed in place.
+# Layers whose output is a new tensor that no backward needs: it may be changed in place.
 FRESH = ("linear", "without bias", "batch norm", "layer norm", "convolution", "adapter")
-# Whose gradients come in the same order, and by the same formulas, in one backward or in two.
+# Layers whose gradients have the same order and formulas in a full and in a split backward.
 EXACT = (
     *("linear", "tanh", "nothing", "in place", "dropout", "batch norm", "layer norm", "product"),
     *("without bias", "convolution", "weight norm", "memory", "skip"),

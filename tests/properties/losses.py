@@ -1,4 +1,4 @@
-"""The losses that random models are trained with, and what their micro-batches count for."""
+"""The losses of random models, and the weights of their micro-batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.properties.models import unpacked
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss_fn for outputs in some form; its targets, and how much those of a part count."""
+    """A loss_fn for outputs in some form, its targets, and the weight of a micro-batch."""
 
     function: Callable[[str], Callable[..., Any]]
     target: Callable[[int], Any]
-    weight: Callable[[Any], float] | None = None  # by rows
+    weight: Callable[[Any], float] | None = None  # None: by rows
     reduction: str | None = None
-    returned: bool = False  # does the loss say its weight itself?
+    returned: bool = False  # whether the loss_fn returns its weight
 
 
 def numbers(rows: int) -> Tensor:
@@ -30,7 +30,7 @@ def numbers(rows: int) -> Tensor:
 
 
 def masked(rows: int) -> dict[str, Any]:
-    """Some rows count twice, some not at all; the last one does."""
+    """Return targets in which some rows count twice and some not at all; the last row counts."""
     counts = torch.randint(0, 3, (rows,))
     counts[: rows // 2] *= int(torch.rand(()) < 0.5)
     counts[-1] = 1
@@ -53,7 +53,7 @@ def _sum(form: str) -> Callable[..., Any]:
 
 
 def _mean_of_counted(form: str, output: Any, target: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Not a number where nothing counts."""
+    """Return the weighted mean and its weight; the mean is NaN where no row counts."""
     each = (unpacked(form, output) - target["y"]).square().mean(1) * target["times"]
     counts = target["counts"]
     return (each * counts).sum() / counts.sum(), counts.sum()
@@ -95,5 +95,5 @@ LOSSES = {
         lambda form: functional.cross_entropy, classes, lambda target: float((target >= 0).sum())
     ),
 }
-PLAIN = ("module", "classes")  # they take the output as it is
-MEANS = ("mean", "module", "metrics")  # over rows
+PLAIN = ("module", "classes")  # losses that take the output as it is
+MEANS = ("mean", "module", "metrics")  # means over rows

@@ -1,7 +1,7 @@
-"""Random models as data: what a `Model` says is built the same every time, and reads like a list.
+"""Random models as data: a `Model` describes layers and builds the same module every time.
 
-Every layer takes and gives rows of four numbers, so that any chain of them is a model. Between
-layers these travel in one of several forms: bare, in trees, in parts, beside other values.
+Every layer maps rows of four numbers to rows of four numbers, so any chain of layers is a model.
+Between layers the rows travel in one of several forms: bare, in trees, in parts, with other values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMS = ("plain", "arguments", "tree", "parts", "twice", "mixed", "unused", "exp
 
 
 def packed(form: str, x: Tensor) -> Any:
-    """The value in which a layer passes x on."""
+    """Return the value in which a layer passes x on."""
     if form == "arguments":
         return x, None, 2
     if form == "tree":
@@ -47,7 +47,7 @@ def packed(form: str, x: Tensor) -> Any:
 
 
 def unpacked(form: str, value: Any) -> Tensor:
-    """The rows of four that are in it: also if several were put together, and numbers listed."""
+    """Return the rows in a value, also in a gathered output, where numbers are lists."""
     x: Tensor = value
     if form in ("arguments", "unused"):
         x = value[0]
@@ -66,14 +66,14 @@ def unpacked(form: str, value: Any) -> Tensor:
     return x
 
 
-# ---- what stands around a layer's computation ---------------------------------------------
+# ---- wrappers of layers -------------------------------------------------------------------
 
 
 class Unit(nn.Module):
-    """Unpacks what it is given, computes, and packs it for the next."""
+    """A layer that unpacks its input, computes, and packs its output for the next layer."""
 
     takes: tuple[str, ...] = ()
-    kind = ""  # of the skip connection, if it is at one's end
+    kind = ""  # of the skip connection that starts or ends here, if any
 
     def __init__(self, before: str, inner: nn.Module, after: str) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Use(Unit):
 
 @dataclass(frozen=True)
 class Layer:
-    """What it computes, in which form it gives it, and whether it learns."""
+    """The kind of a layer, the form of its output, and whether it is frozen."""
 
     kind: str
     form: str = "plain"
@@ -172,7 +172,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Skip:
-    """Stashed by one layer, popped by others; the layers do nothing else."""
+    """A skip connection; its layers only stash or pop."""
 
     kind: str
     source: int
@@ -181,7 +181,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Tie:
-    """A layer has the weight of an earlier one, or is the same module inside."""
+    """A layer that shares the weight, or the whole inner module, of an earlier layer."""
 
     what: str
     owner: int
@@ -190,13 +190,13 @@ class Tie:
 
 @dataclass(frozen=True)
 class Model:
-    """A chain of layers, the first of which is given its rows in the form `given`."""
+    """A chain of layers; the input of the first has the form `given`."""
 
     layers: tuple[Layer, ...]
     given: str = "plain"
     skips: tuple[Skip, ...] = ()
     ties: tuple[Tie, ...] = ()
-    spreads: bool = True  # a tuple as several arguments: a PipeSequential
+    spreads: bool = True  # PipeSequential, which unpacks tuples into arguments
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -204,12 +204,12 @@ class Model:
 
     @property
     def output(self) -> str:
-        """The form of what it gives."""
+        """Return the form of the output."""
         return self.layers[-1].form
 
     @property
     def takes(self) -> frozenset[str]:
-        """The inputs by name."""
+        """Return the names of the keyword inputs."""
         return frozenset(name for k in self.kinds if k in SIDED for name in SIDED[k].takes)
 
     def build(self) -> nn.Sequential:
@@ -248,7 +248,7 @@ class Model:
         return unit
 
     def _bare(self, at: int, unit: Unit) -> nn.Module:
-        """A layer as people write it, where nothing has to be packed."""
+        """Return the plain layer where nothing has to be packed."""
         plain = type(unit) is Unit and unit.before == unit.after == "plain"
         tied = any(tie.what == "module" and at in (tie.owner, tie.other) for tie in self.ties)
         return unit.inner if plain and not tied else unit

@@ -1,8 +1,8 @@
-"""What a case should give: the numbers of the unsplit model.
+"""The oracle: the numbers of the unsplit model for a case.
 
-It goes over micro-batches that `torch.split` has cut, in the order in which each stage takes them:
-statistics of batches depend on that, and random numbers on the cell. Where nothing does, it also
-goes through the whole batch at once.
+It runs over micro-batches cut by `torch.split`, in the order in which each stage takes them:
+batch statistics depend on that order, and random numbers on the cell. Where nothing depends on
+the cut, the model also runs on the whole batch at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Numbers = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is given, as a pipe is given it; `leaves` are the tensors that it is made of."""
+    """The arguments of a step, as given to a pipe; `leaves` are the tensors they are made of."""
 
     leaves: dict[str, Tensor]
     inputs: tuple[Any, ...]
@@ -42,12 +42,12 @@ class Batch:
     target: Any
 
     def parts(self, sizes: Sequence[int]) -> list[Batch]:
-        """Those of the micro-batches, of so many rows each."""
+        """Return one batch per micro-batch, with `sizes` rows."""
         columns = [_parts(v, sizes) for v in (self.inputs, self.side, self.target)]
         return [Batch(self.leaves, *values) for values in zip(*columns, strict=True)]
 
     def whole(self) -> Batch:
-        """As the unsplit model is given it."""
+        """Return the batch as the unsplit model takes it."""
         return self.parts([len(self.leaves["x"])])[0]
 
 
@@ -60,7 +60,9 @@ def _parts(value: Any, sizes: Sequence[int]) -> list[Any]:
         if not isinstance(leaf, Tensor):
             return leaf
         found = leaf.split(list(sizes))[at]
-        return found if leaf.requires_grad else found.data  # changes in place are counted apart
+        return (
+            found if leaf.requires_grad else found.data
+        )  # gives each part its own version counter
 
     leaves, spec = pytree.tree_flatten(value)
     made = [[part(leaf, at) for leaf in leaves] for at in range(len(sizes))]
@@ -68,8 +70,8 @@ def _parts(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def batch(case: Case, rows: int, seed: int) -> Batch:
-    """The same for the same seed; its tensors are nobody else's."""
-    torch.default_generator.manual_seed(seed)  # which takes a hundredth of torch.manual_seed's time
+    """Return a new batch, the same for the same seed."""
+    torch.default_generator.manual_seed(seed)  # a hundred times as fast as torch.manual_seed
     leaves = {
         "x": numbers(rows),
         "gate": torch.rand(rows, 1, dtype=torch.float64),
@@ -96,7 +98,7 @@ def batch(case: Case, rows: int, seed: int) -> Batch:
 
 
 def layer_by_layer(model: nn.Module, layers: Sequence[nn.Module], value: Any, part: Batch) -> Any:
-    """What some layers of the model make of a value."""
+    """Run some layers of the model on a value."""
     first = next(iter(model.children()))
     spreads = type(model) is not nn.Sequential
     for layer in layers:
@@ -110,9 +112,9 @@ def layer_by_layer(model: nn.Module, layers: Sequence[nn.Module], value: Any, pa
 def forwards(
     case: Case, model: nn.Sequential, parts: Sequence[Batch], orders: Sequence[Sequence[int]]
 ) -> tuple[list[Any], list[list[Tensor]]]:
-    """The outputs of the micro-batches and the losses added in them.
+    """Return the outputs of the micro-batches and their added losses.
 
-    Each stage takes them in its order, and draws what a pipe's cells draw.
+    Each stage takes the micro-batches in its order, and draws the random numbers of a pipe's cells.
     """
     seed, drew = peek_seed(), False
     values = [part.inputs for part in parts]
@@ -134,7 +136,7 @@ def forwards(
 
 @contextmanager
 def deferred_statistics(model: nn.Module) -> Iterator[None]:
-    """Within, running statistics advance once, by all that a BatchNorm has been given."""
+    """Update running statistics once at the end, by all inputs that a BatchNorm has seen."""
     given: dict[nn.BatchNorm1d, list[Tensor]] = {}
     with ExitStack() as stack:
         for layer in model.modules():
@@ -154,7 +156,7 @@ def deferred_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def together(outputs: Sequence[Any]) -> Any:
-    """One output: tensors by rows, other values as a list."""
+    """Gather outputs into one: join tensors by rows, list other values."""
     flat = [pytree.tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [torch.cat(c) if isinstance(c[0], Tensor) else list(c) for c in columns]
@@ -163,7 +165,7 @@ def together(outputs: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Read:
-    """What a loss_fn gave."""
+    """The result of a loss_fn."""
 
     loss: Tensor
     metrics: dict[str, Any]
@@ -178,7 +180,7 @@ def read(found: Any) -> Read:
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """What counts for nothing may be no number."""
+    """Return the weighted sum; values of weight zero are left out, as they may be NaN."""
     terms = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
     total = terms[0]
     for term in terms[1:]:
@@ -196,7 +198,7 @@ def weights_of(loss: Loss, parts: Sequence[Batch], sizes: Sequence[int]) -> list
 def stepped(
     case: Case, model: nn.Sequential, given: Batch, sizes: Sequence[int], schedule: Schedule
 ) -> Numbers:
-    """A step of the unsplit model, micro-batch by micro-batch."""
+    """Run a step of the unsplit model, micro-batch by micro-batch."""
     loss = LOSSES[case.loss]
     loss_fn = loss.function(case.model.output)
     parts = given.parts(sizes)
@@ -213,7 +215,7 @@ def stepped(
     terms = [_term(score.loss, weights[i], added[i], shares[i]) for i, score in enumerate(scores)]
     for i in backwards:
         if terms[i].requires_grad:
-            terms[i].backward(retain_graph=True)  # inputs may be computed
+            terms[i].backward(retain_graph=True)  # inputs may have a graph of their own
     metrics = {}
     for name in scores[0].metrics:
         column = [score.metrics[name] for score in scores]
@@ -223,7 +225,7 @@ def stepped(
 
 
 def _term(loss: Tensor, weight: float, added: Sequence[Tensor], share: float) -> Tensor:
-    """What a micro-batch has in the loss of the step; nothing, if it counts for nothing."""
+    """Return the share of a micro-batch in the loss of the step; zero if its weight is zero."""
     term = loss * weight if weight else torch.zeros_like(loss)
     for one in added:
         term = term + one * share
@@ -237,7 +239,7 @@ def _plus(loss: Tensor, extra: Sequence[Tensor]) -> Tensor:
 
 
 def _order(schedule: Schedule, *ops: Op) -> list[list[int]]:
-    """In which order each stage takes its micro-batches."""
+    """Return the order in which each stage takes its micro-batches."""
     actions = [action for lane in schedule.lanes for action in lane if action.op in ops]
     return [[a.microbatch for a in actions if a.stage == s] for s in range(schedule.stages)]
 
@@ -249,7 +251,10 @@ def _backwards_of_call(
     model: nn.Module,
     given: Batch,
 ) -> Tensor:
-    """The loss of the whole output; the gradients of the micro-batches are summed, then added."""
+    """Backpropagate the loss of the whole output, and return it.
+
+    Gradients are first summed over micro-batches, then added to `.grad`.
+    """
     tensors = [[t for t in pytree.tree_leaves(o) if _learns(t)] for o in outputs]
     ends = pytree.tree_map(
         lambda t: t.detach().requires_grad_() if _learns(t) else t, list(outputs)
@@ -278,7 +283,7 @@ def _learns(value: Any) -> bool:
 
 
 def whole(case: Case, model: nn.Sequential, given: Batch) -> Numbers:
-    """A step of the unsplit model on the batch as it is."""
+    """Run a step of the unsplit model on the whole batch."""
     part = given.whole()
     loss_fn = LOSSES[case.loss].function(case.model.output)
     with added_losses() as extra:
@@ -297,7 +302,7 @@ def whole(case: Case, model: nn.Sequential, given: Batch) -> Numbers:
 def numbers_of(
     model: nn.Module, given: Batch, loss: Tensor, metrics: dict[str, Any], outputs: Any
 ) -> Numbers:
-    """All that a step leaves, by name."""
+    """Return everything that a step computes or changes, by name."""
     found: Numbers = {"the loss": loss}
     for what, tree in (("output", outputs), ("metrics", metrics)):
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:

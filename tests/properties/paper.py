@@ -1,6 +1,6 @@
-"""Stages that compute with whole numbers, in the place of real ones: a thousand schedules a minute.
+"""Fake stages that compute with integers, to run a thousand schedules a minute.
 
-Each multiplies the sum of what it gets by its weight, all modulo a prime, so that every number is
+Each stage multiplies the sum of its inputs by its weight, modulo a prime. So every number is
 exact, and the gradients of the unsplit model are known.
 """
 
@@ -30,35 +30,35 @@ def weight(stage: int) -> int:
 
 
 def given(microbatch: int) -> int:
-    """What comes from outside, forward and backward."""
+    """Return the input of the first stage, and the output gradient of the last."""
     return 10 + microbatch
 
 
-def parcel(number: int) -> Payload:
+def to_payload(number: int) -> Payload:
     return Payload((cast(Tensor, number % PRIME),))
 
 
-def number(parcel: Payload) -> int:
-    return cast(int, parcel.tensors[0])
+def number(payload: Payload) -> int:
+    return cast(int, payload.tensors[0])
 
 
 @dataclass(frozen=True)
 class Named:
-    """What a worker asks of a stage."""
+    """The part of a stage that a worker uses."""
 
     index: int
 
 
-class Paper:
-    """In the place of a tape: it insists on the order of what is done in a cell."""
+class IntegerStageRunner:
+    """A fake `StageRunner` that fails if the actions of a cell run in the wrong order."""
 
     def __init__(self, stage: int, program: Program) -> None:
         self.stage = Named(stage)
         self.gradient = 0
         self._graph, self._schedule = program.graph, program.schedule
         self._saved: dict[int, int] = {}  # sums of inputs, by micro-batch
-        self._inputs: dict[int, int] = {}  # of those that are to be recomputed
-        self._later: dict[int, int] = {}  # what W has to add
+        self._inputs: dict[int, int] = {}  # of the cells that are recomputed
+        self._later: dict[int, int] = {}  # weight gradients that W adds
 
     def forward(self, microbatch: int, arrived: Mapping[int, Payload]) -> dict[int, Payload]:
         before = self._graph.before(self.stage.index)
@@ -67,7 +67,7 @@ class Paper:
         again = (self.stage.index, microbatch) in self._schedule.recomputed
         (self._inputs if again else self._saved)[microbatch] = total
         after = self._graph.after(self.stage.index) or (OUTSIDE,)
-        return {stage: parcel(total * weight(self.stage.index)) for stage in after}
+        return {stage: to_payload(total * weight(self.stage.index)) for stage in after}
 
     def recompute(self, microbatch: int) -> None:
         self._saved[microbatch] = self._inputs.pop(microbatch)
@@ -89,15 +89,15 @@ class Paper:
 
     @property
     def left(self) -> int:
-        """How much it still holds."""
+        """Return how many values it still holds."""
         return len(self._saved) + len(self._inputs) + len(self._later)
 
 
-# ---- a program over such stages -----------------------------------------------------------
+# ---- a program over these stages ----------------------------------------------------------
 
 
 class Mail(Protocol):
-    """What carries messages: `Mailboxes`, or `Rendezvous`."""
+    """A message transport: `Mailboxes` or `Rendezvous`."""
 
     def endpoint(self, rank: int) -> Transport: ...
 
@@ -105,43 +105,43 @@ class Mail(Protocol):
 
 
 Make = Callable[[Sequence[Device], Sequence[int]], Mail]
-Lane = Callable[[Program, int], Sequence[BoundAction]]  # of a rank, ready to be carried out
+Lane = Callable[[Program, int], Sequence[BoundAction]]  # the bound actions of a rank
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the last stage gave of each micro-batch, and the gradient of each stage's weight."""
+    """The output of the last stage per micro-batch, and the weight gradient of each stage."""
 
     outputs: list[int]
     gradients: list[int]
 
 
 def carried_out(program: Program, make: Make, lane: Lane = bind_lane) -> Outcome:
-    """A program run by workers, one thread a rank, over a transport."""
+    """Run a program with real workers, one thread per rank, over a transport."""
     schedule = program.schedule
     places = [Cpu() for _ in program.lanes]
-    mail, desk = make(places, schedule.placement), CellIO()
-    desk.inputs = {(0, i): parcel(given(i)) for i in range(schedule.chunks)}
-    desk.compute_output_gradients = lambda microbatch, made: parcel(given(microbatch))
-    papers = [Paper(stage, program) for stage in range(schedule.stages)]
+    mail, cell_io = make(places, schedule.placement), CellIO()
+    cell_io.inputs = {(0, i): to_payload(given(i)) for i in range(schedule.chunks)}
+    cell_io.compute_output_gradients = lambda microbatch, made: to_payload(given(microbatch))
+    runners = [IntegerStageRunner(stage, program) for stage in range(schedule.stages)]
     jobs = []
     for rank, place in enumerate(places):
         mine = {
             p.stage.index: cast(StageRunner, p)
-            for p in papers
+            for p in runners
             if schedule.placement[p.stage.index] == rank
         }
-        worker = Worker(rank, place, mine, mail.endpoint(rank), desk)
+        worker = Worker(rank, place, mine, mail.endpoint(rank), cell_io)
         jobs.append(partial(_all, worker, lane(program, rank)))
-    crew(len(places)).run_jobs(jobs, mail.stop)
+    worker_pool(len(places)).run_jobs(jobs, mail.stop)
     if any(a.op is not Op.F for lane in schedule.lanes for a in lane):
-        assert sum(paper.left for paper in papers) == 0
-    outputs = [number(desk.outputs[schedule.stages - 1, i]) for i in range(schedule.chunks)]
-    return Outcome(outputs, [paper.gradient for paper in papers])
+        assert sum(runner.left for runner in runners) == 0
+    outputs = [number(cell_io.outputs[schedule.stages - 1, i]) for i in range(schedule.chunks)]
+    return Outcome(outputs, [runner.gradient for runner in runners])
 
 
 @cache
-def crew(size: int) -> WorkerPool:
+def worker_pool(size: int) -> WorkerPool:
     return WorkerPool(size)
 
 
@@ -151,7 +151,7 @@ def _all(worker: Worker, steps: Sequence[BoundAction]) -> None:
 
 
 def unsplit(graph: StageGraph, stages: int, chunks: int, trains: bool) -> Outcome:
-    """The same numbers without a schedule."""
+    """Return the same numbers without a schedule."""
     outputs, gradients = [], [0] * stages
     for microbatch in range(chunks):
         totals: list[int] = []

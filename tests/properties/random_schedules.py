@@ -1,4 +1,4 @@
-"""Schedules that nobody designed: random orders that respect the rule; and a naive lowering."""
+"""Random valid schedules, and a naive lowering that deadlocks where sends block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def graphs(draw: st.DrawFn, stages: int) -> StageGraph:
 
 @st.composite
 def sound_schedules(draw: st.DrawFn) -> tuple[Schedule, StageGraph]:
-    """Any placement, any graph, whole backwards or split ones."""
+    """Draw a graph and a sound schedule with any placement, and full or split backwards."""
     stages = draw(st.integers(1, 5))
     chunks = draw(st.integers(1, 4))
     ranks = draw(st.integers(1, 4))
@@ -29,7 +29,7 @@ def sound_schedules(draw: st.DrawFn) -> tuple[Schedule, StageGraph]:
 
 @st.composite
 def orders(draw: st.DrawFn, graph: StageGraph, stages: int, ranks: int, chunks: int) -> Schedule:
-    """Any placement, B or I and W; the actions in a random order that can be done."""
+    """Draw a schedule: any placement, B or I and W, actions in a random order that can run."""
     placement = tuple(draw(st.integers(0, ranks - 1)) for _ in range(stages))
     left = []
     for stage in range(stages):
@@ -53,7 +53,7 @@ def orders(draw: st.DrawFn, graph: StageGraph, stages: int, ranks: int, chunks: 
 
 
 def obvious(schedule: Schedule, graph: StageGraph | None = None) -> Program:
-    """The lowering that anybody writes first: receive just before use, send just after."""
+    """Lower naively: receive just before use, send just after."""
     graph = graph or StageGraph.chain(schedule.stages)
     lanes: list[tuple[Action, ...]] = []
     for lane in schedule.lanes:

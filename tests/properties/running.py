@@ -1,4 +1,4 @@
-"""A case as a pipe, step by step."""
+"""Run a case as a pipe, step by step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.properties.oracle import (
     together,
 )
 
-NOTHING = Batch({}, (), {}, None)  # what a rank is given that is given nothing
+NOTHING = Batch({}, (), {}, None)  # for a rank that gets no inputs
 
 
 def piped(case: Case, model: nn.Sequential, processes: bool = False) -> Pipe:
-    """All of it in this process, or one rank of `processes`."""
+    """Return a pipe with all ranks in this process, or this rank's part under `processes`."""
     loss = LOSSES[case.loss]
     here: dict[str, Any] = {"devices": ["cpu"] * case.ranks, "runtime": "inline"}
     if processes:
@@ -52,10 +52,10 @@ def piped(case: Case, model: nn.Sequential, processes: bool = False) -> Pipe:
 
 
 def trained(case: Case, pipe: Pipe, given_here: bool = True) -> Iterator[Numbers]:
-    """What each step leaves, and then eval mode."""
+    """Yield the numbers of each step, then those of eval mode."""
 
     def given(rows: int, seed: int) -> Batch:
-        made = batch(case, rows, seed)  # which also seeds the generator
+        made = batch(case, rows, seed)  # also seeds the generator
         return made if given_here else NOTHING
 
     for step, rows in enumerate(case.rows):
@@ -68,7 +68,7 @@ def trained(case: Case, pipe: Pipe, given_here: bool = True) -> Iterator[Numbers
 
 
 def run(case: Case, pipe: Pipe, given: Batch) -> Numbers:
-    """A step of the pipe, through either door."""
+    """Run a step with `pipe.step`, or with `pipe(x)` and `loss.backward()`."""
     if case.door == "step":
         result = pipe.step(*given.inputs, target=given.target, outputs=True, **given.side)
         return numbers_of(pipe, given, result.loss, result.metrics, result.outputs)
@@ -81,7 +81,7 @@ def run(case: Case, pipe: Pipe, given: Batch) -> Numbers:
 
 
 def evaluated(case: Case, model: nn.Module, given: Batch) -> Numbers:
-    """Its outputs, in eval mode and without gradients."""
+    """Return the outputs in eval mode, without gradients."""
     model.eval()
     with torch.no_grad():
         if isinstance(model, Pipe):
@@ -95,7 +95,7 @@ def evaluated(case: Case, model: nn.Module, given: Batch) -> Numbers:
 
 @torch.no_grad()
 def update(model: nn.Module) -> None:
-    """Some way along the gradients, however large they are."""
+    """Take a bounded step along the gradients, however large they are."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.sub_(parameter.grad / (1 + parameter.grad.abs()), alpha=0.05)

@@ -1,4 +1,4 @@
-"""Random forwards: units and operations between them in any order, cut anywhere, give the same."""
+"""Random forwards of units and operations in any order, cut anywhere, equal the unsplit model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Instruction = tuple[str, int, int]
 
 
 class Forward(nn.Module):
-    """Carries out a list of instructions on a growing list of values."""
+    """A model that runs a list of instructions on a growing list of values."""
 
     ramp: Tensor
     seen: Tensor
@@ -64,7 +64,7 @@ class Forward(nn.Module):
             return a.view(len(a), 2, -1).transpose(1, 2).reshape(len(a), -1)
         if kind == "mask":
             return a * (self.ramp > 0.8) + self.ramp
-        if kind == "gate":  # the host looks at an input
+        if kind == "gate":  # the host reads an input
             return a * 2 if bool((factor > 0).all()) else a + b
         if kind == "in place":
             made = a + 0
@@ -105,7 +105,7 @@ instructions = some.lists(
     units=some.sampled_from([None, nn.Linear]),
     seed=some.integers(0, 3),
 )
-def test_random_forwards_give_the_unsplit_models_numbers(
+def test_traced_random_forwards_equal_the_unsplit_model(
     program: list[Instruction],
     stages: int,
     chunks: int,

@@ -1,4 +1,4 @@
-"""Any model gives its own numbers as a pipe: `make fuzz` tries forty times as many."""
+"""Random models equal themselves as a pipe. `make fuzz` tries forty times as many."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.properties.fuzz import Failed, attempt, read_case
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
-def test_any_model_gives_its_own_numbers(case: Case) -> None:
+def test_random_models_equal_the_unsplit_model(case: Case) -> None:
     compare(case)
 
 
-def test_a_failure_is_told_with_a_case_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here micro-batches count the same, however many rows they have."""
+def test_fuzz_reports_a_failure_with_a_reproducible_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The injected bug gives all micro-batches the same weight, however many rows they have."""
 
     def alike(rows: MicrobatchRows) -> list[float]:
         return [1 / len(rows.counts)] * len(rows.counts)
 
     monkeypatch.setattr(MicrobatchRows, "fractions", alike)
-    told: list[object] = []
-    attempt(0, 200, told.append)
-    (failed,) = (one for one in told if isinstance(one, Failed))
+    reports: list[object] = []
+    attempt(0, 200, reports.append)
+    (failed,) = (one for one in reports if isinstance(one, Failed))
     assert "differs by" in failed.text
     with pytest.raises(AssertionError, match="differs by"):
         compare(read_case(failed.case))

@@ -1,4 +1,4 @@
-"""What may go from one stage to the next: anything, with the unsplit model as the oracle."""
+"""Any value may cross from one stage to the next; the unsplit model is the oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 class Table(nn.Module):
-    """Passes its parameter and its buffer on, with what it gets."""
+    """A layer that passes its parameter and its buffer on, along with its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def linear() -> nn.Linear:
 
 
 def uncoalesced() -> Tensor:
-    """Ones and a two, which is in two parts."""
+    """Return an uncoalesced sparse tensor: one entry is stored in two parts."""
     ones = torch.ones(5, dtype=torch.float64)
     at = torch.tensor([[0, 1, 2, 3, 3]])
     return torch.sparse_coo_tensor(at, ones, (4,), check_invariants=True)
@@ -145,7 +145,7 @@ def same(mine: Tensor | None, theirs: Tensor | None) -> bool:
 
 
 def compare(pipe: Pipe, model: nn.Module, x: Tensor, door: str) -> None:
-    for _ in range(2):  # what a stage was seen to do the first time is relied on in the second
+    for _ in range(2):  # the second step relies on what was recorded in the first
         pipe.zero_grad()
         model.zero_grad()
         loss, gradient, gradients = trained(pipe, x, door)
@@ -160,7 +160,9 @@ def options(door: str) -> dict[str, Any]:
 
 
 @each_pair(door=DOORS, runtime=RUNTIMES, checkpoint=CHECKPOINTS, name=CASES)
-def test_any_value_crosses(name: str, checkpoint: str, runtime: str, door: str) -> None:
+def test_any_value_crosses_a_stage_boundary(
+    name: str, checkpoint: str, runtime: str, door: str
+) -> None:
     model = nn.Sequential(*layers(name)).double()
     pipe = Pipe(
         copy.deepcopy(model),
@@ -178,7 +180,7 @@ def test_any_value_crosses(name: str, checkpoint: str, runtime: str, door: str) 
 
 @each_door
 @each_checkpoint
-def test_parameters_and_buffers_cross(checkpoint: str, door: str) -> None:
+def test_parameters_and_buffers_cross_a_stage_boundary(checkpoint: str, door: str) -> None:
     torch.manual_seed(0)
     joined = Do(lambda x, weight, shift: x * weight + shift)
     model = PipeSequential(linear(), Table(), joined, linear()).double()
@@ -198,7 +200,7 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 @each_checkpoint
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("name", INPUTS)
-def test_inputs_of_any_strides(name: str, learns: bool, checkpoint: str, door: str) -> None:
+def test_pipe_inputs_with_any_strides(name: str, learns: bool, checkpoint: str, door: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(linear(), nn.Tanh(), linear()).double()
     pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=3, **options(door))
@@ -219,8 +221,8 @@ def test_inputs_of_any_strides(name: str, learns: bool, checkpoint: str, door: s
 @each_door
 @each_runtime
 @each_checkpoint
-def test_inputs_of_any_kind(checkpoint: str, runtime: str, door: str) -> None:
-    """A tree with None, numbers, all kinds of tensors; some of them learn."""
+def test_pipe_inputs_in_a_tree_of_mixed_values(checkpoint: str, runtime: str, door: str) -> None:
+    """The tree has None, numbers and several kinds of tensors, some of which require gradients."""
 
     def begin(given: dict[str, Any], flag: bool, none: None) -> Tensor:
         assert flag is True

@@ -1,4 +1,4 @@
-"""A pipe computes what its model computes: bit by bit, if that goes by micro-batches too."""
+"""A pipe equals its model: bitwise, if the model also runs micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support import (
     whole,
 )
 
-# A V, with some forwards first, then the backwards of two micro-batches in each direction.
+# A V placement: some forwards first, then backwards of two micro-batches in each direction.
 BY_HAND = """
     placement: 0 1 1 0
     chunks: 4
@@ -57,7 +57,7 @@ def both(
     deferred: bool = False,
     **options: Any,
 ) -> list[tuple[Outcome, Outcome]]:
-    """What the pipe gives and what the model gives, step by step, without zeroing gradients."""
+    """Return the outcomes of the pipe and of the model for each step, without zeroing gradients."""
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
     loss_fn = functional.mse_loss
     pipe = Pipe(theirs, stages=counts, loss_fn=loss_fn, deferred_batch_norm=deferred, **options)
@@ -79,17 +79,17 @@ def both(
     return pairs
 
 
-# ---- every schedule, runtime, mode and door -----------------------------------------------
+# ---- every schedule, runtime, checkpoint mode, and both `pipe(x)` and `pipe.step` ---------
 
 
 @each_schedule
 @each_runtime
 @each_checkpoint
 @each_door
-def test_every_schedule_gives_the_models_own_bits(
+def test_every_schedule_equals_the_model_bitwise(
     schedule: str, runtime: str, checkpoint: str, door: str
 ) -> None:
-    """Loss, output, gradients and running statistics, over two steps that add up."""
+    """Loss, output, gradients and running statistics are equal, over two accumulated steps."""
     x, target = batch(11, torch.float32)
     pairs = both(
         network(torch.float32),
@@ -109,7 +109,7 @@ def test_every_schedule_gives_the_models_own_bits(
 
 @each_schedule
 @each_door
-def test_with_four_ranks_and_an_input_that_learns(schedule: str, door: str) -> None:
+def test_every_schedule_with_four_ranks_and_input_gradients(schedule: str, door: str) -> None:
     x, target = batch(11)
     counts = CUTS[4] if SCHEDULES[schedule] == 1 else [1, 2, 1, 1, 1, 1, 1, 2]
     [(found, expected)] = both(
@@ -122,10 +122,10 @@ def test_with_four_ranks_and_an_input_that_learns(schedule: str, door: str) -> N
 @each_runtime
 @each_checkpoint
 @each_door
-def test_a_schedule_written_by_hand(
+def test_schedule_written_by_hand_equals_the_model(
     runtime: str, checkpoint: str, door: str, tmp_path: Path
 ) -> None:
-    """As a value, as a file, and as a file's name."""
+    """The schedule is given as a value, as a path, and as the name of a file."""
     x, target = batch(11)
     file = tmp_path / "mine.txt"
     file.write_text(BY_HAND)
@@ -146,8 +146,10 @@ def test_a_schedule_written_by_hand(
 
 
 @each_pair(schedule=SCHEDULES, door=DOORS, size=[(2, 1), (4, 3), (8, 3), (11, 4), (12, 5)])
-def test_deferred_batch_norm(schedule: str, door: str, size: tuple[int, int]) -> None:
-    """Also where there are fewer micro-batches than chunks."""
+def test_deferred_batch_norm_equals_the_model(
+    schedule: str, door: str, size: tuple[int, int]
+) -> None:
+    """This includes batches with fewer micro-batches than chunks."""
     rows, chunks = size
     x, target = batch(rows)
     counts = CUTS[2 * SCHEDULES[schedule]]
@@ -158,10 +160,10 @@ def test_deferred_batch_norm(schedule: str, door: str, size: tuple[int, int]) ->
 
 
 @each_pair(schedule=SCHEDULES, checkpoint=CHECKPOINTS, door=DOORS, rows=[1, 5, 17])
-def test_the_whole_batch_at_once_gives_the_same_numbers(
+def test_every_schedule_equals_the_model_on_the_whole_batch(
     schedule: str, checkpoint: str, door: str, rows: int
 ) -> None:
-    """Where layers look at each row alone, micro-batches do not show."""
+    """Where layers treat each row alone, cutting the batch changes nothing."""
     x, target = batch(rows)
     model = plain()
     pipe = Pipe(
@@ -181,8 +183,10 @@ def test_the_whole_batch_at_once_gives_the_same_numbers(
 
 @each_checkpoint
 @each_door
-def test_gradients_that_meet_are_added_in_the_models_order(checkpoint: str, door: str) -> None:
-    """A skip that three stages pop: of three numbers, the order of the sum matters."""
+def test_gradients_of_a_shared_skip_are_summed_in_the_order_of_the_model(
+    checkpoint: str, door: str
+) -> None:
+    """Three stages pop one skip. The order in which three floats are summed changes the bits."""
     layers = [Layer("linear"), Layer("skip"), *[Layer("linear"), Layer("skip")] * 3]
     model = Model(tuple(layers), skips=(Skip("used", 1, (3, 5, 7)),)).build().float()
     torch.manual_seed(0)

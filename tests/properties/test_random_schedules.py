@@ -1,4 +1,4 @@
-"""Schedules that nobody designed are sound, and random damage to them is found."""
+"""Random valid schedules are sound, and `verify` finds random damage to them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICK = settings(max_examples=150, deadline=None)
 
 @QUICK
 @given(sound_schedules())
-def test_any_order_that_can_be_done_is_sound(case: tuple[Schedule, StageGraph]) -> None:
+def test_verify_accepts_random_valid_schedules(case: tuple[Schedule, StageGraph]) -> None:
     schedule, graph = case
     assert verify(schedule, graph) == ()
     assert verify(lower(schedule, graph)) == ()
@@ -42,10 +42,10 @@ def test_any_order_that_can_be_done_is_sound(case: tuple[Schedule, StageGraph]) 
 
 @QUICK
 @given(sound_schedules(), st.floats(0, 2))
-def test_messages_are_free_but_for_their_delay(
+def test_program_with_buffered_sends_has_the_times_of_its_schedule(
     case: tuple[Schedule, StageGraph], send: float
 ) -> None:
-    """A program under buffered sends takes the times of its schedule."""
+    """Messages only add their delay."""
     schedule, graph = case
     cost = Cost.even(schedule.placement, send=send)
     alone = {s.action: (s.start, s.end) for s in play(schedule, graph, cost)}
@@ -55,8 +55,8 @@ def test_messages_are_free_but_for_their_delay(
 
 @QUICK
 @given(sound_schedules())
-def test_play_keeps_the_rule(case: tuple[Schedule, StageGraph]) -> None:
-    """No action starts before what it needs has ended, and a rank does one thing at a time."""
+def test_play_respects_dependencies(case: tuple[Schedule, StageGraph]) -> None:
+    """No action starts before its inputs are ready, and a rank runs one action at a time."""
     schedule, graph = case
     cost = Cost.even(schedule.placement, send=0.5)
     ended: dict[Compute, float] = {}
@@ -77,8 +77,10 @@ def test_play_keeps_the_rule(case: tuple[Schedule, StageGraph]) -> None:
 
 @QUICK
 @given(sound_schedules(), st.data())
-def test_damage_is_found(case: tuple[Schedule, StageGraph], data: st.DataObject) -> None:
-    """Swap two actions of a lane: verify says so exactly if the schedule then gets stuck."""
+def test_verify_finds_swapped_actions(
+    case: tuple[Schedule, StageGraph], data: st.DataObject
+) -> None:
+    """If two actions of a lane are swapped, `verify` reports it exactly if that deadlocks."""
     schedule, graph = case
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     lane = list(schedule.lanes[rank])
@@ -98,7 +100,9 @@ def test_damage_is_found(case: tuple[Schedule, StageGraph], data: st.DataObject)
 
 @QUICK
 @given(sound_schedules(), st.data())
-def test_a_lost_message_is_found(case: tuple[Schedule, StageGraph], data: st.DataObject) -> None:
+def test_verify_finds_a_lost_message(
+    case: tuple[Schedule, StageGraph], data: st.DataObject
+) -> None:
     program = lower(*case)
     rank = data.draw(st.integers(0, len(program.lanes) - 1))
     ends = [k for k, a in enumerate(program.lanes[rank]) if not isinstance(a, Compute)]
@@ -113,7 +117,7 @@ def test_a_lost_message_is_found(case: tuple[Schedule, StageGraph], data: st.Dat
 
 @QUICK
 @given(sound_schedules())
-def test_text_round_trip(case: tuple[Schedule, StageGraph]) -> None:
+def test_loads_and_dumps_round_trip(case: tuple[Schedule, StageGraph]) -> None:
     schedule, graph = case
     program = lower(schedule, graph)
     assert loads(dumps(schedule)) == schedule
@@ -122,7 +126,9 @@ def test_text_round_trip(case: tuple[Schedule, StageGraph]) -> None:
 
 @QUICK
 @given(sound_schedules())
-def test_messages_are_the_edges_between_ranks(case: tuple[Schedule, StageGraph]) -> None:
+def test_lowering_sends_one_message_per_edge_between_ranks(
+    case: tuple[Schedule, StageGraph],
+) -> None:
     schedule, graph = case
     program: Program = lower(schedule, graph)
     crossing = [e for e in graph.edges if schedule.placement[e[0]] != schedule.placement[e[1]]]
@@ -133,7 +139,7 @@ def test_messages_are_the_edges_between_ranks(case: tuple[Schedule, StageGraph])
 
 @QUICK
 @given(sound_schedules(), st.randoms(use_true_random=False))
-def test_recomputation_never_raises_the_peak(
+def test_recompute_never_raises_the_peak(
     case: tuple[Schedule, StageGraph], draw: random.Random
 ) -> None:
     schedule, graph = case

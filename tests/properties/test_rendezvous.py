@@ -1,7 +1,7 @@
-"""Every schedule, of any ranks and chunks, where a send blocks until it is received, as gloo hides.
+"""Every schedule at every size, where a send blocks until it is received (gloo buffers sends).
 
-The worker is the real one, and carries out every lane in a thread of its own; stages compute with
-whole numbers. Receives block where they stand, or are posted one compute action earlier.
+The workers are real, with one thread per lane; the stages compute with integers. Receives block in
+place, or are posted one compute action earlier.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ posted = partial(Rendezvous, blocking_recv=False)
 
 
 def early(program: Program, rank: int) -> list[BoundAction]:
-    """A lane with each receive one computation earlier, as processes have it."""
+    """Return a lane with each receive one compute action earlier, as in processes."""
     return prefetch_receives(bind_lane(program, rank))
 
 
 def harder(name: str, ranks: int, chunks: int, v: int) -> Program:
-    """With random skips and random recomputation."""
+    """Return a program with random skips and random recomputation."""
     draw = random.Random(f"{name} {v} {ranks} {chunks}")
     stages = ranks * v
     pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
@@ -60,8 +60,8 @@ def harder(name: str, ranks: int, chunks: int, v: int) -> Program:
 
 @pytest.mark.parametrize("ranks", range(2, 9))
 @pytest.mark.parametrize(("name", "v"), VARIANTS)
-def test_every_size(name: str, v: int, ranks: int) -> None:
-    """In one of two ways each, by turns."""
+def test_every_schedule_and_size_runs_under_rendezvous(name: str, v: int, ranks: int) -> None:
+    """Sizes alternate between blocking and posted receives."""
     for chunks in (chunks for chunks in range(1, 18) if in_turn(name, v, ranks, chunks)):
         program = harder(name, ranks, chunks, v)
         expected = unsplit(program.graph, ranks * v, chunks, schedules.FAMILIES[name].trains)
@@ -71,10 +71,10 @@ def test_every_size(name: str, v: int, ranks: int) -> None:
             assert carried_out(program, posted, early) == expected, chunks
 
 
-# ---- it goes red --------------------------------------------------------------------------
+# ---- programs that must deadlock ----------------------------------------------------------
 
 
-def test_the_obvious_lowering_hangs_here_and_nowhere_else() -> None:
+def test_naive_lowering_deadlocks_only_under_rendezvous() -> None:
     program = obvious(schedules.interleaved(2, 4, 2))
     assert carried_out(program, Mailboxes) == unsplit(program.graph, 4, 4, trains=True)
     for make in (strict, posted):
@@ -82,7 +82,7 @@ def test_the_obvious_lowering_hangs_here_and_nowhere_else() -> None:
             carried_out(program, make)
 
 
-def test_only_a_receive_that_does_not_block_can_be_moved_earlier() -> None:
+def test_prefetched_receives_deadlock_if_they_block() -> None:
     program = lower(schedules.one_f_one_b(2, 4))
     assert carried_out(program, posted, early) == unsplit(program.graph, 2, 4, trains=True)
     with pytest.raises(RunError, match="these ranks wait for each other"):
@@ -91,8 +91,10 @@ def test_only_a_receive_that_does_not_block_can_be_moved_earlier() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(sound_schedules(), st.randoms(use_true_random=False))
-def test_it_hangs_where_play_does(case: tuple[Schedule, StageGraph], draw: random.Random) -> None:
-    """Sends moved back and receives moved to and fro: some programs get stuck, and just these."""
+def test_rendezvous_deadlocks_exactly_where_play_does(
+    case: tuple[Schedule, StageGraph], draw: random.Random
+) -> None:
+    """Sends are moved later and receives moved around, so that some of the programs deadlock."""
     program = moved(lower(*case), draw)
     try:
         list(play(program, sends=Sends.RENDEZVOUS))
@@ -107,7 +109,7 @@ def test_it_hangs_where_play_does(case: tuple[Schedule, StageGraph], draw: rando
 
 
 def moved(program: Program, draw: random.Random) -> Program:
-    """Some ends of messages elsewhere; each still between what makes it and what takes it."""
+    """Move some sends and receives, each still after its producer and before its consumer."""
     lanes = []
     for lane in program.lanes:
         actions = list(lane)
@@ -122,7 +124,7 @@ def moved(program: Program, draw: random.Random) -> Program:
 
 
 def _room(actions: Sequence[Action], end: Send | Recv, graph: StageGraph) -> tuple[int, int]:
-    """Where it may stand, once it is taken out."""
+    """Return the lowest and highest index to which a send or receive may move."""
     others = [action for action in actions if action != end]
     ask = produces if isinstance(end, Send) else consumes
     users = [

@@ -1,7 +1,7 @@
-"""Every family at every size: whole, free of deadlocks under rendezvous, memory as claimed.
+"""Every family at every size is complete, does not deadlock, and keeps its claimed memory.
 
-Ranks 1-8, chunks 1-17, stages a rank 1-4 where that has a meaning; and once more with random skips
-and random recomputation, where every two of these three numbers meet.
+Sizes are ranks 1-8, chunks 1-17, and stages per rank 1-4 where a family supports that. Random skips
+and random recomputation are added where every two of these three numbers occur together.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ VARIANTS = [
 
 
 def in_turn(name: str, v: int, ranks: int, chunks: int) -> bool:
-    """For any two of the three numbers, some third; always, where `v` is not free."""
+    """Choose sizes that cover every two of the three numbers; always true if `v` is fixed."""
     return not schedules.FAMILIES[name].free or v == 1 + (ranks + chunks) % 4
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize(("name", "v"), VARIANTS)
-def test_every_size(name: str, v: int, ranks: int) -> None:
+def test_every_family_and_size_is_sound_with_the_claimed_peak(
+    name: str, v: int, ranks: int
+) -> None:
     for chunks in range(1, 18):
         schedule = schedules.make(name, ranks, chunks, v)
         claim = schedules.FAMILIES[name].peak(ranks, chunks, v)
@@ -46,7 +48,7 @@ def test_every_size(name: str, v: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "v"), [x for x in VARIANTS if x[0] != "forward-only"])
-def test_the_claimed_peak_is_met_once_there_are_enough_micro_batches(name: str, v: int) -> None:
+def test_claimed_peak_is_reached_with_enough_microbatches(name: str, v: int) -> None:
     for ranks in range(1, 9):
         chunks = 4 * ranks
         timeline = simulate(lower(schedules.make(name, ranks, chunks, v)))

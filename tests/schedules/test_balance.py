@@ -16,7 +16,7 @@ from penstock.schedules import balance as search
 from penstock.schedules.balance import find_best_cut
 from penstock.schedules.balance_problem import CutProblem, DeviceCapacity, UnitLoad, UnitOutput
 
-# ---- the oracle: every cut, by the definitions ----------------------------------------------
+# ---- the oracle: every cut, evaluated by the definitions ------------------------------------
 
 
 def every_cut(task: CutProblem) -> Iterator[tuple[int, ...]]:
@@ -26,7 +26,7 @@ def every_cut(task: CutProblem) -> Iterator[tuple[int, ...]]:
 
 
 def shares(task: CutProblem, counts: Sequence[int]) -> list[Fraction]:
-    """Seconds of each stage."""
+    """Return the seconds of each stage."""
     home = [stage for stage, count in enumerate(counts) for _ in range(count)]
     seconds = [Fraction(0)] * len(counts)
     for unit, stage in zip(task.units, home, strict=True):
@@ -63,7 +63,7 @@ def worth(task: CutProblem, counts: tuple[int, ...]) -> tuple[Any, ...]:
     )
 
 
-# ---- random tasks ---------------------------------------------------------------------------
+# ---- random problems ------------------------------------------------------------------------
 
 few = st.integers(0, 5)
 exact_speeds = st.sampled_from([0.25, 0.5, 1.0, 2.0])
@@ -103,7 +103,7 @@ def tasks(draw: st.DrawFn, speeds: st.SearchStrategy[float], most_ranks: int = 5
 
 @settings(max_examples=300, deadline=None)
 @given(tasks(exact_speeds))
-def test_no_cut_that_fits_is_better(task: CutProblem) -> None:
+def test_find_best_cut_equals_exhaustive_search(task: CutProblem) -> None:
     among = [counts for counts in every_cut(task) if fits(task, counts)]
     if not among:
         with pytest.raises(ArgumentError, match=r"fits the memory\. The nearest is"):
@@ -114,7 +114,7 @@ def test_no_cut_that_fits_is_better(task: CutProblem) -> None:
 
 @settings(deadline=None)
 @given(tasks(any_speeds))
-def test_nor_is_one_for_devices_of_any_speed(task: CutProblem) -> None:
+def test_find_best_cut_on_devices_of_any_speed_equals_exhaustive_search(task: CutProblem) -> None:
     among = [counts for counts in every_cut(task) if fits(task, counts)]
     assume(among)
     least = min(max(shares(task, counts)) for counts in among)
@@ -125,7 +125,7 @@ def test_nor_is_one_for_devices_of_any_speed(task: CutProblem) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(few, min_size=40, max_size=70), st.lists(few, min_size=70, max_size=70))
-def test_of_many_units_the_slowest_stage_is_as_fast_as_the_simple_way_finds(
+def test_find_best_cut_of_many_units_equals_dynamic_programming(
     costs: list[int], sizes: list[int]
 ) -> None:
     values = [UnitOutput(at, (at + 1,), sizes[at]) for at in range(len(costs) - 1)]
@@ -140,7 +140,7 @@ def test_of_many_units_the_slowest_stage_is_as_fast_as_the_simple_way_finds(
 
 
 def simply(task: CutProblem) -> float:
-    """By the plain recursion, without any bound, for devices that are alike."""
+    """Return the best bottleneck by plain dynamic programming, for devices that are equal."""
     units = len(task.units)
     seconds = {
         (a, b): task._stage_load(0, range(a, b)).seconds
@@ -161,7 +161,7 @@ def simply(task: CutProblem) -> float:
 
 @settings(deadline=None)
 @given(tasks(any_speeds), st.data())
-def test_what_a_cut_comes_to(task: CutProblem, data: st.DataObject) -> None:
+def test_evaluate_sums_the_loads_of_a_cut(task: CutProblem, data: st.DataObject) -> None:
     counts = data.draw(st.sampled_from(list(every_cut(task))))
     cut = task.evaluate(counts)
     assert [load.seconds for load in cut.loads] == pytest.approx(
@@ -172,7 +172,7 @@ def test_what_a_cut_comes_to(task: CutProblem, data: st.DataObject) -> None:
     assert cut.loads[cut.slowest_stage].seconds == cut.bottleneck_seconds
 
 
-# ---- by example -----------------------------------------------------------------------------
+# ---- examples -------------------------------------------------------------------------------
 
 EVEN = (UnitLoad(1.0, static_bytes=10, activation_bytes=2),) * 8
 CHAIN = tuple(UnitOutput(at, (at + 1,), 1) for at in range(7))
@@ -193,11 +193,11 @@ CHAIN = tuple(UnitOutput(at, (at + 1,), 1) for at in range(7))
         (CutProblem((*EVEN[:2], UnitLoad(1.0, joined_to_previous=True), *EVEN[3:]), (DeviceCapacity(),) * 4), (3, 2, 2, 1)),
     ],
 )  # fmt: skip
-def test_what_one_would_expect(task: CutProblem, counts: tuple[int, ...]) -> None:
+def test_find_best_cut_examples(task: CutProblem, counts: tuple[int, ...]) -> None:
     assert find_best_cut(task).counts == counts
 
 
-def test_a_cut_avoids_a_large_value() -> None:
+def test_find_best_cut_avoids_sending_a_large_value() -> None:
     values = (*CHAIN[:3], UnitOutput(3, (4,), 100), *CHAIN[4:])
     assert find_best_cut(
         CutProblem(EVEN, (DeviceCapacity(),) * 2, CHAIN, seconds_per_byte=0.1)
@@ -207,7 +207,7 @@ def test_a_cut_avoids_a_large_value() -> None:
     ).counts == (5, 3)
 
 
-def test_a_skip_is_no_affair_of_the_stages_between() -> None:
+def test_skip_costs_nothing_on_the_stages_in_between() -> None:
     skip = UnitOutput(0, (7,), 5)
     task = CutProblem(EVEN, (DeviceCapacity(),) * 4, (*CHAIN, skip), seconds_per_byte=0.1)
     loads = task.evaluate((2, 2, 2, 2)).loads
@@ -220,18 +220,18 @@ def test_a_skip_is_no_affair_of_the_stages_between() -> None:
     assert find_best_cut(task).counts == (2, 2, 2, 2)
 
 
-def test_a_value_arrives_once_at_each_stage_that_uses_it() -> None:
+def test_value_is_sent_once_to_each_stage_that_uses_it() -> None:
     task = CutProblem(EVEN, (DeviceCapacity(),) * 3, (UnitOutput(1, (2, 3, 4, 6, 7), 10),))
     loads = task.evaluate((3, 3, 2)).loads
     assert [(load.received_bytes, load.sent_bytes) for load in loads] == [(0, 10), (10, 0), (10, 0)]
 
 
-def test_under_1f1b_the_first_stage_keeps_most() -> None:
+def test_in_flight_defaults_to_1f1b() -> None:
     loads = CutProblem(EVEN, (DeviceCapacity(),) * 4).evaluate((2, 2, 2, 2)).loads
     assert [load.memory for load in loads] == [36, 32, 28, 24]
 
 
-def test_a_rank_is_given_no_more_than_it_has_for_all_its_stages() -> None:
+def test_memory_limit_covers_all_stages_of_a_rank() -> None:
     """The best cut without a limit is (1, 3, 1, 3): rank 1 would have six units."""
     units = tuple(UnitLoad(seconds, static_bytes=1) for seconds in (3, 1, 1, 1, 3, 1, 1, 1))
     for memory, counts in ((6, (1, 3, 1, 3)), (5, (1, 3, 2, 2)), (4, (2, 2, 2, 2))):
@@ -241,7 +241,7 @@ def test_a_rank_is_given_no_more_than_it_has_for_all_its_stages() -> None:
         assert find_best_cut(task).counts == counts
 
 
-def test_if_cases_are_too_many_the_stages_of_a_rank_share_alike(
+def test_memory_of_a_rank_is_split_evenly_if_there_are_too_many_cases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(best, "_MAX_CASES", 0)
@@ -252,10 +252,10 @@ def test_if_cases_are_too_many_the_stages_of_a_rank_share_alike(
     assert find_best_cut(task).counts == (2, 2, 2, 2)
 
 
-def test_few_starts_are_looked_at_where_costs_differ_little(
+def test_find_best_cut_examines_few_candidates_if_costs_are_similar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 200 x 200 / 2 x 50 that there are."""
+    """There are 200 x 200 / 2 x 50 candidates."""
     looked = 0
     plain = search._find_best_start
 
@@ -270,10 +270,10 @@ def test_few_starts_are_looked_at_where_costs_differ_little(
     assert 0 < looked < 200 * 200
 
 
-# ---- what cannot be -------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------
 
 
-def test_if_nothing_fits_it_says_what_is_missing_and_where() -> None:
+def test_error_if_no_cut_fits_names_the_rank_and_its_missing_memory() -> None:
     gib = 2.0**30
     units = (
         UnitLoad(1.0, static_bytes=gib),
@@ -290,7 +290,7 @@ def test_if_nothing_fits_it_says_what_is_missing_and_where() -> None:
     )
 
 
-def test_ranks_that_have_too_little_are_named_with_all_their_stages() -> None:
+def test_error_if_no_cut_fits_names_all_stages_of_the_rank() -> None:
     task = CutProblem(
         EVEN,
         (DeviceCapacity(memory=30), DeviceCapacity()),
@@ -308,7 +308,7 @@ def test_ranks_that_have_too_little_are_named_with_all_their_stages() -> None:
         find_best_cut(task)
 
 
-def test_every_problem_of_a_task_is_named() -> None:
+def test_cut_problem_reports_every_invalid_value() -> None:
     with pytest.raises(ArgumentError) as error:
         CutProblem(
             (UnitLoad(-1.0, activation_bytes=inf), UnitLoad(1.0)),
@@ -328,12 +328,12 @@ def test_every_problem_of_a_task_is_named() -> None:
     )
 
 
-def test_joined_units_cannot_be_cut_apart() -> None:
+def test_cut_problem_refuses_more_stages_than_separable_units() -> None:
     units = (UnitLoad(1.0), UnitLoad(1.0, joined_to_previous=True), UnitLoad(1.0))
     with pytest.raises(ArgumentError, match=r"^3 units \(1 of them joined to the one before\) can"):
         CutProblem(units, (DeviceCapacity(),) * 3)
 
 
-def test_a_cut_has_the_stages_of_its_task() -> None:
+def test_evaluate_refuses_a_cut_with_another_number_of_stages() -> None:
     with pytest.raises(ArgumentError, match=r"^\[3, 5\] makes 2 stages, not 4$"):
         CutProblem(EVEN, (DeviceCapacity(),) * 4).evaluate((3, 5))

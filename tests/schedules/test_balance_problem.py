@@ -19,7 +19,7 @@ def every_cut(units: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def worth(costs: Sequence[float], counts: tuple[int, ...]) -> tuple[object, ...]:
-    """The less, the better: as `cut` promises it."""
+    """Return the objective that `balance_costs` minimises."""
     left = [Fraction(cost) for cost in costs]
     shares = []
     for count in counts:
@@ -42,7 +42,7 @@ any_costs = st.one_of(
 
 @settings(deadline=None)
 @given(any_costs, st.data())
-def test_no_cut_is_better(costs: list[float], data: st.DataObject) -> None:
+def test_balance_costs_equals_exhaustive_search(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     best = min(every_cut(len(costs), stages), key=lambda counts: worth(costs, counts))
     assert balance_costs(costs, stages) == best
@@ -50,7 +50,7 @@ def test_no_cut_is_better(costs: list[float], data: st.DataObject) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=30, max_size=60), st.integers(1, 30))
-def test_of_many_units_the_most_expensive_stage_is_as_cheap_as_the_simple_way_finds(
+def test_balance_costs_of_many_units_equals_dynamic_programming(
     costs: list[int], stages: int
 ) -> None:
     least = [max(sum(costs), 1)] * len(costs) + [0]
@@ -72,17 +72,21 @@ def test_of_many_units_the_most_expensive_stage_is_as_cheap_as_the_simple_way_fi
         ([0.1] * 10, 4, (3, 3, 2, 2)),
         ([1] * 5, 5, (1, 1, 1, 1, 1)),
         ([1, 2, 3], 1, (3,)),
-        ([9, 1, 1, 1, 1, 1, 1], 3, (1, 3, 3)),  # not (1, 5, 1), which is no worse at its worst
+        (
+            [9, 1, 1, 1, 1, 1, 1],
+            3,
+            (1, 3, 3),
+        ),  # not (1, 5, 1), whose most expensive stage costs the same
         ([1, 1, 1, 1, 1, 1, 9], 3, (3, 3, 1)),
         ([1e20, 1, 1, 1, 1], 3, (1, 2, 2)),  # floats would lose the ones
     ],
 )
-def test_what_one_would_expect(costs: list[float], stages: int, counts: tuple[int, ...]) -> None:
+def test_balance_costs_examples(costs: list[float], stages: int, counts: tuple[int, ...]) -> None:
     assert balance_costs(costs, stages) == counts
 
 
 @pytest.mark.parametrize(("units", "stages"), [(3, 4), (3, 0), (3, -1), (0, 1)])
-def test_every_stage_needs_a_unit(units: int, stages: int) -> None:
+def test_balance_costs_refuses_more_stages_than_units(units: int, stages: int) -> None:
     with pytest.raises(ArgumentError) as error:
         balance_costs([1.0] * units, stages)
     assert str(error.value) == (
@@ -91,7 +95,7 @@ def test_every_stage_needs_a_unit(units: int, stages: int) -> None:
     )
 
 
-def test_every_cost_that_is_none_is_named() -> None:
+def test_balance_costs_names_every_invalid_cost() -> None:
     with pytest.raises(ArgumentError) as error:
         balance_costs([1.0, -2.0, float("nan"), 0.0, float("inf")], 2)
     assert str(error.value) == (
@@ -112,11 +116,11 @@ def test_every_cost_that_is_none_is_named() -> None:
         ),
     ],
 )
-def test_what_is_no_cut_is_refused(counts: list[int], problem: str) -> None:
+def test_check_cut_refuses_an_invalid_cut(counts: list[int], problem: str) -> None:
     with pytest.raises(ArgumentError) as error:
         check_cut(counts, units=6)
     assert str(error.value) == f"{counts} is not a cut of 6 units: {problem}"
 
 
-def test_a_cut_of_the_users_own_is_fine() -> None:
+def test_check_cut_accepts_a_valid_cut() -> None:
     check_cut((1, 4, 1), units=6)

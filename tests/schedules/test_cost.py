@@ -18,15 +18,15 @@ def cost() -> Cost:
 @pytest.mark.parametrize(
     ("op", "seconds"), [(Op.F, 10.0), (Op.I, 20.0), (Op.W, 40.0), (Op.B, 60.0), (Op.R, 10.0)]
 )
-def test_seconds_are_those_of_the_op_on_the_stage(cost: Cost, op: Op, seconds: float) -> None:
+def test_cost_seconds_by_op_and_stage(cost: Cost, op: Op, seconds: float) -> None:
     assert cost.seconds(Compute(op, 1, 7)) == seconds
 
 
-def test_messages_are_free_unless_told(cost: Cost) -> None:
+def test_cost_send_defaults_to_zero(cost: Cost) -> None:
     assert cost.send == 0.0
 
 
-def test_even_divides_a_ranks_share_among_its_stages() -> None:
+def test_cost_even_divides_the_share_of_a_rank_among_its_stages() -> None:
     assert Cost.even((0, 1, 1), F=2.0, I=4.0, W=6.0, send=0.5) == Cost(
         F=(2.0, 1.0, 1.0),
         I=(4.0, 2.0, 2.0),
@@ -36,22 +36,22 @@ def test_even_divides_a_ranks_share_among_its_stages() -> None:
     )
 
 
-def test_even_is_one_of_each_by_default() -> None:
+def test_cost_even_defaults_to_one() -> None:
     assert Cost.even((0,)) == Cost((1.0,), (1.0,), (1.0,), (1.0,), 0.0)
 
 
-def test_even_of_no_stages_is_empty() -> None:
+def test_cost_even_without_stages() -> None:
     assert Cost.even(()) == Cost((), (), (), ())
 
 
-def test_a_cost_is_a_value(cost: Cost) -> None:
+def test_cost_equality_and_hash(cost: Cost) -> None:
     same = Cost(F=(1.0, 10.0), I=(2.0, 20.0), W=(4.0, 40.0), activation=(1.0, 3.0))
     assert cost == same
     assert hash(cost) == hash(same)
 
 
 @pytest.mark.parametrize("short", ["F", "I", "W", "activation"])
-def test_every_column_needs_an_entry_for_every_stage(cost: Cost, short: str) -> None:
+def test_cost_refuses_columns_of_different_lengths(cost: Cost, short: str) -> None:
     changed: dict[str, Any] = {short: (1.0,)}
     with pytest.raises(ArgumentError) as error:
         replace(cost, **changed)
@@ -60,13 +60,13 @@ def test_every_column_needs_an_entry_for_every_stage(cost: Cost, short: str) -> 
 
 
 @pytest.mark.parametrize("negative", ["F", "I", "W", "activation"])
-def test_no_column_may_be_negative(cost: Cost, negative: str) -> None:
+def test_cost_refuses_negative_values(cost: Cost, negative: str) -> None:
     changed: dict[str, Any] = {negative: (1.0, -1.0)}
     with pytest.raises(ArgumentError) as error:
         replace(cost, **changed)
     assert str(error.value) == f"{negative} of stage 1 is -1.0: a cost is a number from 0 up"
 
 
-def test_a_message_cannot_take_negative_time() -> None:
+def test_cost_refuses_negative_send() -> None:
     with pytest.raises(ArgumentError, match=r"^send is -0.1: a cost is a number from 0 up$"):
         Cost.even((0, 1), send=-0.1)

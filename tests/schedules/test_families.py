@@ -1,4 +1,4 @@
-"""Every family as the picture it draws: 3 ranks, 4 micro-batches."""
+"""Every schedule family as a picture: 3 ranks, 4 micro-batches."""
 
 from __future__ import annotations
 
@@ -98,22 +98,22 @@ PICTURES = {
 }
 
 
-def test_there_is_a_picture_of_every_family() -> None:
+def test_every_family_has_a_picture() -> None:
     assert PICTURES.keys() == schedules.FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_picture(name: str) -> None:
+def test_family_equals_its_picture(name: str) -> None:
     timeline = simulate(lower(schedules.make(name, ranks=3, chunks=4)))
     assert draw.text(timeline, width=200) == dedent(PICTURES[name]).strip("\n")
 
 
-def test_last_microbatch_goes_back_first_behind_gpipe() -> None:
+def test_gpipe_runs_backwards_in_reverse_order() -> None:
     backwards = [a.microbatch for a in schedules.gpipe(2, 3).lanes[1] if a.op is Op.B]
     assert backwards == [2, 1, 0]
 
 
-def test_dualpipe_pairs_a_forward_with_a_backward_of_the_other_stage() -> None:
+def test_dualpipe_overlaps_a_forward_with_a_backward_of_the_other_stage() -> None:
     schedule = schedules.dualpipe_v(ranks=2, chunks=5)
     assert schedule.overlaps
     for forward, backward in schedule.overlaps:
@@ -121,7 +121,7 @@ def test_dualpipe_pairs_a_forward_with_a_backward_of_the_other_stage() -> None:
         assert forward.stage + backward.stage == schedule.stages - 1
 
 
-def test_sizes_below_one_are_refused_all_at_once() -> None:
+def test_make_reports_all_sizes_below_one() -> None:
     with pytest.raises(ArgumentError) as refusal:
         schedules.make("interleaved", ranks=0, chunks=-2, stages_per_rank=0)
     assert str(refusal.value) == (
@@ -130,26 +130,26 @@ def test_sizes_below_one_are_refused_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("build", [family.build for family in schedules.FAMILIES.values()])
-def test_every_generator_checks_its_sizes(build) -> None:  # type: ignore[no-untyped-def]
+def test_every_family_refuses_zero_chunks(build) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ArgumentError, match="chunks=0: each of these must be at least 1"):
         build(2, 0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"])
-def test_one_stage_a_rank_is_asked_for(name: str) -> None:
+def test_family_with_one_stage_per_rank_refuses_two(name: str) -> None:
     with pytest.raises(ArgumentError) as refusal:
         schedules.make(name, 4, 8, stages_per_rank=2)
     assert str(refusal.value) == f"{name} has 1 stage a rank, not 2: use stages_per_rank=1"
 
 
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min", "dualpipe-v"])
-def test_two_stages_a_rank_are_asked_for(name: str) -> None:
+def test_family_with_two_stages_per_rank_refuses_three(name: str) -> None:
     with pytest.raises(ArgumentError) as refusal:
         schedules.make(name, 4, 8, stages_per_rank=3)
     assert str(refusal.value) == f"{name} has 2 stages a rank, not 3: use stages_per_rank=2"
 
 
-def test_an_unknown_name_is_told_what_there_is() -> None:
+def test_make_suggests_names_for_an_unknown_schedule() -> None:
     with pytest.raises(ArgumentError) as refusal:
         schedules.make("zbv", 4, 8)
     assert str(refusal.value) == (
@@ -160,7 +160,7 @@ def test_an_unknown_name_is_told_what_there_is() -> None:
 
 
 def columns(schedule: Schedule, weight: float) -> list[str]:
-    """One column an action, ranks down."""
+    """Return one text row per rank, with one column per action."""
     stages = schedule.stages
     cost = Cost((1.0,) * stages, (1.0,) * stages, (weight,) * stages, (1.0,) * stages)
     rows = []
@@ -181,7 +181,7 @@ def columns(schedule: Schedule, weight: float) -> list[str]:
         ("zero_bubble", schedules.zb_h1(2, 3), 1.0),
     ],
 )
-def test_the_pictures_in_the_source_are_true(
+def test_schedule_pictures_in_docstrings_are_correct(
     module: str, schedule: Schedule, weight: float
 ) -> None:
     drawn = import_module(f"penstock.schedules.families.{module}").__doc__ or ""
@@ -189,7 +189,7 @@ def test_the_pictures_in_the_source_are_true(
         assert row in drawn
 
 
-def test_the_pictures_of_the_v_schedules_are_true() -> None:
+def test_v_schedule_pictures_in_docstrings_are_correct() -> None:
     zb_v = import_module("penstock.schedules.families.v_shape").__doc__ or ""
     for row in columns(schedules.zb_v(2, 4), 1.0):
         assert row[:60].rstrip() + " ..." in zb_v

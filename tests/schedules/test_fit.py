@@ -14,19 +14,21 @@ GROUPS = {
     2: ("interleaved", "looped-bfs", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"),
 }
 NAMES = [(name, per_rank) for per_rank, names in GROUPS.items() for name in names]
-# The whole grid, chunks from the ranks to four times the ranks, is benchmarks/fit.py. Here each
-# schedule has every second of these, and the next schedule the others.
+# benchmarks/fit.py runs the whole grid, with chunks from the ranks to four times the ranks. Here
+# each schedule runs every second size, and the next schedule the other sizes.
 GRID = [(p, m) for p in range(2, 9) for m in sorted({p, p + 1, 2 * p + 1, 4 * p})]
 
 
 def spread(placement: tuple[int, ...], seed: int) -> Cost:
-    """Stages that take from half to one and a half of the time."""
+    """Return costs in which each stage takes from 0.5 to 1.5 of the even time."""
     draw = random.Random(seed)
     return Cost.even(placement).scaled([draw.uniform(0.5, 1.5) for _ in placement])
 
 
 @pytest.mark.parametrize(("name", "per_rank"), NAMES)
-def test_at_least_as_good_as_every_named_schedule_under_its_peak(name: str, per_rank: int) -> None:
+def test_fit_is_at_least_as_fast_as_every_named_schedule_under_its_peak(
+    name: str, per_rank: int
+) -> None:
     turn = NAMES.index((name, per_rank))
     for ranks, chunks in (size for at, size in enumerate(GRID) if (at + size[0] + turn) % 2):
         named = schedules.make(name, ranks, chunks, per_rank)
@@ -38,7 +40,7 @@ def test_at_least_as_good_as_every_named_schedule_under_its_peak(name: str, per_
 
 
 @pytest.mark.parametrize(("name", "per_rank"), NAMES)
-def test_never_worse_and_often_better_where_costs_are_not_even(name: str, per_rank: int) -> None:
+def test_fit_is_never_slower_and_often_faster_with_uneven_costs(name: str, per_rank: int) -> None:
     better = 0
     for ranks, chunks in ((3, 7), (4, 4), (4, 9), (6, 6)):
         named = schedules.make(name, ranks, chunks, per_rank)
@@ -53,7 +55,7 @@ def test_never_worse_and_often_better_where_costs_are_not_even(name: str, per_ra
 
 @pytest.mark.parametrize("placement", [loop(8, 1), loop(8, 2), vee(8)])
 @pytest.mark.parametrize("chunks", [8, 11, 16, 32])
-def test_meets_the_lower_bound_with_the_memory_of_1f1b(
+def test_fit_meets_the_lower_bound_with_the_memory_of_1f1b(
     placement: tuple[int, ...], chunks: int
 ) -> None:
     found = simulate(lower(fit(placement, chunks)))
@@ -61,30 +63,30 @@ def test_meets_the_lower_bound_with_the_memory_of_1f1b(
     assert max(found.peak) <= 8
 
 
-def test_a_cap_for_each_rank() -> None:
+def test_fit_with_a_memory_cap_for_each_rank() -> None:
     found = simulate(lower(fit(loop(4, 1), 8, memory=[4, 3, 2, 1])))
     assert all(peak <= cap for peak, cap in zip(found.peak, [4, 3, 2, 1], strict=True))
     assert found.makespan < simulate(lower(schedules.one_f_one_b(4, 8))).makespan
 
 
-def test_any_placement_will_do() -> None:
+def test_fit_on_any_placement() -> None:
     for placement in ((0, 0, 1), (0, 1, 0, 1, 1), (1, 0), (0, 1, 2, 0), (0,)):
         for memory in (1, 1.5, 3):
             schedule = fit(placement, 5, memory=memory)
             assert verify(schedule, memory=memory) == ()
 
 
-def test_skips_are_waited_for() -> None:
+def test_fit_with_skips() -> None:
     graph = StageGraph.chain(4, skips=[(0, 3), (1, 3)])
     assert verify(fit(vee(2), 6, memory=1.5, graph=graph), graph, memory=1.5) == ()
 
 
-def test_the_same_every_time() -> None:
+def test_fit_is_deterministic() -> None:
     cost = spread(vee(3), seed=5)
     assert fit(vee(3), 7, cost, 2) == fit(vee(3), 7, cost, 2)
 
 
-def test_polishing_shortens_and_keeps_the_cap() -> None:
+def test_improve_by_swaps_shortens_the_makespan_within_the_memory_cap() -> None:
     named = schedules.v_half(6, 12)
     cost = spread(named.placement, seed=12)
     graph = StageGraph.chain(named.stages)
@@ -94,7 +96,7 @@ def test_polishing_shortens_and_keeps_the_cap() -> None:
     assert verify(polished, memory=4) == ()
 
 
-def test_too_little_memory_says_what_would_do() -> None:
+def test_fit_with_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(ArgumentError) as refusal:
         fit(vee(2), 4, memory=0.75)
     assert str(refusal.value) == (
@@ -107,7 +109,7 @@ def test_too_little_memory_says_what_would_do() -> None:
         fit(vee(2), 4, memory=float("nan"))
 
 
-def test_the_lower_bound_is_one() -> None:
+def test_lower_bound_is_at_most_the_makespan_of_fit() -> None:
     for ranks, chunks in product((1, 2, 4), (1, 3, 8)):
         for placement in (loop(ranks, 1), loop(ranks, 2), vee(ranks)):
             cost = Cost.even(placement, send=0.25)

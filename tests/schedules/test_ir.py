@@ -27,7 +27,7 @@ SKIP = StageGraph.chain(4, skips=[(0, 2), (1, 3)])
 
 
 def action(word: str) -> Compute:
-    """`2F0` as a value."""
+    """Parse a compute action such as `2F0`."""
     return Compute(Op(word[1]), int(word[0]), int(word[2]))
 
 
@@ -66,7 +66,7 @@ def test_actions_are_equal_and_hash_by_value() -> None:
     assert len({Send(Message(0, 1, 3)), Send(Message(0, 1, 3))}) == 1
 
 
-def test_a_send_is_not_its_receive() -> None:
+def test_send_and_recv_of_one_message_differ() -> None:
     message = Message(0, 1, 3)
     ends: set[Action] = {Send(message), Recv(message)}
     assert len(ends) == 2
@@ -84,7 +84,7 @@ def test_actions_are_ordered() -> None:
 
 
 @pytest.mark.parametrize("field", ["op", "stage", "microbatch"])
-def test_a_compute_cannot_be_changed(field: str) -> None:
+def test_compute_is_immutable(field: str) -> None:
     with pytest.raises(AttributeError):
         setattr(action("2F0"), field, 1)
 
@@ -99,7 +99,7 @@ def test_a_compute_cannot_be_changed(field: str) -> None:
         (Program(schedule("0F0"), CHAIN, ((),)), "lanes"),
     ],
 )
-def test_values_are_frozen(value: object, field: str) -> None:
+def test_schedule_types_are_frozen(value: object, field: str) -> None:
     with pytest.raises(FrozenInstanceError):
         setattr(value, field, ())
 
@@ -107,32 +107,32 @@ def test_values_are_frozen(value: object, field: str) -> None:
 # ---- the stage graph ----------------------------------------------------------------------
 
 
-def test_a_chain_feeds_each_stage_from_the_one_before() -> None:
+def test_chain_graph_connects_neighbouring_stages() -> None:
     assert CHAIN.edges == ((0, 1), (1, 2), (2, 3))
     assert [CHAIN.before(stage) for stage in range(4)] == [(), (0,), (1,), (2,)]
     assert [CHAIN.after(stage) for stage in range(4)] == [(1,), (2,), (3,), ()]
 
 
-def test_a_skip_is_one_more_edge() -> None:
+def test_skip_adds_an_edge_to_the_graph() -> None:
     assert SKIP.edges == ((0, 1), (0, 2), (1, 2), (1, 3), (2, 3))
     assert SKIP.before(2) == (0, 1)
     assert SKIP.after(1) == (2, 3)
 
 
-def test_edges_are_a_set_in_order() -> None:
+def test_graph_edges_are_sorted_and_unique() -> None:
     assert StageGraph(((1, 2), (0, 1), (1, 2))) == StageGraph(((0, 1), (1, 2)))
 
 
 @pytest.mark.parametrize("stages", [0, 1])
-def test_a_short_chain_has_no_edges(stages: int) -> None:
+def test_chain_of_one_stage_has_no_edges(stages: int) -> None:
     assert StageGraph.chain(stages).edges == ()
 
 
-def test_a_stage_that_is_in_no_edge_has_no_neighbours() -> None:
+def test_stage_without_edges_has_no_neighbours() -> None:
     assert (CHAIN.before(9), CHAIN.after(9)) == ((), ())
 
 
-def test_all_backward_edges_are_refused_at_once() -> None:
+def test_graph_reports_all_backward_edges() -> None:
     with pytest.raises(ArgumentError) as error:
         StageGraph(((1, 0), (0, 1), (2, 2), (-1, 0)))
     assert str(error.value) == (
@@ -141,7 +141,7 @@ def test_all_backward_edges_are_refused_at_once() -> None:
     )
 
 
-def test_all_skips_that_cannot_be_are_refused_at_once() -> None:
+def test_graph_reports_all_invalid_skips() -> None:
     with pytest.raises(ArgumentError) as error:
         StageGraph.chain(4, skips=[(3, 1), (0, 2), (2, 4), (1, 1)])
     assert str(error.value) == (
@@ -150,7 +150,7 @@ def test_all_skips_that_cannot_be_are_refused_at_once() -> None:
     )
 
 
-# ---- the one rule -------------------------------------------------------------------------
+# ---- consumes, produces, follows ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_all_skips_that_cannot_be_are_refused_at_once() -> None:
         ("2R5", "", ""),
     ],
 )
-def test_messages_in_a_chain(word: str, needs: str, gives: str) -> None:
+def test_consumes_and_produces_in_a_chain(word: str, needs: str, gives: str) -> None:
     assert words(consumes(action(word), CHAIN)) == needs
     assert words(produces(action(word), CHAIN)) == gives
 
@@ -189,7 +189,7 @@ def test_messages_in_a_chain(word: str, needs: str, gives: str) -> None:
         ("1R5", "", ""),
     ],
 )
-def test_messages_over_skips_go_there_directly(word: str, needs: str, gives: str) -> None:
+def test_consumes_and_produces_with_skips(word: str, needs: str, gives: str) -> None:
     assert words(consumes(action(word), SKIP)) == needs
     assert words(produces(action(word), SKIP)) == gives
 
@@ -198,7 +198,7 @@ def test_messages_over_skips_go_there_directly(word: str, needs: str, gives: str
     ("word", "earlier"),
     [("2F5", ""), ("2R5", "2F5"), ("2B5", "2F5 2R5"), ("2I5", "2F5 2R5"), ("2W5", "2I5")],
 )
-def test_what_comes_first_on_the_same_stage(word: str, earlier: str) -> None:
+def test_follows_lists_earlier_actions_of_the_same_cell(word: str, earlier: str) -> None:
     assert words(follows(action(word))) == earlier
 
 
@@ -214,7 +214,7 @@ def test_what_comes_first_on_the_same_stage(word: str, earlier: str) -> None:
         ("", {}),
     ],
 )
-def test_activations_live_from_f_or_r_to_their_last_use(
+def test_lifetimes_of_activations_from_f_or_r_to_the_last_use(
     lane: str, lives: dict[tuple[int, int], tuple[int, int]]
 ) -> None:
     assert lifetimes([action(word) for word in lane.split()]) == lives
@@ -225,21 +225,21 @@ def test_activations_live_from_f_or_r_to_their_last_use(
 V = schedule("placement: 0 1 1 0 \n 0F0 3F0 3B0 0B0 \n 1F0 2F0 2B0 1B0")
 
 
-def test_sizes_of_a_schedule() -> None:
+def test_schedule_sizes() -> None:
     assert (V.ranks, V.stages, V.chunks) == (2, 4, 1)
 
 
-def test_a_message_crosses_only_between_ranks() -> None:
+def test_schedule_crosses_only_between_ranks() -> None:
     assert V.crosses(Message(0, 1, 0))
     assert not V.crosses(Message(1, 2, 0))
     assert not V.crosses(Message(0, 3, 0))
 
 
-def test_recomputed_are_the_cells_that_have_an_r() -> None:
+def test_schedule_recomputed_lists_cells_with_an_r() -> None:
     assert schedule("0F0 0F1 0R1 0B1 0B0").recomputed == {(0, 1)}
 
 
-def test_a_placement_on_ranks_without_lanes_is_refused() -> None:
+def test_schedule_refuses_a_placement_on_ranks_without_lanes() -> None:
     with pytest.raises(ArgumentError) as error:
         Schedule((0, 2, -1, 2), 1, ((), ()))
     assert str(error.value) == (

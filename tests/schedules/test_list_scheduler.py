@@ -21,7 +21,7 @@ def bench(placement: tuple[int, ...], chunks: int, memory: float, **costs: float
     return SchedulerState(placement, chunks, cost, caps, StageGraph.chain(len(placement)))
 
 
-def test_options_are_the_next_of_each_stage_as_inputs_come() -> None:
+def test_startable_actions_need_their_inputs() -> None:
     state = bench((0, 1), chunks=2, memory=2)
     assert state.startable_actions(0, now=0.0) == [Compute(F, 0, 0)]
     assert state.startable_actions(1, now=0.0) == []
@@ -31,14 +31,14 @@ def test_options_are_the_next_of_each_stage_as_inputs_come() -> None:
     assert state.startable_actions(1, now=1.0) == [Compute(F, 1, 0)]
 
 
-def test_a_message_arrives_late() -> None:
+def test_startable_actions_wait_for_the_send_time() -> None:
     state = bench((0, 1), chunks=1, memory=1, send=0.5)
     state.start(Compute(F, 0, 0), now=0.0)
     assert state.startable_actions(1, now=1.4) == []
     assert state.ready_at(state.startable_actions(1, now=1.5)[0]) == 1.5
 
 
-def test_a_skip_delays_the_stage_that_needs_it() -> None:
+def test_startable_actions_wait_for_skips() -> None:
     graph = StageGraph.chain(3, skips=[(0, 2)])
     state = SchedulerState((0, 1, 2), 1, Cost.even((0, 1, 2)), [1, 1, 1], graph)
     state.start(Compute(F, 0, 0), now=0.0)
@@ -47,7 +47,7 @@ def test_a_skip_delays_the_stage_that_needs_it() -> None:
     assert state.startable_actions(2, now=2.0) == [Compute(F, 2, 0)]
 
 
-def test_room_is_taken_by_an_f_and_given_back_by_its_w() -> None:
+def test_memory_is_taken_by_f_and_released_by_w() -> None:
     state = bench((0,), chunks=2, memory=1)
     state.start(Compute(F, 0, 0), now=0.0)
     assert state.is_full(0)
@@ -59,9 +59,9 @@ def test_room_is_taken_by_an_f_and_given_back_by_its_w() -> None:
     assert state.pending_weight_grads == [0]
 
 
-def test_the_young_may_not_starve_the_old() -> None:
-    """Two stages on a rank, room for three halves: a second f leaves room for the first F, a
-    third would not."""
+def test_is_safe_reserves_memory_for_earlier_microbatches() -> None:
+    """A rank has two stages and memory for three cells. A second forward of stage 0 leaves memory
+    for the first forward of stage 1; a third would not, and the rank would be stuck."""
     state = bench((0, 0), chunks=3, memory=1.5)
     state.start(Compute(F, 0, 0), now=0.0)
     assert state.is_safe(0, Compute(F, 0, 1))
@@ -71,7 +71,7 @@ def test_the_young_may_not_starve_the_old() -> None:
     assert state.is_safe(0, Compute(F, 1, 0))
 
 
-def test_patience_waits_for_what_it_prefers() -> None:
+def test_patience_waits_for_the_preferred_action() -> None:
     def i_first_w_last(state: SchedulerState, rank: int, options: list[Compute]) -> Compute | None:
         return min(options, key=lambda action: "IFW".index(action.op.value))
 
@@ -84,7 +84,7 @@ def test_patience_waits_for_what_it_prefers() -> None:
     assert steps_of_rank_0(9.0) == "0F0 0F1 0I0 0I1 0W0 0W1"
 
 
-def test_fill_puts_ws_where_a_rank_would_wait() -> None:
+def test_insert_weight_grads_fills_idle_time() -> None:
     cells = [[(rank, i) for i in range(3)] for rank in range(2)]
     orders = [alternate_forward_backward(row, row, 1 - rank, I) for rank, row in enumerate(cells)]
     schedule = insert_weight_grads((0, 1), 3, orders, when_lagging(lambda rank: rank))
@@ -95,7 +95,7 @@ def test_fill_puts_ws_where_a_rank_would_wait() -> None:
     ]
 
 
-def test_ws_run_early_when_full_and_late_when_never_due() -> None:
+def test_insert_weight_grads_early_when_full_and_last_when_never_due() -> None:
     orders = [[Compute(op, 0, i) for i in range(3) for op in (F, I)]]
     assert " ".join(map(str, insert_weight_grads((0,), 3, orders, never).lanes[0])) == (
         "0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"
@@ -105,11 +105,11 @@ def test_ws_run_early_when_full_and_late_when_never_due() -> None:
     ) == ("0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2")
 
 
-def test_following_an_order_that_does_not_fit_stops_half_way() -> None:
+def test_follow_order_stops_if_the_order_does_not_fit_in_memory() -> None:
     state = bench((0,), chunks=2, memory=1)
     run_list_scheduler(state, follow_order([[Compute(F, 0, 0), Compute(F, 0, 1)]], never))
     assert not state.is_complete()
 
 
-def test_what_is_filled_is_sound() -> None:
+def test_schedule_with_inserted_weight_grads_is_sound() -> None:
     assert verify(schedules.zb_h1(5, 9)) == ()

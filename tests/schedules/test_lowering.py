@@ -28,7 +28,7 @@ def schedule(text: str) -> Schedule:
 
 
 def text(value: Schedule | Program) -> str:
-    """Its lanes."""
+    """Return the lanes in text form, without the headers."""
     return "\n".join(line for line in dumps(value).splitlines() if ": " not in line)
 
 
@@ -39,21 +39,21 @@ def drawn(picture: str) -> str:
 # ---- messages -----------------------------------------------------------------------------
 
 
-def test_both_ends_of_a_message_are_written_when_it_is_made() -> None:
-    # Rank 1 receives micro-batch 1 before its backward, as it is made before that starts.
+def test_lowering_writes_send_and_recv_when_a_message_is_produced() -> None:
+    # Rank 1 receives micro-batch 1 before 1B0, because 0F1 has ended when 1B0 starts.
     assert text(lower(schedules.one_f_one_b(ranks=2, chunks=2))) == drawn("""
         0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 ?1>0:1 0B1
         ?0>1:0 1F0 ?0>1:1 1B0 !1>0:0 1F1 1B1 !1>0:1
     """)
 
 
-def test_a_rank_goes_on_computing_until_a_message_is_made() -> None:
-    # 1B0 runs from 2 to 4. Rank 0 starts 0F3 at 3, before it asks for the gradient.
+def test_lowering_receives_only_after_the_message_is_produced() -> None:
+    # 1B0 runs from 2 to 4. Rank 0 starts 0F3 at 3, before it receives the gradient.
     eager = schedule("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     assert text(lower(eager)).startswith("0F0 !0>1:0 0F1 !0>1:1 0F2 !0>1:2 0F3 ?1>0:0 !0>1:3 0B0 ")
 
 
-def test_a_skip_is_sent_directly() -> None:
+def test_lowering_sends_a_skip_directly() -> None:
     skip = StageGraph.chain(3, skips=[(0, 2)])
     assert text(lower(schedule("0F0 0B0 \n 1F0 1B0 \n 2F0 2B0"), skip)) == drawn("""
         0F0 !0>1:0 !0>2:0 ?2>0:0 ?1>0:0 0B0
@@ -62,7 +62,7 @@ def test_a_skip_is_sent_directly() -> None:
     """)
 
 
-def test_within_a_rank_nothing_is_sent_skips_included() -> None:
+def test_lowering_sends_nothing_within_a_rank() -> None:
     skips = StageGraph.chain(4, skips=[(0, 3)])
     v = schedule("placement: 0 1 1 0 \n 0F0 3F0 3B0 0B0 \n 1F0 2F0 2B0 1B0")
     assert text(lower(v, skips)) == drawn("""
@@ -71,19 +71,19 @@ def test_within_a_rank_nothing_is_sent_skips_included() -> None:
     """)
 
 
-def test_one_rank_has_no_messages() -> None:
+def test_lowering_of_one_rank_has_no_messages() -> None:
     alone = schedules.interleaved(ranks=1, chunks=3, stages_per_rank=2)
     assert lower(alone).lanes == alone.lanes
 
 
-def test_only_the_input_gradient_is_sent() -> None:
+def test_lowering_sends_the_gradient_after_i_and_not_after_w() -> None:
     assert text(lower(schedule("0F0 0I0 0W0 \n 1F0 1I0 1W0"))) == drawn("""
         0F0 !0>1:0 ?1>0:0 0I0 0W0
         ?0>1:0 1F0 1I0 !1>0:0 1W0
     """)
 
 
-def test_what_nobody_uses_is_sent_too() -> None:
+def test_lowering_sends_messages_without_a_consumer() -> None:
     assert text(lower(schedule("0F0 \n 1F0 1B0"))) == drawn("""
         0F0 !0>1:0 ?1>0:0
         ?0>1:0 1F0 1B0 !1>0:0
@@ -101,7 +101,7 @@ def lowered(request: pytest.FixtureRequest) -> tuple[Schedule, StageGraph]:
     return made, StageGraph.chain(made.stages, SKIPS)
 
 
-def test_every_send_has_its_receive(lowered: tuple[Schedule, StageGraph]) -> None:
+def test_lowering_gives_every_send_one_recv(lowered: tuple[Schedule, StageGraph]) -> None:
     program = lower(*lowered)
     sends = Counter(a.message for lane in program.lanes for a in lane if isinstance(a, Send))
     receives = Counter(a.message for lane in program.lanes for a in lane if isinstance(a, Recv))
@@ -109,7 +109,7 @@ def test_every_send_has_its_receive(lowered: tuple[Schedule, StageGraph]) -> Non
     assert set(sends.values()) == {1}
 
 
-def test_messages_stand_on_the_ranks_of_their_stages(
+def test_lowering_puts_messages_on_the_ranks_of_their_stages(
     lowered: tuple[Schedule, StageGraph],
 ) -> None:
     program = lower(*lowered)
@@ -119,7 +119,7 @@ def test_messages_stand_on_the_ranks_of_their_stages(
         assert {placement[a.message.dst] for a in lane if isinstance(a, Recv)} <= {rank}
 
 
-def test_without_its_messages_a_program_is_its_schedule(
+def test_lowering_keeps_the_compute_actions_of_the_schedule(
     lowered: tuple[Schedule, StageGraph],
 ) -> None:
     made, graph = lowered
@@ -130,13 +130,13 @@ def test_without_its_messages_a_program_is_its_schedule(
     )
 
 
-def test_it_ends_although_sends_block(lowered: tuple[Schedule, StageGraph]) -> None:
+def test_lowered_program_ends_under_rendezvous(lowered: tuple[Schedule, StageGraph]) -> None:
     program = lower(*lowered)
     spans = list(play(program, sends=Sends.RENDEZVOUS))
     assert len(spans) == sum(map(len, program.lanes))
 
 
-def test_what_can_never_end_cannot_be_lowered() -> None:
+def test_lowering_refuses_a_schedule_that_deadlocks() -> None:
     with pytest.raises(Deadlock) as error:
         lower(schedule("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0"))
     assert "rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)" in str(error.value)
@@ -155,35 +155,35 @@ GPIPE = schedules.gpipe(ranks=1, chunks=3)
         ("never", "0F0 0F1 0F2 0B2 0B1 0B0"),
     ],
 )
-def test_the_modes_of_checkpointing(mode: str, lane: str) -> None:
+def test_recompute_modes(mode: str, lane: str) -> None:
     assert text(recompute(GPIPE, recompute_mode(mode, chunks=3))) == lane
 
 
-def test_any_predicate_of_stage_and_micro_batch_will_do() -> None:
+def test_recompute_with_a_predicate() -> None:
     made = recompute(schedule("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1"), lambda s, m: s == 0 < m)
     assert text(made) == "0F0 0F1 0B0 0R1 0B1\n1F0 1B0 1F1 1B1"
 
 
-def test_a_split_backward_recomputes_once_before_its_input_gradient() -> None:
+def test_recompute_of_a_split_backward_is_inserted_before_i() -> None:
     assert text(recompute(schedule("0F0 0I0 0W0"), lambda s, m: True)) == "0F0 0R0 0I0 0W0"
 
 
-def test_a_recompute_goes_before_a_pair_that_may_overlap() -> None:
+def test_recompute_is_inserted_before_an_overlapping_pair() -> None:
     pairs = schedule("overlaps: 0F1+0B0 \n 0F0 0F1 0B0 0B1")
     assert text(recompute(pairs, lambda s, m: True)) == "0F0 0R0 0F1 0B0 0R1 0B1"
 
 
-def test_a_recompute_goes_before_a_pair_that_starts_with_the_backward() -> None:
+def test_recompute_is_inserted_before_a_pair_that_starts_with_the_backward() -> None:
     pairs = schedule("overlaps: 0B0+0F1 \n 0F0 0B0 0F1 0B1")
     assert text(recompute(pairs, lambda s, m: True)) == "0F0 0R0 0B0 0F1 0R1 0B1"
 
 
-def test_a_pair_that_is_not_together_is_no_pair() -> None:
+def test_recompute_ignores_overlaps_that_are_not_neighbours() -> None:
     apart = schedule("overlaps: 0F0+0B0 \n 0F0 0F1 0B0 0B1")
     assert text(recompute(apart, lambda s, m: m == 0)) == "0F0 0F1 0R0 0B0 0B1"
 
 
-def test_pairs_stay_neighbours() -> None:
+def test_recompute_keeps_overlapping_pairs_together() -> None:
     made = recompute(schedules.dualpipe_v(ranks=2, chunks=6), lambda s, m: True)
     assert made.overlaps
     lanes = [list(lane) for lane in made.lanes]
@@ -192,18 +192,18 @@ def test_pairs_stay_neighbours() -> None:
         assert lane[lane.index(first) + 1] == second
 
 
-def test_a_pass_returns_a_new_value() -> None:
+def test_recompute_returns_a_new_schedule() -> None:
     made = recompute(GPIPE, lambda s, m: True)
     assert Op.R not in {action.op for action in GPIPE.lanes[0]}
     assert (made.placement, made.chunks) == (GPIPE.placement, GPIPE.chunks)
 
 
-def test_inference_recomputes_nothing() -> None:
+def test_recompute_of_a_forward_only_schedule_changes_nothing() -> None:
     forward = schedules.forward_only(ranks=2, chunks=3)
     assert recompute(forward, recompute_mode("always", 3)) == forward
 
 
-def test_a_recompute_runs_while_the_gradient_is_on_its_way() -> None:
+def test_recompute_overlaps_with_waiting_for_the_gradient() -> None:
     plain = schedules.one_f_one_b(ranks=2, chunks=3)
     assert draw.text(simulate(lower(plain))) == drawn("""
         rank 0  F0 F1 ······B0─── F2 B1─── ···B2───
@@ -218,21 +218,21 @@ def test_a_recompute_runs_while_the_gradient_is_on_its_way() -> None:
     """)
 
 
-def test_an_unknown_mode() -> None:
+def test_recompute_mode_refuses_an_unknown_mode() -> None:
     with pytest.raises(ArgumentError) as error:
         recompute_mode("sometimes", chunks=3)
     assert str(error.value) == ("checkpoint is one of always, except_last, never, not 'sometimes'")
 
 
-# ---- for the two doors of a pipe ----------------------------------------------------------
+# ---- passes for pipe(x) -------------------------------------------------------------------
 
 
-def test_forwards_first_keeps_both_orders() -> None:
+def test_forwards_first_keeps_the_order_of_forwards_and_of_backwards() -> None:
     made = forwards_first(recompute(schedules.one_f_one_b(2, 3), recompute_mode("always", 3)))
     assert " ".join(map(str, made.lanes[1])) == "1F0 1F1 1F2 1R0 1B0 1R1 1B1 1R2 1B2"
     assert verify(made) == ()
 
 
-def test_without_recompute_undoes_recompute() -> None:
+def test_remove_recompute_undoes_recompute() -> None:
     plain = schedules.interleaved(2, 4)
     assert remove_recompute(recompute(plain, recompute_mode("always", 4))) == plain

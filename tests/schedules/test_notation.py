@@ -22,7 +22,7 @@ from penstock.schedules.notation import dumps, loads
 
 
 def action(word: str) -> Compute:
-    """`2F0` as a value."""
+    """Parse a compute action such as `2F0`."""
     return Compute(Op(word[1]), int(word[0]), int(word[2]))
 
 
@@ -71,18 +71,18 @@ edges:\x20
 
 
 @pytest.mark.parametrize("text", [SCHEDULE, OVERLAPS, PROGRAM, IDLE_RANKS, NOTHING])
-def test_the_text_form_comes_back_to_the_character(text: str) -> None:
+def test_dumps_of_loads_is_the_same_text(text: str) -> None:
     assert dumps(loads(text)) == text
 
 
-def test_overlaps_are_written_in_order() -> None:
+def test_dumps_sorts_overlaps() -> None:
     pairs = [(Compute(Op.F, 0, i + 1), Compute(Op.B, 0, i)) for i in range(8)]
     made = Schedule((0,), 1, ((),), frozenset(pairs))
     line = "overlaps: " + " ".join(f"0F{i + 1}+0B{i}" for i in range(8))
     assert dumps(made).splitlines()[2] == line
 
 
-def test_a_schedule_reads_as_a_value() -> None:
+def test_loads_a_schedule_with_overlaps() -> None:
     assert loads("placement: 0 \n chunks: 2 \n overlaps: 0F1+0B0 \n 0F0 0F1 0B0") == Schedule(
         placement=(0,),
         chunks=2,
@@ -91,7 +91,7 @@ def test_a_schedule_reads_as_a_value() -> None:
     )
 
 
-def test_edges_make_it_a_program() -> None:
+def test_loads_text_with_edges_as_a_program() -> None:
     there = Message(0, 1, 0)
     assert loads("edges: 0>1 \n 0F0 !0>1:0 \n ?0>1:0 1F0") == Program(
         schedule("0F0 \n 1F0"),
@@ -100,7 +100,7 @@ def test_edges_make_it_a_program() -> None:
     )
 
 
-def test_a_file_written_by_hand() -> None:
+def test_loads_text_with_comments_and_without_headers() -> None:
     text = """
         # 1F1B on two ranks
 
@@ -110,19 +110,19 @@ def test_a_file_written_by_hand() -> None:
     assert dumps(loads(text)) == SCHEDULE
 
 
-def test_the_header_may_stand_anywhere() -> None:
+def test_loads_accepts_headers_after_lanes() -> None:
     assert schedule("0F0 0B0 \n chunks: 7").chunks == 7
 
 
-def test_a_missing_placement_is_where_the_actions_stand() -> None:
+def test_loads_infers_a_missing_placement() -> None:
     assert schedule("1F0 2F0 \n - \n 3F0 0F0").placement == (2, 0, 0, 2)
 
 
-def test_a_stage_without_a_placement_that_stands_on_two_ranks_is_on_the_first() -> None:
+def test_loads_infers_the_first_rank_for_a_stage_on_two_ranks() -> None:
     assert schedule("0F0 \n 1F0 1B0 0B0").placement == (0, 1)
 
 
-def test_missing_chunks_are_as_many_as_are_in_use() -> None:
+def test_loads_infers_missing_chunks() -> None:
     assert schedule("0F0 0F4").chunks == 5
     assert schedule("-").chunks == 1
 
@@ -135,7 +135,7 @@ edges = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda e: (e[0], e
 
 @st.composite
 def works(draw: st.DrawFn) -> Schedule | Program:
-    """Any schedule or program, sound or not."""
+    """Draw any schedule or program, sound or not."""
     ranks = draw(st.integers(1, 4))
     lowered = draw(st.booleans())
     words: st.SearchStrategy[Action] = actions if lowered else computes
@@ -152,12 +152,12 @@ def works(draw: st.DrawFn) -> Schedule | Program:
 
 
 @given(works())
-def test_loads_gives_back_whatever_was_dumped(work: Schedule | Program) -> None:
+def test_loads_of_dumps_is_the_same_value(work: Schedule | Program) -> None:
     assert loads(dumps(work)) == work
     assert hash(loads(dumps(work))) == hash(work)
 
 
-# ---- text that is no schedule -------------------------------------------------------------
+# ---- text that is not a schedule ----------------------------------------------------------
 
 LOOKS = (
     "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), !0>1:3 (send from "
@@ -171,7 +171,7 @@ def complaint(text: str) -> str:
     return str(error.value)
 
 
-def test_every_bad_word_is_reported_with_its_line() -> None:
+def test_loads_reports_every_invalid_action_with_its_line() -> None:
     text = """\
         0F0 0X1 0B0
         # a comment
@@ -190,7 +190,7 @@ def test_every_bad_word_is_reported_with_its_line() -> None:
     )
 
 
-def test_problems_are_also_a_list() -> None:
+def test_format_error_lists_its_problems() -> None:
     with pytest.raises(FormatError) as error:
         loads("one \n two")
     assert error.value.problems == (
@@ -203,19 +203,19 @@ def test_problems_are_also_a_list() -> None:
 @pytest.mark.parametrize(
     "word", ["0>1:0", "!0>1", "!0<1:0", "0f0", "0F0,", "0F0F0", "F0", "--", "chunks"]
 )
-def test_what_only_looks_like_an_action_is_none(word: str) -> None:
+def test_loads_refuses_malformed_actions(word: str) -> None:
     assert f"line 2: '{word}' is not an action" in complaint(f"0F0 \n {word}")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment", "placement: 0 \n chunks: 1"])
-def test_no_lanes(text: str) -> None:
+def test_loads_refuses_text_without_lanes(text: str) -> None:
     assert complaint(text) == (
         "this is not a schedule:\n"
         "  it has no lanes: write one line per rank, such as '0F0 0F1 0B0 0B1'"
     )
 
 
-def test_no_lanes_comes_with_the_other_problems() -> None:
+def test_loads_reports_missing_lanes_with_other_problems() -> None:
     assert len(complaint("chunks: many").splitlines()) == 3
 
 
@@ -238,13 +238,13 @@ def test_no_lanes_comes_with_the_other_problems() -> None:
         ("edges: 0>12>3", "edges: 0>1 1>2"),
     ],
 )
-def test_a_header_that_does_not_read(line: str, example: str) -> None:
+def test_loads_refuses_malformed_headers(line: str, example: str) -> None:
     assert complaint(f"{line} \n 0F0") == (
         f"this is not a schedule:\n  line 1: '{line}' is not valid; write '{example}'"
     )
 
 
-def test_headers_and_actions_are_reported_together() -> None:
+def test_loads_reports_headers_and_actions_together() -> None:
     assert complaint("chunks: x \n 0F0 y \n edges: z") == "\n".join(
         [
             "this is not a schedule:",
@@ -257,20 +257,20 @@ def test_headers_and_actions_are_reported_together() -> None:
 
 
 @pytest.mark.parametrize(("line", "count"), [("chunks:", 0), ("chunks: 1 2", 2)])
-def test_chunks_that_are_not_one_number(line: str, count: int) -> None:
+def test_loads_refuses_chunks_that_are_not_one_number(line: str, count: int) -> None:
     assert complaint(f"{line} \n 0F0 0F3") == (
         f"this is not a schedule:\n  chunks is one number, not {count}: write 'chunks: 4'"
     )
 
 
-def test_messages_without_edges() -> None:
+def test_loads_refuses_messages_without_edges() -> None:
     assert complaint("0F0 !0>1:0 \n ?0>1:0 1F0") == (
         "this is not a schedule:\n"
         "  it sends or receives: a program needs a line such as 'edges: 0>1 1>2'"
     )
 
 
-def test_a_stage_that_no_rank_runs() -> None:
+def test_loads_refuses_a_stage_that_no_rank_runs() -> None:
     assert complaint("0F0 4F0 \n 2F0") == (
         "this is not a schedule:\n"
         "  no rank runs stage 1, 3, so its rank is unknown: add its actions, or a line "
@@ -278,14 +278,14 @@ def test_a_stage_that_no_rank_runs() -> None:
     )
 
 
-def test_a_placement_on_ranks_without_lanes() -> None:
+def test_loads_refuses_a_placement_on_ranks_without_lanes() -> None:
     assert complaint("placement: 0 5 \n 0F0") == (
         "this is not a schedule:\n"
         "  the placement names rank 5, but there are 1 lanes, for ranks 0 to 0"
     )
 
 
-def test_an_edge_that_goes_back() -> None:
+def test_loads_refuses_a_backward_edge() -> None:
     assert complaint("edges: 1>0 \n 0F0") == (
         "this is not a schedule:\n"
         "  edge 1>0: an edge goes from a stage to a later one; number the stages in the order in "

@@ -1,6 +1,7 @@
-"""The papers' figures, and those that PyTorch 2.13's own generators give in the same simulator.
+"""Bubbles and peaks from the papers, and from the generators of PyTorch 2.13 in our simulator.
 
-F = I = W = 1 for a rank's whole share, bubble with fill and drain, messages free unless said.
+F = I = W = 1 for the whole share of a rank. The bubble includes fill and drain. Messages are free
+unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ CASES = [(*key, *sizes, *figures) for key, row in ORACLE.items() for sizes, figu
 
 
 @pytest.mark.parametrize(("name", "v", "p", "m", "bubble", "peak"), CASES)
-def test_bubble_and_peak(name: str, v: int, p: int, m: int, bubble: float, peak: float) -> None:
+def test_bubble_and_peak_equal_published_figures(
+    name: str, v: int, p: int, m: int, bubble: float, peak: float
+) -> None:
     timeline = timed(name, p, m, v)
     assert max(timeline.peak) == peak
     if (name, p, m) in BEATEN:
@@ -163,7 +166,7 @@ class TestFormulas:
 
     def test_dualpipe_v(self, p: int, m: int) -> None:
         m = max(m, 2 * p)
-        F, B, W = 0.5, 1.0, 0.5  # of one stage
+        F, B, W = 0.5, 1.0, 0.5  # seconds of one stage
         timeline = timed("dualpipe-v", p, m)
         assert timeline.makespan - 3 * m <= (p - 1) * (F + B + B - 3 * W) + 1e-9
         assert max(timeline.peak) == p + 0.5

@@ -1,4 +1,4 @@
-"""The schedule that a pipe was asked for."""
+"""Resolving the `schedule` argument of a pipe: names, files, placements."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def test_clocked_is_sound_over_any_placement(placement: tuple[int, ...]) -> None
         assert verify(schedules.clocked(placement, chunks)) == ()
 
 
-def test_stages_of_one_rank_take_turns_by_the_clock() -> None:
+def test_clocked_interleaves_the_stages_of_one_rank() -> None:
     assert picture(schedules.clocked((0, 0), 2)) == "0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0"
     lane = schedules.clocked((0, 0), 3).lanes[0]
     assert " ".join(map(str, lane[:6])) == "0F0 0F1 1F0 0F2 1F1 1F2"
 
 
-def test_a_name_is_made_for_any_number_of_micro_batches() -> None:
+def test_schedule_factory_by_name_for_any_number_of_microbatches() -> None:
     choice = build_schedule_factory("1f1b", (0, 1), 4)
     assert choice.name == "1f1b"
     assert choice(4) == schedules.one_f_one_b(2, 4)
     assert choice(3) == schedules.one_f_one_b(2, 3)
 
 
-def test_a_schedule_of_ones_own_loses_its_last_micro_batches() -> None:
+def test_schedule_factory_drops_the_last_microbatches_of_a_user_schedule() -> None:
     mine = schedules.eager_one_f_one_b(3, 5)
     choice = build_schedule_factory(mine, mine.placement, 5)
     fewer = choice(2)
@@ -56,7 +56,7 @@ def test_a_schedule_of_ones_own_loses_its_last_micro_batches() -> None:
     assert choice.name == "your own"
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_resolve_schedule_reads_a_file(tmp_path: Path) -> None:
     mine = schedules.interleaved(2, 4)
     file = tmp_path / "mine.txt"
     file.write_text(dumps(mine))
@@ -65,15 +65,15 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [("mine.txt", "there is no file 'mine.txt'")],
 )
-def test_what_cannot_be_read(asked: str, message: str) -> None:
+def test_resolve_schedule_refuses_a_missing_file(requested: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        resolve_schedule(asked)
+        resolve_schedule(requested)
 
 
-def test_placements() -> None:
+def test_choose_placement() -> None:
     assert choose_placement(None, 2, 4) == (0, 1, 0, 1)
     assert choose_placement("interleaved", 2, 6) == (0, 1, 0, 1, 0, 1)
     assert choose_placement("zb-v", 2, 4) == (0, 1, 1, 0)
@@ -84,19 +84,19 @@ def test_placements() -> None:
     assert choose_placement(mine, 2, 3) == (1, 0, 1)
 
 
-def test_stages_a_rank() -> None:
+def test_default_stages_per_rank() -> None:
     wanted = (None, "fit", "1f1b", "zb-v", schedules.clocked((1, 0, 1), 2))
-    assert [default_stages_per_rank(asked) for asked in wanted] == [1, 1, 1, 2, 2]
+    assert [default_stages_per_rank(requested) for requested in wanted] == [1, 1, 1, 2, 2]
 
 
-def test_fit_is_made_for_the_graph_at_hand() -> None:
+def test_schedule_factory_of_fit_uses_the_stage_graph() -> None:
     skip = StageGraph.chain(4, [(0, 3)])
     choice = build_schedule_factory("fit", (0, 1, 1, 0), 5, skip)
     assert choice(5) == schedules.fit((0, 1, 1, 0), 5, graph=skip)
     assert verify(choice(2), skip) == ()
 
 
-def test_a_schedule_without_backwards_does_not_train() -> None:
+def test_check_has_backward_refuses_forward_only() -> None:
     for name, family in schedules.FAMILIES.items():
         if family.trains:
             check_has_backward(schedules.make(name, 2, 3), name)
@@ -105,21 +105,21 @@ def test_a_schedule_without_backwards_does_not_train() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "stages", "message"),
+    ("requested", "ranks", "stages", "message"),
     [
         (None, 2, 3, "3 stages do not divide among 2 devices"),
         ("1f1b", 2, 4, "1f1b needs stages=2 on 2 devices, 1 for each, not 4"),
         (schedules.gpipe(2, 2), 3, 3, "the schedule is for 2 stages on 2 ranks"),
     ],
 )
-def test_placements_that_cannot_be(
-    asked: str | Schedule | None, ranks: int, stages: int, message: str
+def test_choose_placement_refuses_impossible_sizes(
+    requested: str | Schedule | None, ranks: int, stages: int, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
-        choose_placement(asked, ranks, stages)
+        choose_placement(requested, ranks, stages)
 
 
-def test_a_schedule_has_its_own_placement_and_chunks() -> None:
+def test_schedule_factory_refuses_another_placement_or_chunks() -> None:
     with pytest.raises(ArgumentError, match="the stages are on ranks 0 1 1, but the schedule"):
         build_schedule_factory(schedules.gpipe(3, 2), (0, 1, 1), 2)
     with pytest.raises(ArgumentError, match="for 2 micro-batches, not 3: set chunks=2"):

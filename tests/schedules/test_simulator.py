@@ -23,10 +23,10 @@ def stuck(spans: Iterator[Span]) -> str:
     return str(error.value)
 
 
-# ---- when things run ----------------------------------------------------------------------
+# ---- start and end times ------------------------------------------------------------------
 
 
-def test_times_of_one_micro_batch_on_two_ranks() -> None:
+def test_times_of_one_microbatch_on_two_ranks() -> None:
     assert times(play(loads("0F0 0B0 \n 1F0 1B0"))) == {
         "0F0": (0.0, 1.0),
         "1F0": (1.0, 2.0),
@@ -35,7 +35,7 @@ def test_times_of_one_micro_batch_on_two_ranks() -> None:
     }
 
 
-def test_a_message_arrives_later_and_occupies_nobody() -> None:
+def test_send_time_delays_the_receiver_and_keeps_no_rank_busy() -> None:
     cost = Cost.even((0, 1), send=0.5)
     assert times(play(loads("0F0 0F1 0B0 0B1 \n 1F0 1F1 1B0 1B1"), cost=cost)) == {
         "0F0": (0.0, 1.0),
@@ -49,12 +49,12 @@ def test_a_message_arrives_later_and_occupies_nobody() -> None:
     }
 
 
-def test_between_stages_of_one_rank_nothing_travels() -> None:
+def test_no_send_time_between_stages_of_one_rank() -> None:
     cost = Cost.even((0, 0), send=9.0)
     assert times(play(loads("0F0 1F0"), cost=cost)) == {"0F0": (0.0, 0.5), "1F0": (0.5, 1.0)}
 
 
-def test_each_stage_has_its_own_cost() -> None:
+def test_times_with_a_cost_per_stage() -> None:
     cost = Cost(F=(1.0, 2.0), I=(3.0, 4.0), W=(5.0, 6.0), activation=(1.0, 1.0))
     assert times(play(loads("0F0 0I0 0W0 \n 1F0 1I0 1W0"), cost=cost)) == {
         "0F0": (0.0, 1.0),
@@ -66,7 +66,7 @@ def test_each_stage_has_its_own_cost() -> None:
     }
 
 
-def test_a_skip_is_waited_for() -> None:
+def test_forward_waits_for_its_skip() -> None:
     skip = StageGraph.chain(3, skips=[(0, 2)])
     cost = Cost.even((0, 1, 0), F=2.0, send=1.0)
     lanes = loads("placement: 0 1 0 \n 0F0 2F0 \n 1F0")
@@ -75,7 +75,7 @@ def test_a_skip_is_waited_for() -> None:
     assert times(play(lanes, only_skip, cost))["2F0"] == (1.0, 2.0)
 
 
-def test_a_recompute_waits_for_no_gradient() -> None:
+def test_recompute_does_not_wait_for_the_gradient() -> None:
     assert times(play(loads("0F0 0R0 0B0 \n 1F0 1B0"))) == {
         "0F0": (0.0, 1.0),
         "1F0": (1.0, 2.0),
@@ -85,25 +85,25 @@ def test_a_recompute_waits_for_no_gradient() -> None:
     }
 
 
-def test_a_backward_waits_for_its_recompute_and_other_micro_batches_do_not() -> None:
+def test_backward_waits_only_for_its_own_recompute() -> None:
     assert stuck(play(loads("0F0 0F1 0B1 0B0 0R0"))) == (
         "deadlock:\n  rank 0, step 3: 0B0 waits for 0R0 (rank 0, step 4)"
     )
 
 
-def test_a_recompute_waits_for_its_forward() -> None:
+def test_recompute_waits_for_its_forward() -> None:
     assert stuck(play(loads("0R0 0F0 0B0"))) == (
         "deadlock:\n  rank 0, step 0: 0R0 waits for 0F0 (rank 0, step 1)"
     )
 
 
-def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
+def test_weight_gradient_waits_for_its_input_gradient() -> None:
     assert stuck(play(loads("0F0 0W0 0I0"))) == (
         "deadlock:\n  rank 0, step 1: 0W0 waits for 0I0 (rank 0, step 2)"
     )
 
 
-def test_a_program_takes_as_long_as_its_schedule_if_sends_are_buffered() -> None:
+def test_program_with_buffered_sends_takes_as_long_as_its_schedule() -> None:
     schedule = schedules.zb_v(ranks=3, chunks=5)
     cost = Cost.even(schedule.placement, F=1.0, I=1.3, W=0.7, send=0.25)
     plain = times(play(schedule, cost=cost))
@@ -115,14 +115,14 @@ def test_a_program_takes_as_long_as_its_schedule_if_sends_are_buffered() -> None
 
 
 @pytest.mark.parametrize("sends", Sends)
-def test_spans_come_by_start_time(sends: Sends) -> None:
+def test_spans_are_sorted_by_start_time(sends: Sends) -> None:
     program = lower(schedules.zb_v(ranks=4, chunks=6))
     cost = Cost.even(program.schedule.placement, F=1.0, I=1.7, W=0.4, send=0.3)
     starts = [span.start for span in play(program, cost=cost, sends=sends)]
     assert starts == sorted(starts)
 
 
-def test_every_action_has_one_span_at_its_place() -> None:
+def test_every_action_has_one_span() -> None:
     program = lower(schedules.one_f_one_b(ranks=3, chunks=4))
     found = {(span.rank, span.step): span.action for span in play(program)}
     assert found == {
@@ -133,19 +133,19 @@ def test_every_action_has_one_span_at_its_place() -> None:
 
 
 def test_play_is_lazy() -> None:
-    spans = play(loads("0F0 0B0 \n 1F0"))  # ends in a deadlock, but not yet
+    spans = play(loads("0F0 0B0 \n 1F0"))  # deadlocks after two spans
     assert next(spans) == Span(0, 0, Compute(Op.F, 0, 0), 0.0, 1.0)
     assert next(spans).start == 1.0
     with pytest.raises(Deadlock):
         next(spans)
 
 
-def test_empty_lanes_are_no_trouble() -> None:
+def test_play_with_empty_lanes() -> None:
     assert list(play(loads("- \n -"))) == []
     assert [span.rank for span in play(loads("placement: 1 \n - \n 0F0 0B0"))] == [1, 1]
 
 
-def test_a_thousand_ranks() -> None:
+def test_play_with_a_thousand_ranks() -> None:
     spans = list(play(schedules.one_f_one_b(ranks=1000, chunks=4)))
     assert len(spans) == 1000 * 4 * 2
     assert max(span.end for span in spans) == (1000 + 4 - 1) * 3
@@ -154,7 +154,7 @@ def test_a_thousand_ranks() -> None:
 # ---- deadlocks ----------------------------------------------------------------------------
 
 
-def test_a_deadlock_says_who_waits_for_whom() -> None:
+def test_deadlock_message_says_which_action_waits_for_which() -> None:
     assert stuck(play(loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0"))) == (
         "deadlock:\n"
         "  rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)\n"
@@ -162,7 +162,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
     )
 
 
-def test_the_waits_of_a_deadlock_are_values() -> None:
+def test_deadlock_error_has_waits() -> None:
     with pytest.raises(Deadlock) as error:
         list(play(loads("0F0 0B0 \n 1F0 1F1 1B0")))
     assert error.value.waits == (
@@ -171,19 +171,19 @@ def test_the_waits_of_a_deadlock_are_values() -> None:
     )
 
 
-def test_ranks_that_ended_do_not_wait() -> None:
+def test_deadlock_omits_ranks_that_have_ended() -> None:
     assert stuck(play(loads("0F0 \n 1F0 1F1"))) == (
         "deadlock:\n  rank 1, step 1: 1F1 waits for 0F1, which no rank does"
     )
 
 
-def test_a_gradient_may_come_from_a_split_backward() -> None:
+def test_deadlock_names_the_input_gradient_of_a_split_backward() -> None:
     assert stuck(play(loads("0F0 0B0 0F1 0B1 \n 1F0 1F1 1I1 1I0"))).splitlines()[1] == (
         "  rank 0, step 1: 0B0 waits for 1I0 (rank 1, step 3)"
     )
 
 
-def test_what_stands_in_two_places_is_named_with_both() -> None:
+def test_wait_names_every_place_of_a_duplicated_action() -> None:
     wait = Wait(0, 1, Compute(Op.B, 0, 0), Compute(Op.B, 1, 0), ((1, 3), (2, 0)))
     assert str(wait) == ("rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3 and rank 2, step 0)")
 
@@ -193,11 +193,11 @@ def test_what_stands_in_two_places_is_named_with_both() -> None:
 OBVIOUS = obvious(schedules.one_f_one_b(ranks=2, chunks=2))
 
 
-def test_the_obvious_lowering_ends_when_sends_are_buffered() -> None:
+def test_naive_lowering_ends_with_buffered_sends() -> None:
     assert len(list(play(OBVIOUS, sends=Sends.BUFFERED))) == 16
 
 
-def test_the_obvious_lowering_deadlocks_when_sends_block() -> None:
+def test_naive_lowering_deadlocks_under_rendezvous() -> None:
     assert [" ".join(map(str, lane)) for lane in OBVIOUS.lanes] == [
         "0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 ?1>0:1 0B1",
         "?0>1:0 1F0 1B0 !1>0:0 ?0>1:1 1F1 1B1 !1>0:1",
@@ -209,7 +209,7 @@ def test_the_obvious_lowering_deadlocks_when_sends_block() -> None:
     )
 
 
-def test_the_lowering_that_deadlocks_is_lowered_by_us_so_that_it_ends() -> None:
+def test_lowering_of_the_same_schedule_ends_under_rendezvous() -> None:
     program = lower(OBVIOUS.schedule)
     assert len(list(play(program, sends=Sends.RENDEZVOUS))) == 16
 
@@ -221,13 +221,13 @@ BLOCKING = """
 """
 
 
-def test_a_blocking_send_lasts_until_its_receive() -> None:
+def test_blocking_send_lasts_until_its_recv() -> None:
     # Micro-batch 1 is received only after 1F0, so its send waits until then.
     assert times(play(loads(BLOCKING), sends=Sends.BUFFERED))["!0>1:1"] == (2.0, 2.0)
     assert times(play(loads(BLOCKING), sends=Sends.RENDEZVOUS))["!0>1:1"] == (3.0, 3.0)
 
 
-def test_a_blocking_receive_lasts_until_the_message_is_there() -> None:
+def test_blocking_recv_lasts_until_the_message_arrives() -> None:
     cost = Cost.even((0, 1), send=0.5)
     assert times(play(loads(BLOCKING), cost=cost, sends=Sends.BUFFERED))["?0>1:0"] == (0.0, 0.0)
     rendezvous = times(play(loads(BLOCKING), cost=cost, sends=Sends.RENDEZVOUS))
@@ -235,7 +235,7 @@ def test_a_blocking_receive_lasts_until_the_message_is_there() -> None:
     assert rendezvous["1F0"] == (2.5, 3.5)
 
 
-def test_a_send_waits_for_what_it_sends() -> None:
+def test_send_waits_for_its_producer() -> None:
     assert stuck(play(loads("edges: 0>1 \n !0>1:0 0F0 \n ?0>1:0 1F0"))) == (
         "deadlock:\n"
         "  rank 0, step 0: !0>1:0 waits for 0F0 (rank 0, step 1)\n"
@@ -243,19 +243,19 @@ def test_a_send_waits_for_what_it_sends() -> None:
     )
 
 
-def test_a_compute_waits_for_its_receive() -> None:
+def test_compute_waits_for_its_recv() -> None:
     assert stuck(play(loads("edges: 0>1 \n 0F0 !0>1:0 \n 1F0 ?0>1:0"))) == (
         "deadlock:\n  rank 1, step 0: 1F0 waits for ?0>1:0 (rank 1, step 1)"
     )
 
 
-def test_a_receive_that_is_missing() -> None:
+def test_deadlock_on_a_missing_recv() -> None:
     assert stuck(play(loads("edges: 0>1 \n 0F0 !0>1:0 \n 1F0"))) == (
         "deadlock:\n  rank 1, step 0: 1F0 waits for ?0>1:0, which no rank does"
     )
 
 
-def test_a_send_that_is_missing() -> None:
+def test_deadlock_on_a_missing_send() -> None:
     program = loads("edges: 0>1 \n 0F0 0F1 !0>1:1 \n ?0>1:0 1F0 ?0>1:1 1F1")
     assert stuck(play(program, sends=Sends.RENDEZVOUS)) == (
         "deadlock:\n"
@@ -264,6 +264,6 @@ def test_a_send_that_is_missing() -> None:
     )
 
 
-def test_a_program_is_played_over_its_own_graph() -> None:
+def test_program_is_played_with_its_own_graph() -> None:
     program = loads("edges: \n 1F0 \n 0F0 \n placement: 1 0")
     assert times(play(program, graph=StageGraph.chain(2)))["1F0"] == (0.0, 1.0)

@@ -33,27 +33,27 @@ def test_busy_is_the_time_spent_computing() -> None:
     assert simulated(TWO).busy == (6.0, 6.0)
 
 
-def test_bubble_is_the_idle_share_fill_and_drain_included() -> None:
+def test_bubble_includes_fill_and_drain() -> None:
     assert simulated(TWO).bubble == pytest.approx(1 - 12 / 18)
 
 
-def test_messages_keep_nobody_busy() -> None:
+def test_messages_keep_no_rank_busy() -> None:
     slow = simulated(TWO, Cost.even((0, 1), send=0.5))
     assert slow.busy == (6.0, 6.0)
     assert slow.makespan == 10.0
 
 
-def test_memory_from_each_moment_on() -> None:
+def test_memory_curve() -> None:
     timeline = simulated(TWO)
     assert timeline.memory(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
     assert timeline.memory(1) == [(0, 0), (1, 1), (4, 0), (4, 1), (7, 0)]
 
 
-def test_peak_is_the_most_that_is_alive_on_each_rank() -> None:
+def test_peak_is_the_maximum_live_memory_of_each_rank() -> None:
     assert simulated(TWO).peak == (2.0, 1.0)
 
 
-def test_sizes_are_those_of_the_stages() -> None:
+def test_memory_uses_the_activation_size_of_each_stage() -> None:
     cost = Cost(F=(1.0,) * 2, I=(1.0,) * 2, W=(1.0,) * 2, activation=(10.0, 300.0))
     assert simulated(TWO, cost).peak == (20.0, 300.0)
     assert simulated("0F0 1F0 1B0 0B0", cost).memory(0) == [
@@ -65,7 +65,7 @@ def test_sizes_are_those_of_the_stages() -> None:
     ]
 
 
-def test_a_split_backward_keeps_activations_until_its_w() -> None:
+def test_memory_of_a_split_backward_is_kept_until_w() -> None:
     assert simulated("0F0 0I0 0F1 0I1 0W0 0W1").memory(0) == [
         (0, 0),
         (0, 1),
@@ -75,23 +75,23 @@ def test_a_split_backward_keeps_activations_until_its_w() -> None:
     ]
 
 
-def test_what_is_recomputed_lives_from_its_r() -> None:
+def test_memory_of_a_recomputed_cell_starts_at_r() -> None:
     timeline = simulated("0F0 0F1 0R0 0B0 0R1 0B1")
     assert timeline.memory(0) == [(0, 0), (2, 1), (5, 0), (5, 1), (8, 0)]
     assert timeline.peak == (1.0,)
 
 
-def test_recomputation_is_work() -> None:
+def test_busy_includes_recomputation() -> None:
     assert simulated("0F0 0R0 0B0").busy == (4.0,)
 
 
-def test_inference_keeps_one_micro_batch_at_a_time() -> None:
+def test_memory_of_inference_is_one_microbatch() -> None:
     timeline = simulated("0F0 0F1")
     assert timeline.memory(0) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     assert timeline.peak == (1.0,)
 
 
-def test_computes_are_by_rank_in_order_and_without_messages() -> None:
+def test_computes_are_grouped_by_rank_and_exclude_messages() -> None:
     computes = simulated(TWO).computes
     assert [[str(span.action) for span in lane] for lane in computes] == [
         ["0F0", "0F1", "0B0", "0B1"],
@@ -112,7 +112,7 @@ def test_spans_may_be_given_in_any_order() -> None:
     )
 
 
-def test_a_measured_run_may_start_at_any_time() -> None:
+def test_measured_timeline_may_start_at_any_time() -> None:
     timeline = simulated(TWO)
     later = tuple(
         span._replace(start=span.start + 100, end=span.end + 100) for span in timeline.spans
@@ -123,7 +123,7 @@ def test_a_measured_run_may_start_at_any_time() -> None:
     assert measured.memory(0)[:3] == [(100, 0), (100, 1), (101, 2)]
 
 
-def test_a_measured_run_has_the_lengths_that_were_measured() -> None:
+def test_measured_timeline_uses_measured_lengths() -> None:
     schedule = loads("0F0 0B0")
     assert isinstance(schedule, Schedule)
     spans = (
@@ -134,32 +134,32 @@ def test_a_measured_run_has_the_lengths_that_were_measured() -> None:
     assert (measured.makespan, measured.busy, measured.bubble) == (2.0, (1.0,), 0.5)
 
 
-def test_a_full_rank_has_no_negative_bubble() -> None:
+def test_bubble_is_never_negative() -> None:
     schedule = loads("0F0 0F1 0F2")
     assert isinstance(schedule, Schedule)
-    times = [0.3, 0.4, 0.6, 1.7]  # whose differences add up to a bit more than 1.4
+    times = [0.3, 0.4, 0.6, 1.7]  # rounding makes the sum of the differences exceed 1.4
     spans = tuple(Span(0, i, Compute(Op.F, 0, i), *pair) for i, pair in enumerate(pairwise(times)))
     assert Timeline(lower(schedule), Cost.even((0,)), spans).bubble == 0.0
 
 
-def test_fractions_add_up_to_nothing() -> None:
+def test_live_memory_of_fractional_activations_returns_to_exactly_zero() -> None:
     timeline = simulate(lower(schedules.interleaved(ranks=2, chunks=4, stages_per_rank=3)))
     assert timeline.memory(0)[-1][1] == 0.0
     assert timeline.peak == pytest.approx((7 / 3, 5 / 3))
 
 
-def test_nothing_takes_no_time() -> None:
+def test_timeline_of_an_empty_program() -> None:
     empty = Program(Schedule((), 1, ((), ())), StageGraph(()), ((), ()))
     timeline = simulate(empty)
     assert (timeline.makespan, timeline.bubble, timeline.peak) == (0.0, 0.0, (0.0, 0.0))
 
 
-def test_a_rank_that_does_nothing_is_idle() -> None:
+def test_timeline_of_an_idle_rank() -> None:
     timeline = simulated("placement: 1 \n - \n 0F0 0B0")
     assert (timeline.busy, timeline.bubble, timeline.peak) == ((0.0, 3.0), 0.5, (0.0, 1.0))
 
 
-def test_alive_says_at_which_step_and_whether_at_its_end() -> None:
+def test_track_live_memory_yields_step_and_whether_it_is_freed() -> None:
     lane = [Compute(Op.F, 0, 0), Compute(Op.F, 0, 1), Compute(Op.B, 0, 1), Compute(Op.B, 0, 0)]
     assert list(track_live_memory(lane, Cost.even((0,)))) == [
         (0, False, 1.0),
@@ -173,7 +173,7 @@ def test_alive_says_at_which_step_and_whether_at_its_end() -> None:
     ("name", "bubble", "peak"),
     [("gpipe", 27.3, 8), ("1f1b", 27.3, 4), ("interleaved", 15.8, 5.5), ("zb-v", 5.9, 4)],
 )
-def test_known_schedules_on_four_ranks_with_eight_chunks(
+def test_bubble_and_peak_of_known_schedules_on_four_ranks_with_eight_chunks(
     name: str, bubble: float, peak: float
 ) -> None:
     timeline = simulate(lower(schedules.make(name, ranks=4, chunks=8)))
@@ -181,14 +181,14 @@ def test_known_schedules_on_four_ranks_with_eight_chunks(
     assert max(timeline.peak) == pytest.approx(peak)
 
 
-def test_a_program_that_cannot_end_cannot_be_simulated() -> None:
+def test_simulate_raises_deadlock() -> None:
     program = loads("edges: 0>1 \n 0F0 \n ?0>1:0 1F0")
     assert isinstance(program, Program)
     with pytest.raises(Deadlock):
         simulate(program)
 
 
-def test_observed_costs_are_means_by_stage() -> None:
+def test_cost_from_spans_averages_by_stage() -> None:
     program = lower(schedules.gpipe(2, 2))
     cost = Cost(F=(1.0, 3.0), I=(2.0, 1.0), W=(2.0, 1.0), activation=(1.0, 1.0))
     timeline = simulate(program, cost)
@@ -200,6 +200,6 @@ def test_observed_costs_are_means_by_stage() -> None:
     assert cost_from_spans(program, slower).F == (2.0, 3.0)
 
 
-def test_observed_costs_of_what_did_not_run_are_zero() -> None:
+def test_cost_from_spans_of_actions_that_did_not_run_is_zero() -> None:
     program = lower(schedules.gpipe(1, 1))
     assert cost_from_spans(program, []).F == (0.0,)

@@ -32,7 +32,7 @@ def schedule_of(text: str) -> Schedule:
 
 
 def breaks(claim: Callable[[Schedule], Iterator[str]], text: str) -> list[str]:
-    """What one claim says; `verify` says it too."""
+    """Return the problems that one check finds; `verify` must report them, too."""
     found = list(claim(schedule_of(text)))
     assert set(found) <= set(problems(text))
     return found
@@ -42,28 +42,28 @@ def breaks(claim: Callable[[Schedule], Iterator[str]], text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", schedules.FAMILIES)
-def test_every_schedule_and_its_program_is_sound(name: str) -> None:
+def test_verify_accepts_every_family_and_its_program(name: str) -> None:
     schedule = schedules.make(name, ranks=3, chunks=6)
     assert verify(schedule) == ()
     assert verify(lower(schedule)) == ()
 
 
-def test_sound_with_skips_and_recomputation() -> None:
+def test_verify_accepts_skips_and_recomputation() -> None:
     schedule = recompute(schedules.dualpipe_v(ranks=2, chunks=4), lambda s, m: m % 2 == 0)
     skips = StageGraph.chain(4, skips=[(0, 2), (0, 3), (1, 3)])
     assert verify(schedule, skips) == ()
     assert verify(lower(schedule, skips)) == ()
 
 
-def test_a_schedule_for_inference_is_whole_without_backwards() -> None:
+def test_verify_accepts_inference_without_backwards() -> None:
     assert problems("0F0 0F1 \n 1F0 1F1") == []
 
 
-def test_a_rank_may_do_nothing() -> None:
+def test_verify_accepts_an_idle_rank() -> None:
     assert problems("placement: 1 \n - \n 0F0 0B0") == []
 
 
-def test_require_sound_is_silent_about_what_is_sound() -> None:
+def test_require_sound_accepts_a_sound_schedule() -> None:
     require_sound(schedules.one_f_one_b(ranks=2, chunks=2), memory=2)
 
 
@@ -79,7 +79,7 @@ def test_require_sound_raises_with_every_problem() -> None:
     )
 
 
-def test_require_sound_minds_graph_memory_and_cost() -> None:
+def test_require_sound_uses_graph_memory_and_cost() -> None:
     schedule = schedules.one_f_one_b(ranks=2, chunks=2)
     with pytest.raises(InvalidScheduleError, match="edge 0>2"):
         require_sound(schedule, StageGraph(((0, 2),)))
@@ -89,22 +89,22 @@ def test_require_sound_minds_graph_memory_and_cost() -> None:
     require_sound(schedule, memory=1, cost=small)
 
 
-# ---- each claim about a schedule, broken alone --------------------------------------------
+# ---- each check of a schedule, violated alone ---------------------------------------------
 
 
-def test_an_action_of_a_stage_that_is_not_there() -> None:
+def test_verify_reports_an_unknown_stage() -> None:
     assert breaks(find_misplaced_actions, "placement: 0 \n 0F0 0B0 1F0") == [
         "rank 0, step 2: 1F0 names stage 1, but there are 1"
     ]
 
 
-def test_an_action_on_another_rank_than_its_stage() -> None:
+def test_verify_reports_an_action_on_the_wrong_rank() -> None:
     assert breaks(find_misplaced_actions, "placement: 0 1 \n 0F0 0B0 1B0 \n 1F0") == [
         "rank 0, step 2: 1B0 is in this lane, but stage 1 is on rank 1"
     ]
 
 
-def test_an_action_of_a_micro_batch_that_is_not_there() -> None:
+def test_verify_reports_an_unknown_microbatch() -> None:
     assert breaks(find_misplaced_actions, "chunks: 1 \n 0F0 0B0 0F1") == [
         "rank 0, step 2: 0F1 names micro-batch 1 of 1"
     ]
@@ -119,7 +119,7 @@ def test_an_action_of_a_micro_batch_that_is_not_there() -> None:
         ("0F0 0B0 0F1 0R1 0R1 0B1", "stage 0, micro-batch 1: R runs twice, not at most once"),
     ],
 )
-def test_how_often_f_and_r_run(lane: str, problem: str) -> None:
+def test_verify_reports_missing_or_repeated_f_and_r(lane: str, problem: str) -> None:
     assert breaks(find_incomplete_cells, lane) == [problem]
 
 
@@ -134,20 +134,20 @@ def test_how_often_f_and_r_run(lane: str, problem: str) -> None:
         ("0I1 0W1 0W1", "B never, I once, W twice"),
     ],
 )
-def test_how_often_backwards_run(backward: str, found: str) -> None:
+def test_verify_reports_missing_or_repeated_backwards(backward: str, found: str) -> None:
     assert breaks(find_incomplete_cells, f"0F0 0B0 0F1 {backward}") == [
         f"stage 0, micro-batch 1: it needs B once, or I and W once, but has {found}"
     ]
 
 
-def test_split_backwards_are_training_too() -> None:
+def test_verify_requires_all_backwards_if_there_is_a_split_backward() -> None:
     assert breaks(find_incomplete_cells, "0F0 0I0 0W0 0F1") == [
         "stage 0, micro-batch 1: it needs B once, or I and W once, but has B never, I never, "
         "W never"
     ]
 
 
-def test_a_pair_that_is_not_in_the_schedule() -> None:
+def test_verify_reports_overlaps_that_are_not_in_the_schedule() -> None:
     assert breaks(find_invalid_overlaps, "overlaps: 0B0+0F7 \n 0F0 0B0") == [
         "0B0 and 0F7 may overlap, but are not both in the schedule"
     ]
@@ -156,52 +156,52 @@ def test_a_pair_that_is_not_in_the_schedule() -> None:
 @pytest.mark.parametrize(
     "lanes",
     ["0F0 0F1 0B1 0B0", "0F0 0B0 0F1 0B1"],
-    ids=["not next to each other", "the wrong way round"],
+    ids=["not neighbours", "reversed"],
 )
-def test_a_pair_that_is_not_neighbours(lanes: str) -> None:
+def test_verify_reports_overlaps_that_are_not_neighbours(lanes: str) -> None:
     assert breaks(find_invalid_overlaps, f"overlaps: 0F1+0B0 \n {lanes}") == [
         "0F1 and 0B0 may overlap, but are not neighbours in a lane"
     ]
 
 
-def test_a_pair_on_two_ranks() -> None:
+def test_verify_reports_overlaps_on_two_ranks() -> None:
     assert breaks(find_invalid_overlaps, "overlaps: 0F0+1B0 \n 0F0 0B0 \n 1F0 1B0") == [
         "0F0 and 1B0 may overlap, but are not neighbours in a lane"
     ]
 
 
-def test_an_edge_to_a_stage_that_is_not_there() -> None:
+def test_verify_reports_an_edge_to_an_unknown_stage() -> None:
     text, graph = "0F0 0B0 \n 1F0 1B0", StageGraph(((0, 1), (1, 5)))
     wrong = ["edge 1>5 names stage 5, but there are 2"]
     assert graph.strays(schedule_of(text).stages) == wrong
     assert problems(text, graph) == wrong
 
 
-def test_a_schedule_that_never_ends() -> None:
+def test_verify_reports_a_deadlock() -> None:
     assert problems("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B1 1B0") == [
         "rank 0, step 1: 0B0 waits for 1B0 (rank 1, step 3)",
         "rank 1, step 1: 1F1 waits for 0F1 (rank 0, step 2)",
     ]
 
 
-def test_the_graph_decides_what_waits() -> None:
+def test_verify_uses_the_given_stage_graph() -> None:
     text = "placement: 0 0 \n 1F0 0F0"
     assert problems(text, StageGraph(())) == []
     assert problems(text) == ["rank 0, step 0: 1F0 waits for 0F0 (rank 0, step 1)"]
 
 
-def test_a_backward_before_its_forward() -> None:
+def test_verify_reports_a_backward_before_its_forward() -> None:
     assert problems("0B0 0F0") == ["rank 0, step 0: 0B0 waits for 0F0 (rank 0, step 1)"]
 
 
-def test_a_recompute_after_its_backward() -> None:
+def test_verify_reports_a_recompute_after_its_backward() -> None:
     assert problems("0F0 0B0 0R0") == ["rank 0, step 1: 0B0 waits for 0R0 (rank 0, step 2)"]
 
 
 # ---- memory -------------------------------------------------------------------------------
 
 
-def test_memory_over_the_cap_says_where() -> None:
+def test_verify_reports_where_memory_exceeds_the_cap() -> None:
     gpipe = schedules.gpipe(ranks=2, chunks=3)
     assert verify(gpipe, memory=3) == ()
     assert verify(gpipe, memory=2) == (
@@ -210,7 +210,7 @@ def test_memory_over_the_cap_says_where() -> None:
     )
 
 
-def test_memory_is_a_ranks_whole_share_by_default() -> None:
+def test_verify_memory_defaults_to_the_share_of_a_rank() -> None:
     interleaved = schedules.interleaved(ranks=2, chunks=4)
     assert verify(interleaved, memory=2.5) == ()
     assert verify(interleaved, memory=2.4) == (
@@ -218,7 +218,7 @@ def test_memory_is_a_ranks_whole_share_by_default() -> None:
     )
 
 
-def test_memory_is_counted_in_the_units_of_the_cost() -> None:
+def test_verify_memory_uses_the_units_of_the_cost() -> None:
     cost = Cost((1.0,), (1.0,), (1.0,), activation=(1e9,))
     two = loads("0F0 0F1 0B0 0B1")
     assert verify(two, memory=2e9, cost=cost) == ()
@@ -227,21 +227,21 @@ def test_memory_is_counted_in_the_units_of_the_cost() -> None:
     )
 
 
-def test_recomputation_makes_it_fit() -> None:
+def test_verify_memory_with_recomputation() -> None:
     gpipe = schedules.gpipe(ranks=2, chunks=3)
     assert verify(recompute(gpipe, lambda s, m: True), memory=1) == ()
 
 
-def test_a_program_has_its_schedules_memory() -> None:
+def test_verify_memory_of_a_program_equals_its_schedule() -> None:
     program = lower(schedules.gpipe(ranks=2, chunks=3))
     assert verify(program, memory=2) == verify(program.schedule, memory=2)
 
 
-def test_memory_of_an_empty_rank() -> None:
+def test_verify_memory_of_an_idle_rank() -> None:
     assert verify(loads("placement: 1 \n - \n 0F0 0B0"), memory=1) == ()
 
 
-# ---- each claim about a program, broken alone ---------------------------------------------
+# ---- each check of a program, violated alone ----------------------------------------------
 
 RANK_0 = "0F0 !0>1:0 ?1>0:0 0B0"
 RANK_1 = "?0>1:0 1F0 1B0 !1>0:0"
@@ -252,7 +252,7 @@ def program_problems(rank_0: str = RANK_0, rank_1: str = RANK_1) -> list[str]:
 
 
 def unmatched(rank_0: str = RANK_0, rank_1: str = RANK_1, placement: str = "0 1") -> list[str]:
-    """What is wrong with the messages; `verify` says it too."""
+    """Return the problems of the messages; `verify` must report them, too."""
     text = f"placement: {placement} \n edges: 0>1 \n {rank_0} \n {rank_1}"
     program = loads(text)
     assert isinstance(program, Program)
@@ -261,31 +261,31 @@ def unmatched(rank_0: str = RANK_0, rank_1: str = RANK_1, placement: str = "0 1"
     return found
 
 
-def test_a_sound_program() -> None:
+def test_verify_accepts_a_sound_program() -> None:
     assert program_problems() == []
 
 
-def test_a_missing_receive() -> None:
+def test_verify_reports_a_missing_recv() -> None:
     assert unmatched(rank_1="1F0 1B0 !1>0:0") == ["rank 1: ?0>1:0 occurs never, not once"]
 
 
-def test_a_missing_send() -> None:
+def test_verify_reports_a_missing_send() -> None:
     assert unmatched(rank_1="?0>1:0 1F0 1B0") == ["rank 1: !1>0:0 occurs never, not once"]
 
 
-def test_a_duplicate_send() -> None:
+def test_verify_reports_a_duplicate_send() -> None:
     assert unmatched(rank_0="0F0 !0>1:0 !0>1:0 ?1>0:0 0B0") == [
         "rank 0: !0>1:0 occurs twice, not once"
     ]
 
 
-def test_a_duplicate_receive() -> None:
+def test_verify_reports_a_duplicate_recv() -> None:
     assert unmatched(rank_1="?0>1:0 ?0>1:0 1F0 ?0>1:0 1B0 !1>0:0") == [
         "rank 1: ?0>1:0 occurs 3 times, not once"
     ]
 
 
-def test_a_receive_on_the_wrong_rank() -> None:
+def test_verify_reports_a_recv_on_the_wrong_rank() -> None:
     found = unmatched(rank_0="0F0 !0>1:0 0B0", rank_1=f"{RANK_1} ?1>0:0")
     assert sorted(found) == [
         "rank 0: ?1>0:0 occurs never, not once",
@@ -293,31 +293,31 @@ def test_a_receive_on_the_wrong_rank() -> None:
     ]
 
 
-def test_a_message_that_nobody_made() -> None:
+def test_verify_reports_a_message_without_producer() -> None:
     assert unmatched(rank_0=f"{RANK_0} !0>1:7") == ["rank 0: !0>1:7 occurs once, not never"]
 
 
-def test_a_message_within_a_rank() -> None:
+def test_verify_reports_a_message_within_a_rank() -> None:
     assert unmatched("0F0 !0>1:0 1F0", "-", placement="0 0") == [
         "rank 0: !0>1:0 occurs once, not never"
     ]
 
 
-def test_a_send_before_its_compute() -> None:
+def test_verify_reports_a_send_before_its_compute() -> None:
     assert program_problems(rank_0="!0>1:0 0F0 ?1>0:0 0B0") == [
         "rank 0, step 0: !0>1:0 waits for 0F0 (rank 0, step 1)",
         "rank 1, step 1: 1F0 waits for !0>1:0 (rank 0, step 0)",
     ]
 
 
-def test_a_receive_after_its_use() -> None:
+def test_verify_reports_a_recv_after_its_use() -> None:
     assert program_problems(rank_1="1F0 ?0>1:0 1B0 !1>0:0") == [
         "rank 0, step 3: 0B0 waits for !1>0:0 (rank 1, step 3)",
         "rank 1, step 0: 1F0 waits for ?0>1:0 (rank 1, step 1)",
     ]
 
 
-def test_a_program_that_ends_only_if_sends_are_buffered() -> None:
+def test_verify_reports_a_program_that_needs_buffered_sends() -> None:
     found = problems("""
         edges: 0>1
         0F0 !0>1:0 0F1 !0>1:1 ?1>0:0 0B0 ?1>0:1 0B1
@@ -330,7 +330,7 @@ def test_a_program_that_ends_only_if_sends_are_buffered() -> None:
     ]
 
 
-def test_a_program_that_computes_something_else_than_its_schedule() -> None:
+def test_verify_reports_a_program_that_differs_from_its_schedule() -> None:
     other = schedule_of("0B0 0F0")
     program = Program(schedule_of("0F0 0B0"), StageGraph(()), other.lanes)
     wrong = "rank 0: the program computes something else than its schedule"
@@ -338,15 +338,15 @@ def test_a_program_that_computes_something_else_than_its_schedule() -> None:
     assert wrong in verify(program)
 
 
-def test_a_program_is_checked_over_its_own_graph() -> None:
+def test_verify_uses_the_graph_of_the_program() -> None:
     program = lower(schedules.gpipe(ranks=2, chunks=1), StageGraph(()))
     assert verify(program, StageGraph.chain(2)) == ()
 
 
-# ---- everything at once -------------------------------------------------------------------
+# ---- several problems ---------------------------------------------------------------------
 
 
-def test_every_problem_is_reported_at_once() -> None:
+def test_verify_reports_every_problem_of_a_schedule() -> None:
     work = loads("""
         placement: 0 0
         chunks: 2
@@ -366,7 +366,7 @@ def test_every_problem_is_reported_at_once() -> None:
     }
 
 
-def test_a_deadlock_and_too_little_memory_are_both_reported() -> None:
+def test_verify_reports_deadlock_and_memory_together() -> None:
     assert verify(loads("0F0 0F1 0B1 0B0 \n 1B0 1F0 1F1 1B1"), memory=1) == (
         "rank 0, step 2: 0B1 waits for 1B1 (rank 1, step 3)",
         "rank 1, step 0: 1B0 waits for 1F0 (rank 1, step 1)",
@@ -374,7 +374,7 @@ def test_a_deadlock_and_too_little_memory_are_both_reported() -> None:
     )
 
 
-def test_every_problem_of_a_program_is_reported_at_once() -> None:
+def test_verify_reports_every_problem_of_a_program() -> None:
     found = program_problems(rank_0="0F0 ?1>0:0 0B0 0B0", rank_1="?0>1:0 1F0 1B0")
     assert {
         "stage 0, micro-batch 0: it needs B once, or I and W once, but has B twice, I never, "
@@ -384,8 +384,8 @@ def test_every_problem_of_a_program_is_reported_at_once() -> None:
     } <= set(found)
 
 
-def test_strays_are_problems_and_no_crash() -> None:
-    # Broken once: an edge to nowhere was an IndexError.
+def test_verify_reports_unknown_edges_of_a_program() -> None:
+    # An edge to an unknown stage raised an IndexError.
     assert problems("placement: 0 1 \n edges: 0>5 \n 0F0 \n 1F0") == [
         "edge 0>5 names stage 5, but there are 2"
     ]

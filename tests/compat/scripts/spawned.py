@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A pipe in each of two processes that the script spawns, kept alike by DistributedDataParallel."""
+"""A pipe in each of two spawned processes, synchronised by DistributedDataParallel."""
 
 import os
 import sys

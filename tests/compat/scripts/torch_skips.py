@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What else torch.distributed.pipeline.sync had: skips, masks, several inputs, partition_model."""
+"""Skips, masks, several inputs and partition_model of torch.distributed.pipeline.sync."""
 
 import copy
 import os

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A language model trained as PyTorch's tutorial on pipelines did it, and compared."""
+"""A language model trained as in PyTorch's tutorial on pipelines, compared with the plain model."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.TransformerEncoderLayer):
-    """Batch first between partitions, so that outputs are put together by rows."""
+    """A layer with batch-first inputs and outputs, so that outputs are concatenated by rows."""
 
     def forward(self, inp):
         return super().forward(inp.transpose(0, 1)).transpose(0, 1)
@@ -95,7 +95,7 @@ for _ in range(3):
 
 model.eval()
 with torch.no_grad():
-    data = torch.randint(TOKENS, (7, LENGTH))  # neither 8 chunks nor a whole number of them
+    data = torch.randint(TOKENS, (7, LENGTH))  # fewer rows than chunks
     torch.testing.assert_close(model(data).to_here(), plain(data), rtol=0, atol=1e-10)
 
 print("trained:", *(f"{loss:.3f}" for loss in losses))

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A small U-Net as torchgpipe's users wrote one: skips, namespaces, a balance, a checkpoint."""
+"""A small U-Net written for torchgpipe: skips, namespaces, balance_by_time, a saved state_dict."""
 
 import copy
 import io
