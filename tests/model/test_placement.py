@@ -80,7 +80,7 @@ def test_stages_are_balanced_by_time_with_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         (
             {"stages": 2, "balance": "luck"},
