@@ -110,7 +110,7 @@ def test_clip_grad_norm_that_is_not_finite_is_so_on_all_ranks(order: float, spoi
         ranks(3).run(over_ranks, order, spoiled, {"error_if_nonfinite": True})
     ):
         assert "the gradients over all stages is non-finite" in error
-        for gradient, at in zip(found, MINE[rank], strict=True):  # none was scaled
+        for gradient, at in zip(found, MINE[rank], strict=True):  # no gradient was scaled
             expected = gradients()[at]
             assert at == 2 or expected is None or torch.equal(gradient, expected)
 

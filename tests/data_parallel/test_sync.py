@@ -78,9 +78,8 @@ def train_with_no_sync(wrap: str) -> list[str]:
     for at in range(4):
         x, y = batch(16)
         y = y.roll(at, dims=0)
-        for mine, theirs in zip(
-            x.chunk(2), y.chunk(2), strict=True
-        ):  # each replica computes its own mean
+        # Each replica computes its own mean.
+        for mine, theirs in zip(x.chunk(2), y.chunk(2), strict=True):
             (weighted(expected(mine), theirs)[0] / 2).backward()
         with pipe.no_sync() if at < 2 else nullcontext(), counted() as found:
             pipe.step(half(x), target=half(y))

@@ -441,7 +441,7 @@ def test_hooks_of_tied_weights_in_a_step_see_the_other_ranks_as_one_part(runtime
     x, target = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     pipe.step(x, target=target)
     whole(model, x, target, functional.mse_loss)
-    assert len(seen) == 4  # three micro-batches of the first rank, and once for two others
+    assert len(seen) == 4  # three micro-batches of the first rank, and one sum of the others
     assert threads[-1] is threading.current_thread()
     assert same_gradients(pipe, model)
 

@@ -74,9 +74,7 @@ def test_captured_steps_with_dropout(schedule: str, mode: str) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_captured_steps_with_attention_dropout(mode: str, dtype: torch.dtype) -> None:
-    """Attention is a matrix product in float64, and else a kernel that reads the
-    global generator.
-    """
+    """Except in float64, attention is one kernel that reads the global generator."""
     check_same_steps(
         pipes_per_runtime(partial(attending, dtype), checkpoint=mode), batches(5, dtype=dtype)
     )
@@ -237,7 +235,9 @@ def test_optimizer_inside_a_captured_step(kind: str) -> None:
                     optimizer.step()
             for other in pipes[1:]:
                 check_same(pipes[0], other)
-    assert min(replays_of(pipe) for pipe in pipes[:2]) >= 4  # each lr, and grad None, is a kind
+    assert (
+        min(replays_of(pipe) for pipe in pipes[:2]) >= 4
+    )  # each lr, and grad None, needs its own graph
 
 
 def test_captured_steps_with_grad_scaler_overflow() -> None:

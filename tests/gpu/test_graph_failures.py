@@ -164,9 +164,8 @@ def test_failed_capture_names_the_layer_and_the_pipe_recovers(case: Case) -> Non
     text = failing(pipe, x, y, case)
     assert "layer 6 (Odd)" in text
     assert "test_graph_failures.py" in text
-    with pytest.raises(
-        penstock.RunError, match="layer 6"
-    ):  # cached: the capture is not tried again
+    # The failure is cached: the capture is not tried again.
+    with pytest.raises(penstock.RunError, match="layer 6"):
         pipe.step(x, target=y)
     odd.on = False
     reference, other = model_with(case.what)

@@ -94,7 +94,7 @@ def test_load_opens_each_safetensors_shard_twice(
     assert differing(pipe, model) == []
     assert pipe.get_parameter("lm_head.weight") is pipe.get_parameter("model.embed_tokens.weight")
     assert len(opened) == 2 * len(set(opened))  # once for the header, once for the tensors
-    pipe.save_pretrained(tmp_path)  # what was in several files is in one
+    pipe.save_pretrained(tmp_path)  # several shards become one file
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
     assert differing(AutoModelForCausalLM.from_pretrained(tmp_path), model) == []
 

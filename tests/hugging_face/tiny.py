@@ -104,9 +104,8 @@ def agree(model: nn.Module, *batches: dict[str, Any], **options: Any) -> Pipe:
             loss += one.detach()
             outputs.append(found)
         result = pipe.step(**batch, outputs=True)
-        single = (
-            outputs[0][0].dtype is torch.float32
-        )  # many models compute the loss in float32, whatever their dtype
+        # Many models compute the loss in float32, whatever their own dtype is.
+        single = outputs[0][0].dtype is torch.float32
         assert abs(result.loss - loss) < (LIMIT_OF_SINGLE if single else LIMIT)
         _check_gradients(pipe, reference)
         assert type(result.outputs) is type(outputs[0])

@@ -85,7 +85,7 @@ def test_profile_call_times_forward_input_grad_and_weight_grad(
         5.0,
         8.0,
     )
-    assert deferred_counts == [0, 1]  # to warm up, the weights did not wait
+    assert deferred_counts == [0, 1]  # the warm-up run does not defer weight gradients
 
 
 @pytest.mark.parametrize(("each", "runs"), [(0.001, 6), (0.2, 3), (60.0, 2)])

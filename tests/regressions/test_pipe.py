@@ -358,8 +358,9 @@ def test_hooks_of_the_sequential_are_refused() -> None:
 
 @each_door
 def test_embedding_with_max_norm_under_recomputation(door: str) -> None:
-    """The embedding changes its parameter in its forward, which others must not do before a
-    backward.
+    """The embedding changes its parameter in its forward.
+
+    Other changes between forward and backward are refused.
     """
     layers = [nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 3)]
     pipe = Pipe(nn.Sequential(*layers).double(), 3, "always", stages=2, loss_fn=squared)

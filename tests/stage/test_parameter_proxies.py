@@ -166,32 +166,32 @@ def a_call(m: Any, x: Tensor) -> Any:
 
 WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "twice": lambda m, x: m(m(x).tanh()),
-    "twice, and its norm": lambda m, x: m(m(x)) + m.weight.norm(),
-    "beside a function": lambda m, x: UnknownProduct.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
-    "a function that repeats": lambda m, x: RecomputedLinear.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
-    "a view, a function": lambda m, x: UnknownProduct.apply(m(x), m.weight.t()),  # type: ignore[no-untyped-call]
+    "twice, plus its norm": lambda m, x: m(m(x)) + m.weight.norm(),
+    "in an autograd function": lambda m, x: UnknownProduct.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
+    "in an autograd function that recomputes": lambda m, x: RecomputedLinear.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
+    "a view in an autograd function": lambda m, x: UnknownProduct.apply(m(x), m.weight.t()),  # type: ignore[no-untyped-call]
     "checkpoint": in_checkpoint(False),
     "checkpoint, reentrant": in_checkpoint(True),
     "hooks on saved tensors": under(lambda: saved_tensors_hooks(lambda t: t, lambda t: t)),
     "saved on the CPU": under(save_on_cpu),
     "changed before its use": changed_under_no_grad,
-    "data of its own": replaced_data,
-    "looked at": looked_at,
+    "data replaced": replaced_data,
+    "metadata read": looked_at,
     "initialized": initialized,
-    "given out": lambda m, x: (m(x), m.weight, m.weight.t(), m.weight[1]),
+    "returned": lambda m, x: (m(x), m.weight, m.weight.t(), m.weight[1]),
     "in a list": lambda m, x: torch.cat([m.weight, m(x)]),
     "in a dict": lambda m, x: torch.stack(tensors=[m.weight, m.weight]).sum() * m(x),
     "vmap": by_rows,
     "torch.func.grad": gradient_of,
-    "torch.func.grad beside": gradient_beside,
+    "torch.func.grad of the input": gradient_beside,
     "functional_call": a_call,
     "scripted": lambda m, x: torch.jit.script(scripted)(x, m.weight) + m(x),
     "no grad": lambda m, x: x * m(x).detach() + torch.no_grad()(m)(x),
-    "no gradient comes": lambda m, x: DropsGradient.apply(m(x)) + x,  # type: ignore[no-untyped-call]
-    "none comes, nor learns x": lambda m, x: DropsGradient.apply(m(x.data)) + x,  # type: ignore[no-untyped-call]
+    "no gradient arrives": lambda m, x: DropsGradient.apply(m(x)) + x,  # type: ignore[no-untyped-call]
+    "no gradient arrives, input detached": lambda m, x: DropsGradient.apply(m(x.data)) + x,  # type: ignore[no-untyped-call]
     "not used": lambda m, x: x * 2,
     "used for nothing": lambda m, x: (m(x), x * 2)[1],
-    "output thrown away": lambda m, x: m(x).detach() + x,
+    "output detached": lambda m, x: m(x).detach() + x,
     "in place, after the output": lambda m, x: m(x).add_(x).relu_(),
     "in place, on the sum": lambda m, x: (x * 2).add_(m(x)),
 }
@@ -278,11 +278,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "old weight norm": (lambda: weight_norm(linear()), []),
     "old spectral norm": (lambda: nn.utils.spectral_norm(linear()), []),
     "pruned": (lambda: prune.l1_unstructured(linear(), "weight", 3), []),
-    "a kind of its own": (with_custom_parameter, []),
+    "Parameter subclass": (with_custom_parameter, []),
     "sparse": (Sparse, []),
-    "a hook": (lambda: hooked("register_hook"), []),
-    "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), []),
-    "a leaf of its own": (with_a_leaf_of_its_own, ["weight"]),
+    "tensor hook": (lambda: hooked("register_hook"), []),
+    "post-accumulate-grad hook": (lambda: hooked("register_post_accumulate_grad_hook"), []),
+    "unregistered leaf": (with_a_leaf_of_its_own, ["weight"]),
     "in place": (
         lambda: nn.Sequential(linear(True), nn.ReLU(inplace=True), linear(True)),
         ["0.weight", "2.weight"],
@@ -349,9 +349,9 @@ def test_split_backward_of_compiled_layers(how: str) -> None:
     x = given()
     for _ in range(3):
         model.zero_grad()
-        output, later = forward(model, x)
+        output, pending = forward(model, x)
         backward(output)
-        accumulate_weight_grads(later)
+        accumulate_weight_grads(pending)
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
         backward(model(x.detach()))

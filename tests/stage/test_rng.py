@@ -181,7 +181,7 @@ def test_dropout_rate_and_mode_may_change_between_calls(runtime: str) -> None:
         pipe.train(training)
         y = pipe(x)
         (gradient,) = torch.autograd.grad(y.sum(), x)
-        assert torch.equal(y, gradient)  # each number is the factor that it was multiplied by
+        assert torch.equal(y, gradient)  # the input is 1, so the output is the dropout factor
         assert bool((y == 0).any()) == (training and p > 0)
 
 

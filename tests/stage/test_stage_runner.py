@@ -120,9 +120,7 @@ def reference(build: Build) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def expected(model: nn.Sequential, other: nn.Sequential) -> Outcome:
-    """Return the outcome of the in-place model, or of the other one if PyTorch refuses
-    the first.
-    """
+    """Return the outcome of the in-place model, or of the other if PyTorch refuses it."""
     x, target = batch(7)
     try:
         return whole(copy.deepcopy(model), x, target.repeat(1, 2), functional.mse_loss)

@@ -121,18 +121,18 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], 
     "x.bmm": (lambda w, x: x.bmm(w), (2, 4, 5), (2, 3, 4), True),
     "addmm": (lambda w, x: torch.addmm(x[:, :1], x, w), (4, 5), (3, 4), True),
     "addmm of a matrix": (lambda w, x: torch.addmm(x, x, w), (4, 4), (3, 4), True),
-    "addmm to what does not learn": (
+    "addmm to a constant": (
         lambda w, x: torch.addmm(torch.ones(5), x, w), (4, 5), (3, 4), True,
     ),
     "no rows": (lambda w, x: x @ w, (4, 5), (0, 4), True),
     "a vector": (lambda w, x: x @ w, (4, 5), (4,), False),
     "from the left": (lambda w, x: w @ x, (5, 4), (4, 3), False),
     "from the left, 3-D": (lambda w, x: torch.bmm(w, x), (2, 5, 4), (2, 4, 3), False),
-    "one for all": (lambda w, x: x @ w, (1, 4, 5), (2, 3, 4), False),
-    "all for one": (lambda w, x: x @ w, (2, 4, 5), (3, 4), False),
+    "weight broadcast": (lambda w, x: x @ w, (1, 4, 5), (2, 3, 4), False),
+    "input broadcast": (lambda w, x: x @ w, (2, 4, 5), (3, 4), False),
     "4-D": (lambda w, x: x @ w, (2, 2, 4, 5), (2, 2, 3, 4), False),
-    "factors": (lambda w, x: torch.addmm(x, x, w, alpha=2, beta=3), (4, 4), (3, 4), False),
-    "a factor": (lambda w, x: torch.addmm(x, x, w, beta=3), (4, 4), (3, 4), False),
+    "alpha and beta": (lambda w, x: torch.addmm(x, x, w, alpha=2, beta=3), (4, 4), (3, 4), False),
+    "addmm with beta": (lambda w, x: torch.addmm(x, x, w, beta=3), (4, 4), (3, 4), False),
     "baddbmm": (lambda w, x: torch.baddbmm(x, x, w), (2, 4, 4), (2, 3, 4), False),
     "einsum": (lambda w, x: torch.einsum("bi,io->bo", x, w), (4, 5), (3, 4), False),
     "with itself": (lambda w, x: x @ (w @ w), (4, 4), (3, 4), False),
@@ -248,9 +248,7 @@ def test_embedding_output_changed_in_place() -> None:
 
 
 def test_tied_embedding_and_linear_defer_one_weight() -> None:
-    """The weight is an embedding table, a matrix, and the input of an operation
-    without deferral.
-    """
+    """The weight is an embedding table, a matrix, and an input of an undeferred operation."""
     both = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
     both[1].weight = both[0].weight
 
@@ -383,13 +381,13 @@ VIEWS: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     "unbind": (lambda w, x: [x @ part.view(4, 1) for part in w.unbind()], True),
     "slices": (lambda w, x: functional.linear(x, w[1:5:2]), True),
     "integers": (lambda w, x: functional.linear(x, w[2]), False),
-    "dots": (lambda w, x: functional.linear(x[..., :2], w[..., 2:]), True),
+    "ellipsis": (lambda w, x: functional.linear(x[..., :2], w[..., 2:]), True),
     "indices": (lambda w, x: functional.linear(x, w[torch.tensor([1, 1, 4])]), True),
     "booleans": (lambda w, x: functional.linear(x, w[torch.tensor([True, False] * 3)]), True),
     "view": (lambda w, x: torch.bmm(x.expand(2, 3, 4), w.view(2, 3, 4).mT), True),
     "reshape": (lambda w, x: x @ w.t().reshape(4, 6), True),
     "to": (lambda w, x: x.float() @ w.to(torch.float32).t(), True),
-    "to the same": (lambda w, x: x @ w.to(x.dtype).t(), True),
+    "to the same dtype": (lambda w, x: x @ w.to(x.dtype).t(), True),
     "a view twice": (lambda w, x: [functional.linear(x, w[1:]) + (x * 2) @ w[1:].t()], True),
     "a copy twice": (
         lambda w, x: (lambda part: [x @ part.t(), 2 * x @ part.t()])(w[torch.tensor([1, 1])]),
@@ -397,7 +395,7 @@ VIEWS: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     ),
     "detached": (lambda w, x: x @ w.detach().t() + w.sum(), False),
     "data": (lambda w, x: x @ w.data.t() + w.sum(), False),
-    "bits": (lambda w, x: x * w.view(torch.int64).sign().sum() + w.sum(), False),
+    "view as integers": (lambda w, x: x * w.view(torch.int64).sign().sum() + w.sum(), False),
     "cloned": (lambda w, x: x @ w.clone().t(), False),
     "scaled": (lambda w, x: x @ (w * 2).t(), False),
 }

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from tests.model.traced.splitting import assert_same, batches, piped
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is deprecated:DeprecationWarning"
-)  # caused by torch
+# The warnings come from PyTorch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
 
 class Block(nn.Module):

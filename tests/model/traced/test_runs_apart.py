@@ -137,7 +137,7 @@ KINDS = [Attribute, Dict, Cached, History, ByHooks, Remembered, Unlearned]
 
 @pytest.mark.parametrize("kind", [*KINDS, Buffer], ids=lambda kind: kind.__name__)
 def test_cached_state_of_each_micro_batch_is_separate(kind: type[nn.Module]) -> None:
-    assert_same(kind, buffers=kind is not Buffer)  # the pipe keeps the table of its own
+    assert_same(kind, buffers=kind is not Buffer)  # stages may keep other tables
 
 
 @pytest.mark.parametrize("kind", [Dict, History, ByHooks], ids=lambda kind: kind.__name__)
