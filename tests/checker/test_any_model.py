@@ -1,4 +1,7 @@
-"""A check of models that are no Sequential: inputs by name, a loss inside, draws between units."""
+"""Tests of `penstock.check` for models that are not a Sequential.
+
+They have keyword inputs, compute their own loss, or draw random numbers between units.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def checked(model: nn.Module, *inputs: Any, **options: Any) -> Report:
 
 
 class Net(nn.Module):
-    """Draws between units, ties its ends, and has a loss of its own if it gets labels."""
+    """A model that draws between units, ties its ends, and returns a loss if it gets labels."""
 
     def __init__(self, chance: float = 0.3) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class Net(nn.Module):
         first = x = functional.dropout(self.embed(ids), self.chance, self.training)
         for block in self.blocks:
             x = functional.dropout(torch.tanh(block(x)), self.chance, self.training)
-        # drawn late, of an early value: on another stage than the unit that made it
+        # This dropout runs on another stage than the unit that produced its input.
         x = x * scale + functional.dropout(first, self.chance, self.training)
         logits = self.head(x)
         if labels is None:
@@ -52,18 +55,18 @@ class Net(nn.Module):
 IDS = torch.arange(35).reshape(7, 5) % 12
 
 
-def test_inputs_by_name_and_a_loss_inside() -> None:
+def test_check_with_keyword_inputs_and_a_loss_inside_the_model() -> None:
     report = checked(Net(), {"ids": IDS, "labels": IDS})
     assert report.ok, str(report)
     assert "stages of 2 + 2 + 2 units; 7 rows" in report.model
 
 
-def test_a_dict_is_what_the_names_would_be() -> None:
+def test_check_takes_a_dict_as_keyword_inputs() -> None:
     assert checked(Net(0.0), IDS, scale=2.0, labels=IDS, schedules=["1f1b"]).ok
     assert checked(Net(0.0), {"ids": IDS}, scale=2.0, labels=IDS, schedules=["1f1b"]).ok
 
 
-def test_labels_that_do_not_count_are_weighed() -> None:
+def test_check_weighs_micro_batches_with_ignored_labels() -> None:
     labels = IDS.clone()
     labels[0] = -100
     labels[3, 2:] = -100
@@ -72,7 +75,7 @@ def test_labels_that_do_not_count_are_weighed() -> None:
         assert report.ok, str(report)
 
 
-def test_a_loss_of_ones_own_and_none_at_all() -> None:
+def test_check_with_and_without_a_loss_function() -> None:
     def loss_fn(output: Any, target: Tensor) -> Tensor:
         return functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
 
@@ -80,7 +83,7 @@ def test_a_loss_of_ones_own_and_none_at_all() -> None:
     assert checked(Net(), IDS).ok
 
 
-def test_a_unit_that_runs_on_two_stages() -> None:
+def test_check_of_a_unit_that_runs_on_two_stages() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,12 +96,12 @@ def test_a_unit_that_runs_on_two_stages() -> None:
     assert report.ok, str(report)
 
 
-def test_units_may_be_said() -> None:
+def test_check_with_the_units_argument() -> None:
     report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, units=nn.Linear, stages=2)
     assert report.ok
 
 
-def test_what_cannot_be_cut_is_said_with_its_line() -> None:
+def test_check_names_the_line_that_prevents_a_cut() -> None:
     class Decides(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -114,7 +117,7 @@ def test_what_cannot_be_cut_is_said_with_its_line() -> None:
         checked(Decides(), torch.randn(6, 6))
 
 
-def test_the_model_and_the_random_state_stay() -> None:
+def test_check_leaves_the_model_and_the_random_state() -> None:
     model = Net()
     state, random = model.state_dict(), torch.get_rng_state()
     before = {name: value.clone() for name, value in state.items()}
@@ -124,8 +127,8 @@ def test_the_model_and_the_random_state_stay() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_wrong_pipe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage that loses a value of another is not taken for right."""
+def test_check_finds_a_stage_with_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check reports a stage that changes the values it sends."""
     from penstock.model.traced.stage_forward import StageForward
 
     computed = StageForward.__call__
@@ -142,7 +145,7 @@ def test_a_wrong_pipe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.ok
 
 
-def test_too_many_stages_for_a_schedule_are_refused_alone() -> None:
+def test_check_refuses_only_the_schedules_that_do_not_fit() -> None:
     report = checked(Net(0.0), {"ids": IDS, "labels": IDS}, schedules=["1f1b", "zb-v"])
     assert [type(run.result) is Refused for run in report.rows] == [False, False, True, True]
     assert report.ok

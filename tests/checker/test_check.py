@@ -1,4 +1,4 @@
-"""What a check says of models that are right, what it leaves alone, and how it reads."""
+"""Tests of `penstock.check` on correct models: its result, its side effects and its report."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def memories(report: Report) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     ]
 
 
-# ---- models that are right ----------------------------------------------------------------
+# ---- correct models -----------------------------------------------------------------------
 
 
-def test_every_schedule_is_run_or_refused_with_its_message() -> None:
+def test_check_runs_every_schedule() -> None:
     x, target = batch(10, torch.float32)
     report = checked(network(torch.float32), x, target=target, loss_fn=nn.MSELoss(), chunks=3)
     assert report.ok
@@ -54,7 +54,7 @@ def test_every_schedule_is_run_or_refused_with_its_message() -> None:
     assert report.worst[1].size < 1e-12
 
 
-def test_a_model_that_draws_and_normalises_goes_micro_batch_by_micro_batch() -> None:
+def test_reference_runs_by_micro_batch_for_dropout_and_batch_norm() -> None:
     x, target = batch(9)
     report = checked(network(), x, target=target, loss_fn=nn.MSELoss(), chunks=3, schedules=FEW)
     assert report.ok
@@ -63,7 +63,7 @@ def test_a_model_that_draws_and_normalises_goes_micro_batch_by_micro_batch() -> 
     assert all(line[-4] == line[-3] == "equal" for line in report.table()[1:])
 
 
-def test_in_eval_mode_the_whole_batch_is_the_reference() -> None:
+def test_reference_is_the_whole_batch_in_eval_mode() -> None:
     x, target = batch(9)
     report = checked(
         network().eval(), x, target=target, loss_fn=nn.MSELoss(), chunks=3, schedules=["1f1b"]
@@ -72,7 +72,7 @@ def test_in_eval_mode_the_whole_batch_is_the_reference() -> None:
     assert report.reference == "the unsplit model on the whole batch, in float64"
 
 
-def test_deferred_batch_norm_and_uneven_batches_of_any_size() -> None:
+def test_check_with_deferred_batch_norm_and_uneven_batches() -> None:
     from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 
     model = DeferredStatsBatchNorm.convert_deferred_batch_norm(network())
@@ -92,7 +92,7 @@ class One(nn.Module):
         return {"sum": x + y, "loss": (x * y).mean()}
 
 
-def test_several_inputs_and_any_outputs() -> None:
+def test_check_with_several_inputs_and_nested_outputs() -> None:
     model = PipeSequential(Two(), WithDevice(Two(), "cpu"), nn.Module(), One())
     model[2] = Do(lambda x, y: (x.tanh(), y))
     x, _ = batch(8)
@@ -103,7 +103,7 @@ def test_several_inputs_and_any_outputs() -> None:
     assert {"gradient of input 0", "gradient of input 1"} <= set(worst)
 
 
-def test_an_input_that_is_given_whole_and_one_that_is_no_tensor() -> None:
+def test_check_with_a_no_chunk_input_and_a_non_tensor_input() -> None:
     class Scaled(nn.Module):
         def forward(self, x: Tensor, weights: Tensor, factor: float) -> Tensor:
             return x * weights * factor
@@ -112,18 +112,18 @@ def test_an_input_that_is_given_whole_and_one_that_is_no_tensor() -> None:
     model = nn.Sequential(Scaled(), *plain(torch.float32))
     report = checked(model, x, NoChunk(torch.rand(6)), 0.5, schedules=FEW)
     assert report.ok
-    assert not report.refused  # memory is measured with a micro-batch, and that is not cut either
+    assert not report.refused  # a NoChunk input stays whole while memory is measured, too
 
 
-def test_rows_on_another_dim_and_no_loss() -> None:
-    """The loss that stands in for the missing one depended on where the rows were."""
+def test_check_with_rows_on_dim_one_and_no_loss() -> None:
+    """The default loss of the check once depended on which dim the rows were on."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     report = checked(model, Chunk(torch.randn(5, 6, 3), dim=1), chunks=3, schedules=FEW)
     assert report.ok, str(report)
     assert "6 rows in micro-batches of 2, 2, 2" in str(report)
 
 
-def test_a_loss_with_weights_of_its_own_is_in_float64_too() -> None:
+def test_check_converts_the_weights_of_the_loss_to_float64() -> None:
     x, _ = batch(8, torch.float32)
     labels = torch.randint(3, (8,))
     weight = torch.rand(3)
@@ -133,15 +133,15 @@ def test_a_loss_with_weights_of_its_own_is_in_float64_too() -> None:
     assert one.weight.dtype == torch.float32
 
 
-def test_a_first_layer_that_works_in_place() -> None:
-    """Its input cannot have a gradient, and so there is none to compare."""
+def test_check_of_a_first_layer_that_works_in_place() -> None:
+    """The input cannot have a gradient, so there is none to compare."""
     x, _ = batch(8)
     report = checked(nn.Sequential(nn.ReLU(inplace=True), *plain()), x, schedules=FEW)
     assert report.ok
     assert {line[6] for line in report.table()[1:]} == {"-"}
 
 
-def test_an_output_that_is_the_loss() -> None:
+def test_check_of_a_model_whose_output_is_the_loss() -> None:
     x, _ = batch(8)
     model = nn.Sequential(*plain(), Do(lambda y: y.square().mean()))
     report = checked(model, x, schedules=["1f1b"])
@@ -149,17 +149,17 @@ def test_an_output_that_is_the_loss() -> None:
     assert report.table()[1][3] == "-"
 
 
-def test_frozen_layers() -> None:
+def test_check_with_frozen_layers() -> None:
     model = plain()
     model[0].requires_grad_(False)
     model[2].bias.requires_grad_(False)
     assert checked(model, batch(8)[0], schedules=FEW).ok
 
 
-# ---- what it leaves alone -----------------------------------------------------------------
+# ---- side effects -------------------------------------------------------------------------
 
 
-def test_nothing_of_the_users_is_touched() -> None:
+def test_check_leaves_the_model_the_inputs_and_random_states() -> None:
     model = network(torch.float32)
     x, target = batch(8, torch.float32)
     x.requires_grad_()
@@ -185,7 +185,7 @@ def test_nothing_of_the_users_is_touched() -> None:
     assert model.training
 
 
-def test_it_runs_where_gradients_are_off() -> None:
+def test_check_runs_under_no_grad_and_inference_mode() -> None:
     with torch.no_grad():
         assert checked(plain(), batch(8)[0], schedules=["1f1b"]).ok
     with torch.inference_mode():
@@ -195,8 +195,8 @@ def test_it_runs_where_gradients_are_off() -> None:
 # ---- memory -------------------------------------------------------------------------------
 
 
-def test_the_forecast_of_memory_is_met() -> None:
-    """To the byte on ranks of one stage with equal micro-batches and layers that save alike."""
+def test_measured_memory_meets_the_forecast() -> None:
+    """With one stage per rank and equal layers and micro-batches, the forecast is nearly exact."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
     report = checked(model, torch.randn(16, 6), schedules=["naive", "gpipe", "1f1b"])
     assert report.ok
@@ -206,11 +206,11 @@ def test_the_forecast_of_memory_is_met() -> None:
         assert all(m <= f for m, f in zip(measured, forecast, strict=True))
         assert max(measured) == pytest.approx(max(forecast), rel=0.05)
     alive = {tuple(measured) for measured, _ in found}
-    assert len(alive) > 3  # the families and the modes differ
+    assert len(alive) > 3  # the schedules and the checkpoint modes differ
 
 
-def test_the_losses_of_a_step_keep_a_number_each() -> None:
-    """PyTorch gives the loss of mse_loss and others the memory of the whole output."""
+def test_kept_losses_do_not_hold_the_memory_of_the_output() -> None:
+    """The loss that mse_loss and others return has a storage as large as the whole output."""
     x = torch.randn(8, 6)
     model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 100))
     report = checked(
@@ -221,8 +221,8 @@ def test_the_losses_of_a_step_keep_a_number_each() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
-def test_what_a_w_needs_goes_with_it(schedule: str) -> None:
-    """The stand-ins for the weights kept those of the last cell."""
+def test_weight_grad_memory_is_released_after_w(schedule: str) -> None:
+    """The parameter proxies kept the tensors of the last cell alive."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
     report = checked(model, torch.randn(16, 6), schedules=[schedule], runtimes=["inline"])
     assert report.ok, str(report)
@@ -233,8 +233,11 @@ def with_weights(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), with_weights])
-def test_gradients_that_a_step_makes_anew_are_no_activations(loss_fn: Any) -> None:
-    """Those of a tied parameter on another rank, and all of a step whose loss has weights."""
+def test_new_gradients_do_not_count_as_activation_memory(loss_fn: Any) -> None:
+    """A step creates gradients for a tied parameter on another rank.
+
+    It creates all gradients anew if its loss has weights.
+    """
     words, head = nn.Embedding(50, 16), nn.Linear(16, 50)
     head.weight = words.weight
     model = nn.Sequential(words, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), head)
@@ -243,7 +246,7 @@ def test_gradients_that_a_step_makes_anew_are_no_activations(loss_fn: Any) -> No
     assert report.ok, str(report)
 
 
-def test_memory_grows_with_the_schedule() -> None:
+def test_measured_memory_orders_naive_1f1b_and_gpipe() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
     x = torch.randn(16, 6)
     peaks = {
@@ -255,10 +258,10 @@ def test_memory_grows_with_the_schedule() -> None:
     assert peaks["naive"] < peaks["1f1b"] <= peaks["gpipe"]
 
 
-# ---- sizes and wishes ---------------------------------------------------------------------
+# ---- arguments ----------------------------------------------------------------------------
 
 
-def test_stages_that_do_not_suit_a_family_are_said() -> None:
+def test_check_reports_a_stage_count_that_a_schedule_refuses() -> None:
     report = checked(plain(), batch(8)[0], stages=3, schedules=["1f1b", "interleaved"])
     assert report.ok
     assert [run.case.schedule for run in report.refused] == ["interleaved"] * 4
@@ -268,7 +271,7 @@ def test_stages_that_do_not_suit_a_family_are_said() -> None:
     )
 
 
-def test_a_schedule_of_ones_own_and_one_from_a_file(tmp_path: Any) -> None:
+def test_check_of_a_custom_schedule_and_one_from_a_file(tmp_path: Any) -> None:
     mine = schedules.gpipe(ranks=2, chunks=3)
     path = tmp_path / "mine.txt"
     path.write_text(penstock.dumps(schedules.one_f_one_b(ranks=2, chunks=3)))
@@ -293,21 +296,21 @@ def test_a_schedule_of_ones_own_and_one_from_a_file(tmp_path: Any) -> None:
         ({"chunks": 0}, "chunks"),
     ],
 )
-def test_what_is_asked_wrongly_is_said(options: dict[str, Any], message: str) -> None:
+def test_check_refuses_invalid_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(penstock.ArgumentError, match=re.escape(message)):
         checked(plain(), batch(8)[0], **options)
 
 
-def test_an_unsplit_model_that_fails_says_so() -> None:
+def test_check_of_an_unsplit_model_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1") as error:
         checked(plain(), torch.rand(8, 7))
     assert "on the CPU: the unsplit model on the whole batch" in error.value.__notes__[0]
 
 
-# ---- how it reads -------------------------------------------------------------------------
+# ---- report -------------------------------------------------------------------------------
 
 
-def test_it_prints_a_table_unless_it_is_to_be_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_a_table_unless_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     report = penstock.check(plain(), batch(8)[0], schedules=["1f1b"], stages=2)
     out = capsys.readouterr().out
@@ -318,7 +321,7 @@ def test_it_prints_a_table_unless_it_is_to_be_quiet(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
 
 
-def test_a_report_is_json() -> None:
+def test_report_converts_to_json() -> None:
     model = nn.Sequential(*plain(), Do(lambda x: x - x.mean(0)))
     report = checked(model, batch(8)[0], schedules=["1f1b", "zb-h1"])
     read = json.loads(json.dumps(report.as_dict()))
@@ -332,8 +335,10 @@ def test_a_report_is_json() -> None:
     assert any("layer '4' (Do)" in hint for hint in read["hints"])
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
-    checked(plain(), batch(8)[0], schedules=["1f1b"], progress=lambda *news: told.append(news))
-    assert told[0] == (0, 4, "1f1b, never, inline")
-    assert told[-1] == (4, 4, "done")
+def test_check_calls_progress() -> None:
+    updates: list[tuple[int, int, str]] = []
+    checked(
+        plain(), batch(8)[0], schedules=["1f1b"], progress=lambda *update: updates.append(update)
+    )
+    assert updates[0] == (0, 4, "1f1b, never, inline")
+    assert updates[-1] == (4, 4, "done")

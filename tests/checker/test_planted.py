@@ -1,4 +1,4 @@
-"""Errors that were planted, one at a time: each is found, and named where it is."""
+"""Tests that `penstock.check` finds planted errors and names their location."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEW = ("gpipe", "1f1b", "interleaved")
 
 
 def four(*middle: nn.Module) -> nn.Sequential:
-    """Linear layers, with these between the second and the third."""
+    """Return four linear layers with `middle` between the second and the third."""
     torch.manual_seed(0)
     ends = [nn.Linear(6, 8), nn.Linear(8, 8)], [nn.Linear(8, 8), nn.Linear(8, 3)]
     return nn.Sequential(*ends[0], *middle, *ends[1])
@@ -55,15 +55,15 @@ def wrong_kinds(report: Report) -> set[str]:
     return {problem.split()[0].rstrip(":") for problem in report.problems}
 
 
-def test_without_an_error_there_is_none() -> None:
+def test_check_passes_without_a_planted_error() -> None:
     assert checked(four(nn.Tanh())).ok
     assert checked(four(nn.BatchNorm1d(8), nn.Dropout(0.5))).ok
 
 
-# ---- in the model -------------------------------------------------------------------------
+# ---- errors in the model ------------------------------------------------------------------
 
 
-class _Halved(torch.autograd.Function):
+class _ScaleGradByRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.rows = x.size(0)
@@ -74,16 +74,16 @@ class _Halved(torch.autograd.Function):
         return gradient / ctx.rows
 
 
-class Halved(nn.Module):
-    """Its gradient is divided by the rows that it sees."""
+class ScaleGradByRows(nn.Module):
+    """A layer that divides its gradient by the number of rows it sees."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Halved.apply(x)  # type: ignore[no-untyped-call]
+        y: Tensor = _ScaleGradByRows.apply(x)  # type: ignore[no-untyped-call]
         return y
 
 
-def test_a_gradient_scaled_by_the_rows() -> None:
-    report = checked(four(Halved()))
+def test_check_finds_a_gradient_scaled_by_the_row_count() -> None:
+    report = checked(four(ScaleGradByRows()))
     assert wrong_kinds(report) == {"gradients", "inputs", "again"}
     assert "gradients of '0.weight'" in problems(report) or "of '1.weight'" in problems(report)
     assert "a backward depends on the number of rows" in hints(report)
@@ -91,36 +91,39 @@ def test_a_gradient_scaled_by_the_rows() -> None:
 
 
 @pytest.mark.parametrize("more", [(), (nn.Dropout(0.5),), (nn.BatchNorm1d(8),)])
-def test_a_layer_that_looks_across_rows(more: Sequence[nn.Module]) -> None:
-    """Also beside layers for which the reference has to go micro-batch by micro-batch."""
+def test_check_finds_a_layer_that_mixes_rows(more: Sequence[nn.Module]) -> None:
+    """It is found also beside layers for which the reference runs micro-batch by micro-batch."""
     report = checked(four(Do(lambda x: x - x.mean(0)), *more))
     assert {"eval"} <= wrong_kinds(report)
     assert ("outputs" in wrong_kinds(report)) == (not more)
     assert "layer '2' (Do) returns other rows when the batch is split" in hints(report)
 
 
-def test_a_layer_inside_another_is_named() -> None:
+def test_check_names_a_nested_layer() -> None:
     report = checked(four(nn.Sequential(nn.Tanh(), Do(lambda x: x / x.norm()))))
     assert "layer '2.1' (Do)" in hints(report)
 
 
 class Masked(nn.Module):
-    """Columns against columns, as in attention."""
+    """A layer that multiplies columns with a mask, as attention does."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x @ mask
 
 
 class Biased(nn.Module):
-    """Every row gets the same."""
+    """A layer that adds the same bias to every row."""
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias.sum(0)
 
 
 @pytest.mark.parametrize("first", [Masked(), Biased()])
-def test_a_mask_that_is_cut_along_the_wrong_axis(first: nn.Module) -> None:
-    """Its dim 0 divides like the rows: an error in the layer, or, worse, none."""
+def test_check_finds_a_mask_split_on_the_wrong_dim(first: nn.Module) -> None:
+    """Dim 0 of the mask has as many rows as the batch, so it is split as well.
+
+    The layer fails, or returns wrong values without an error.
+    """
     x, _ = batch(6, torch.float32)
     mask = torch.rand(6, 6)
     options: Any = {"target": torch.zeros(6, 3), "loss_fn": nn.MSELoss(), "chunks": 3}
@@ -131,7 +134,7 @@ def test_a_mask_that_is_cut_along_the_wrong_axis(first: nn.Module) -> None:
     assert checked(nn.Sequential(first, *four()), x, NoChunk(mask), **options).ok
 
 
-def test_a_loss_that_is_no_mean_by_rows() -> None:
+def test_check_finds_a_loss_that_is_not_a_mean_over_rows() -> None:
     labels = torch.tensor([0, 1, -100, -100, -100, 2, 1, 0])
     report = checked(four(), target=labels, loss_fn=lambda y, t: functional.cross_entropy(y, t))
     assert "loss" in problems(report)
@@ -140,7 +143,7 @@ def test_a_loss_that_is_no_mean_by_rows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:there is a -100")
-def test_a_loss_that_is_no_mean_by_rows_beside_dropout() -> None:
+def test_check_finds_a_loss_that_is_not_a_mean_over_rows_beside_dropout() -> None:
     labels = torch.tensor([0, 1, -100, -100, -100, 2, 1, 0])
     report = checked(
         four(nn.Dropout(0.5)), target=labels, loss_fn=lambda y, t: functional.cross_entropy(y, t)
@@ -151,7 +154,7 @@ def test_a_loss_that_is_no_mean_by_rows_beside_dropout() -> None:
 
 
 class Counting(nn.Module):
-    """Its result depends on how often it was called."""
+    """A layer whose result depends on how often it was called."""
 
     calls = 0
 
@@ -164,12 +167,12 @@ class Counting(nn.Module):
         return x * self.calls
 
 
-def test_state_in_a_python_attribute() -> None:
+def test_check_finds_state_in_a_python_attribute() -> None:
     model = four(Counting())
     report = checked(model)
     assert {"loss", "outputs", "gradients"} <= wrong_kinds(report)
     assert "attribute 'calls' of layer '2' changes when its layer is called" in hints(report)
-    assert model[2].calls == 0  # the user's own was not touched
+    assert model[2].calls == 0  # the check left the model of the caller alone
 
 
 class Tallied(nn.Module):
@@ -184,13 +187,13 @@ class Tallied(nn.Module):
         return x
 
 
-def test_a_buffer_that_counts_calls() -> None:
+def test_check_finds_a_buffer_that_counts_calls() -> None:
     report = checked(four(Tallied()))
     assert "buffers '2.seen'" in problems(report)
     assert "buffer '2.seen' advances with every call" in hints(report)
 
 
-def test_randomness_outside_of_torch() -> None:
+def test_check_finds_randomness_outside_of_torch() -> None:
     before = random.getstate()
     report = checked(four(Do(lambda x: x * (1 + random.random()))))
     assert "layer '2' (Do) returns another result each time" in hints(report)
@@ -199,10 +202,10 @@ def test_randomness_outside_of_torch() -> None:
     assert random.getstate() == before
 
 
-# ---- in the pipe --------------------------------------------------------------------------
+# ---- errors in the pipe -------------------------------------------------------------------
 
 
-def test_a_gradient_scaled_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_a_gradient_scaled_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     right = loss_accumulator.LossAccumulator._compute_loss_gradient
     monkeypatch.setattr(
         loss_accumulator.LossAccumulator, "_compute_loss_gradient", lambda *given: right(*given) * 2
@@ -214,8 +217,8 @@ def test_a_gradient_scaled_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.worst[1].size > 0.01
 
 
-def test_an_input_gradient_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between stages 1 and 0, in one micro-batch of recomputed runs."""
+def test_check_finds_a_dropped_input_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dropped between stages 1 and 0, in one micro-batch of recomputed runs."""
     right = stage_runner.StageRunner.backward
 
     def dropped(
@@ -234,15 +237,17 @@ def test_an_input_gradient_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(run.case.checkpoint == "always" for runs in report.problems.values() for run in runs)
 
 
-def test_a_buffer_that_is_updated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the recomputation, too, whose changes are to be taken back."""
+def test_check_finds_a_buffer_updated_twice_by_recomputation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The recomputation must restore the buffers that it changes."""
     monkeypatch.setattr(stage_runner, "restore_buffers", lambda *_: nullcontext())
     report = checked(four(nn.BatchNorm1d(8)))
     assert "buffers '2.num_batches_tracked'" in problems(report)
     assert "only with checkpoint always" in hints(report)
 
 
-def test_memory_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_memory_kept_after_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     right = stage_runner.StageRunner.backward
     kept: list[CellGraph] = []
 
@@ -259,9 +264,9 @@ def test_memory_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "after its last backward" in hints(report)
 
 
-def test_draws_that_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recomputation that draws anew."""
-
+def test_check_finds_a_recomputation_that_draws_new_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = Execution.__init__
 
     def drawing(self: Execution, *args: Any, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""Two replicas of a pipe, one a process, against the unsplit model on the batches of both."""
+"""Helpers that compare two replicas of a pipe, one per process, with the unsplit model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS = 2
 
 
 def model() -> nn.Sequential:
-    """Eight layers with a skip connection and work in place; nothing that depends on the cut."""
+    """Return eight layers with a skip connection and an in-place layer, for any partition."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 8),
@@ -82,7 +82,7 @@ def _fsdp_layers(module: nn.Module, _: int) -> nn.Module:
 
 
 def _fsdp_float32(module: nn.Module, _: int) -> nn.Module:
-    """Gradients are kept in another dtype than that in which they are computed."""
+    """Shard with a policy that computes in float32 and keeps gradients in float64."""
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)
     fully_shard(module, mesh=mesh(), mp_policy=policy)
     return module
@@ -101,7 +101,10 @@ ROUNDED = "fsdp, float32"
 
 
 def pipe_of(layers: nn.Sequential, wrap: str, schedule: str = "1f1b", **options: Any) -> Pipe:
-    """Over two ranks of this process. Shards are gathered by one thread, in one order."""
+    """Return a pipe over two ranks of this process.
+
+    FSDP shards are gathered by a single thread, so that all processes gather in the same order.
+    """
     stages = RANKS * SCHEDULES[schedule]
     options.setdefault("runtime", "inline" if wrap.startswith("fsdp") else "threads")
     stage_fn = _fsdp_float32 if wrap == ROUNDED else WRAPS[wrap]
@@ -116,17 +119,17 @@ def pipe_of(layers: nn.Sequential, wrap: str, schedule: str = "1f1b", **options:
 
 
 def half(value: Tensor) -> Tensor:
-    """What this replica gets of a batch."""
+    """Return the part of a batch that belongs to this replica."""
     return value.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
-    """Of a DTensor; others are."""
+    """Return the full tensor of a DTensor, and any other tensor as it is."""
     return tensor.full_tensor() if tensor is not None and hasattr(tensor, "full_tensor") else tensor
 
 
 def differing(pipe: nn.Module, expected: nn.Module, same: Same = closely) -> list[str]:
-    """The names of parameters whose gradients differ."""
+    """Return the names of the parameters whose gradients differ."""
     theirs = dict(expected.named_parameters())
     mine = dict(pipe.named_parameters())
     assert list(mine) == list(theirs)
@@ -145,7 +148,7 @@ def mean_over_replicas(loss: Tensor) -> Tensor:
 
 
 class Everyone:
-    """All ranks of the world, for what the ranks of a pipe tell each other."""
+    """A process group of all ranks, in place of the ranks of a pipe."""
 
     def all_gather(self, tensor: Tensor, description: str) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -154,7 +157,7 @@ class Everyone:
 
 
 class Counted:
-    """How many collectives a step has called: all of the group's, and which are reduce-scatters."""
+    """The number of collectives of a step: all of them, and the reduce-scatters among them."""
 
     everything = 0
     scattered = 0

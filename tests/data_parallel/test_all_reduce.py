@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks of a group."""
+"""Tests of gradients averaged over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def averaged(bucket: int) -> list[Tensor]:
     for parameter, (shape, dtype) in zip(parameters, KINDS, strict=True):
         parameter.grad = of_rank(rank, shape, dtype)
     kept = parameters[-1].grad = torch.empty(2, 3).double().t()
-    kept.copy_(of_rank(rank, (3, 2), torch.float64))  # of other strides, and in place
+    kept.copy_(of_rank(rank, (3, 2), torch.float64))  # non-contiguous, and filled in place
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     with patch.object(averaging, "BUCKET_BYTES", bucket):
-        for _ in range(2):  # a second time changes nothing
+        for _ in range(2):  # the second call changes nothing
             average_gradients([*parameters, frozen, parameters[0]], dist.group.WORLD)
     assert size == 3
     assert parameters[-1].grad is kept
@@ -48,7 +48,7 @@ def averaged(bucket: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("bucket", [1, 100, 1 << 20])
-def test_it_is_the_mean(bucket: int) -> None:
+def test_all_reduce_gives_the_mean_gradient(bucket: int) -> None:
     for found in ranks(3).run(averaged, bucket):
         for gradient, (shape, dtype) in zip(found, KINDS, strict=True):
             parts = [of_rank(rank, shape, dtype) for rank in range(3)]
@@ -66,7 +66,7 @@ def some_have_none() -> list[Tensor | None]:
     return [mine.grad, others.grad, nobody.grad]
 
 
-def test_none_counts_as_zero_unless_all_have_none() -> None:
+def test_all_reduce_of_missing_gradients_counts_them_as_zero() -> None:
     for mine, others, nobody in ranks(3).run(some_have_none):
         assert mine.tolist() == [1.0, 2.0]
         assert others.tolist() == [4.0, 6.0]
@@ -74,7 +74,7 @@ def test_none_counts_as_zero_unless_all_have_none() -> None:
 
 
 def in_parts() -> list[Tensor | None]:
-    """The parts are over the same ranks here, which makes the mean of what each part is."""
+    """Average DTensor gradients over the same ranks that they are sharded over."""
     first = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh(), [Shard(0)]))
     second = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh(), [Shard(0)]))
     first.grad = distribute_tensor(torch.arange(8.0).view(4, 2), mesh(), [Shard(0)])
@@ -84,7 +84,7 @@ def in_parts() -> list[Tensor | None]:
     return [whole(first.grad), whole(second.grad)]
 
 
-def test_gradients_in_parts() -> None:
+def test_all_reduce_of_dtensor_gradients() -> None:
     for first, second in ranks(2).run(in_parts):
         assert first.tolist() == [[2.0, 3.0], [4.0, 5.0]] * 2
         assert second.tolist() == [[0.5, 0.5]] * 4
@@ -98,6 +98,6 @@ def sparse() -> str:
     return str(error.value)
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_all_reduce_refuses_sparse_gradients() -> None:
     for message in ranks(2).run(sparse):
         assert "(4, 2) has a sparse gradient" in message

@@ -1,4 +1,4 @@
-"""Gradients clipped by their norm over all ranks, against the unsplit model's."""
+"""Tests that gradients are clipped by their norm over all ranks, as in the unsplit model."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def clipped(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_of_replicas(wrap: str) -> None:
+def test_clip_grad_norm_of_replicas(wrap: str) -> None:
     assert ranks(2).run(clipped, wrap) == [[], []]
 
 
 def gradients() -> list[Tensor | None]:
-    """Of the unsplit model's parameters: the first is tied, the last has none."""
+    """Return the gradients of the unsplit model: the first is tied, the last is missing."""
     torch.manual_seed(0)
     return [torch.randn(n, 2).double() for n in (4, 1, 5, 3)] + [None]
 
 
-MINE = [(0, 1), (0, 2, 3), (0, 4)]  # what each rank has; the first rank owns the tied one
+MINE = [(0, 1), (0, 2, 3), (0, 4)]  # gradients of each rank; the first rank owns the tied one
 
 
 def over_ranks(order: float, spoiled: float | None, options: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ def over_ranks(order: float, spoiled: float | None, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_over_ranks(order: float, foreach: bool | None) -> None:
+def test_clip_grad_norm_over_pipeline_ranks(order: float, foreach: bool | None) -> None:
     parameters = []
     for gradient in gradients():
         parameters.append(nn.Parameter(torch.zeros(1) if gradient is None else gradient * 0))
@@ -100,9 +100,9 @@ def test_over_ranks(order: float, foreach: bool | None) -> None:
 
 @pytest.mark.parametrize("order", [2.0, inf, -inf])
 @pytest.mark.parametrize("spoiled", [inf, nan])
-def test_what_is_not_finite_is_so_on_all_ranks(order: float, spoiled: float) -> None:
+def test_clip_grad_norm_that_is_not_finite_is_so_on_all_ranks(order: float, spoiled: float) -> None:
     if order == -inf and spoiled == inf:
-        return  # the smallest of them is finite
+        return  # the smallest element is finite
     for total, _ in ranks(3).run(over_ranks, order, spoiled, {}):
         assert not total.isfinite()
         assert total.isnan() == (spoiled != spoiled)
@@ -110,13 +110,13 @@ def test_what_is_not_finite_is_so_on_all_ranks(order: float, spoiled: float) -> 
         ranks(3).run(over_ranks, order, spoiled, {"error_if_nonfinite": True})
     ):
         assert "the gradients over all stages is non-finite" in error
-        for gradient, at in zip(found, MINE[rank], strict=True):  # none was scaled
+        for gradient, at in zip(found, MINE[rank], strict=True):  # no gradient was scaled
             expected = gradients()[at]
             assert at == 2 or expected is None or torch.equal(gradient, expected)
 
 
 def in_parts(order: float) -> Any:
-    """Sharded, replicated, plain, in other parts than its parameter, and one without a gradient."""
+    """Clip gradients that are sharded, replicated, plain, missing or placed differently."""
     torch.manual_seed(0)
     full = [torch.randn(3, 2).double() for _ in range(4)]
     parameters = [
@@ -136,7 +136,7 @@ def in_parts(order: float) -> Any:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_gradients_in_parts(order: float) -> None:
+def test_clip_grad_norm_of_dtensor_gradients(order: float) -> None:
     for total, found, full in ranks(2).run(in_parts, order):
         parameters = [nn.Parameter(torch.zeros(3, 2).double()) for _ in full]
         for parameter, gradient in zip(parameters, full, strict=True):

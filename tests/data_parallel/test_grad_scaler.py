@@ -1,4 +1,4 @@
-"""GradScaler on several ranks: all take the optimizer's step, or all skip it."""
+"""Tests that, under GradScaler, all ranks take the step of the optimizer or all skip it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests.support import batch, closely
 
 
 def over_ranks(spoiled: float | None, where: int) -> tuple[bool, float, list[bool]]:
-    """Each rank has its own parameters, in two optimizers. Has it stepped; its scale after that."""
+    """Return whether the scale shrank, the scale, and which parameters are unchanged.
+
+    Each rank has its own parameters, in two optimizers.
+    """
     rank = dist.get_rank()
     parameters = [nn.Parameter(torch.ones(2 + rank)) for _ in range(3)]
     for parameter in parameters[:2]:
@@ -37,14 +40,14 @@ def over_ranks(spoiled: float | None, where: int) -> tuple[bool, float, list[boo
 
 @pytest.mark.parametrize("where", [0, 2])
 @pytest.mark.parametrize("spoiled", [inf, -inf, nan])
-def test_what_is_not_finite_is_so_on_all_ranks(spoiled: float, where: int) -> None:
+def test_grad_scaler_overflow_on_one_rank_skips_the_step_on_all(spoiled: float, where: int) -> None:
     for shrunk, scale, unchanged in ranks(3).run(over_ranks, spoiled, where):
         assert shrunk
         assert scale == 4.0
         assert unchanged == [True, True, True]
 
 
-def test_what_is_finite_stays_as_it_is() -> None:
+def test_grad_scaler_steps_with_finite_gradients() -> None:
     for shrunk, _, unchanged in ranks(3).run(over_ranks, None, 0):
         assert not shrunk
         assert unchanged == [False, False, True]
@@ -60,12 +63,12 @@ def no_gradients_here() -> list[float]:
     return [] if parameter.grad is None else parameter.grad.tolist()
 
 
-def test_a_rank_without_gradients_takes_part() -> None:
+def test_grad_scaler_on_a_rank_without_gradients() -> None:
     assert ranks(3).run(no_gradients_here) == [[inf, 1.0], [inf, 1.0], []]
 
 
 def beside_parts() -> list[float]:
-    """A parameter that is whole on each rank, beside one whose part on one rank is not finite."""
+    """Return the gradient of a plain parameter beside a sharded one that overflows on one rank."""
     parted = nn.Parameter(distribute_tensor(torch.zeros(4), mesh(), [Shard(0)]))
     plain = nn.Parameter(torch.zeros(2))
     parted.grad = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, nan]), mesh(), [Shard(0)])
@@ -74,12 +77,12 @@ def beside_parts() -> list[float]:
     return plain.grad.tolist()
 
 
-def test_who_has_parts_of_it_agrees() -> None:
+def test_grad_scaler_overflow_in_one_shard_reaches_all_ranks() -> None:
     assert ranks(2).run(beside_parts) == [[inf, 1.0], [inf, 1.0]]
 
 
 def trained(wrap: str) -> list[str]:
-    """A step that overflows on one replica, then accumulation over two that do not."""
+    """Run a step that overflows on one replica, then accumulate over two steps that do not."""
     expected, pipe = model(), pipe_of(model(), wrap, "zb-h1")
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, pipe)]
@@ -108,5 +111,5 @@ def trained(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_as_the_unsplit_model(wrap: str) -> None:
+def test_grad_scaler_trains_replicas_as_the_unsplit_model(wrap: str) -> None:
     assert ranks(2).run(trained, wrap) == [[], []]

@@ -1,4 +1,7 @@
-"""Stages in DistributedDataParallel, replicate, fully_shard: as the unsplit model, reduced once."""
+"""Tests of stages in DistributedDataParallel, replicate or fully_shard.
+
+Gradients equal those of the unsplit model, and each one is reduced once per step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tests.data_parallel.replicated import (
 from tests.distributed.ranks import ranks
 from tests.support import SCHEDULES, Fails, batch, closely
 
-LEARNING = 4  # layers of the model
+LEARNING = 4  # layers of the model that have parameters
 
 
 def two_steps(schedule: str, checkpoint: str) -> list[str]:
@@ -52,13 +55,13 @@ def two_steps(schedule: str, checkpoint: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("at", "schedule"), [*enumerate(SCHEDULES)])
-def test_gradients_are_those_of_the_whole_batch_reduced_once(at: int, schedule: str) -> None:
+def test_replicated_gradients_are_exact_and_reduced_once(at: int, schedule: str) -> None:
     checkpoint = ("never", "always")[at % 2]
     assert ranks(2).run(two_steps, schedule, checkpoint) == [[], []]
 
 
 def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A mean over the rows whose first target is positive, and how many they are."""
+    """Return a mean over the rows with a positive first target, and the number of these rows."""
     counts = (target[:, 0] > 0).double()
     per_row = (output - target).square().mean(dim=1)
     return (per_row * counts).sum() / counts.sum().clamp(min=1), counts.sum()
@@ -68,14 +71,15 @@ def roughly(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def weights_and_waiting(wrap: str) -> list[str]:
-    """Two steps that do not reduce and one that does; then one more."""
+def train_with_no_sync(wrap: str) -> list[str]:
+    """Run two steps under no_sync and one that reduces; then one more."""
     expected, pipe = model(), pipe_of(model(), wrap, "zb-h1", loss_fn=weighted)
     wrong = []
     for at in range(4):
         x, y = batch(16)
         y = y.roll(at, dims=0)
-        for mine, theirs in zip(x.chunk(2), y.chunk(2), strict=True):  # each replica has its mean
+        # Each replica computes its own mean.
+        for mine, theirs in zip(x.chunk(2), y.chunk(2), strict=True):
             (weighted(expected(mine), theirs)[0] / 2).backward()
         with pipe.no_sync() if at < 2 else nullcontext(), counted() as found:
             pipe.step(half(x), target=half(y))
@@ -88,12 +92,12 @@ def weights_and_waiting(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", [*WRAPS, ROUNDED])
-def test_weights_of_the_loss_and_steps_that_wait(wrap: str) -> None:
-    assert ranks(2).run(weights_and_waiting, wrap) == [[], []]
+def test_weighted_loss_with_no_sync_accumulation(wrap: str) -> None:
+    assert ranks(2).run(train_with_no_sync, wrap) == [[], []]
 
 
 class Chosen(nn.Module):
-    """Uses one of three weights: the first on one replica, the second on the other."""
+    """A layer that uses one of three weights: another one on each replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +128,7 @@ def unused_parameters(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "ddp, unused", "replicate"])
-def test_parameters_that_some_replicas_use(wrap: str) -> None:
+def test_parameters_used_by_only_some_replicas(wrap: str) -> None:
     assert ranks(2).run(unused_parameters, wrap) == [[], []]
 
 
@@ -135,7 +139,7 @@ def with_statistics() -> nn.Sequential:
 
 
 def buffers_of_the_first(wrap: str) -> list[str]:
-    """As DistributedDataParallel itself does: what the first replica has, before each step."""
+    """Compare buffers with DistributedDataParallel, which broadcasts those of the first replica."""
     pipe = pipe_of(with_statistics(), wrap, "1f1b", chunks=1)
     theirs = DistributedDataParallel(with_statistics())
     for _ in range(2):
@@ -147,7 +151,7 @@ def buffers_of_the_first(wrap: str) -> list[str]:
     return [name for name, b in pipe.named_buffers() if not closely(b, expected[name])]
 
 
-def test_buffers_are_those_of_the_first_replica() -> None:
+def test_ddp_buffers_are_those_of_the_first_replica() -> None:
     assert ranks(2).run(buffers_of_the_first, "ddp") == [[], []]
 
 
@@ -175,7 +179,7 @@ def evaluation(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_evaluation_between_steps(wrap: str) -> None:
+def test_evaluation_between_steps_of_replicas(wrap: str) -> None:
     assert ranks(2).run(evaluation, wrap) == [[], []]
 
 
@@ -204,20 +208,20 @@ def fails(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", ["loss", "backward"])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_step_after_one_that_failed(wrap: str, where: str) -> None:
+def test_replicas_train_after_a_failed_step(wrap: str, where: str) -> None:
     assert ranks(2).run(a_step_that_fails, wrap, where) == [[], []]
 
 
 def refusals() -> list[str]:
-    """What each of these comes to."""
-    told = []
+    """Return the error messages of configurations that are refused."""
+    messages = []
 
-    def tell(act: Callable[[], object]) -> None:
+    def record_error(act: Callable[[], object]) -> None:
         try:
             act()
-            told.append("nothing")
+            messages.append("nothing")
         except PenstockError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     def wrapped(**options: Any) -> Callable[[nn.Module, int], nn.Module]:
         return lambda module, _: DistributedDataParallel(module, **options)
@@ -229,15 +233,15 @@ def refusals() -> list[str]:
 
     sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     x, y = batch(8)
-    tell(lambda: pipe_of(model(), "ddp")(x))
-    tell(lambda: pipe_of(model(), "fsdp", runtime="threads").step(x, target=y))
-    tell(lambda: Pipe(model(), stages=2, stage_fn=wrapped(static_graph=True)))
-    tell(lambda: Pipe(model(), stages=2, stage_fn=hooked))
-    tell(lambda: Pipe(sparse, stages=2, stage_fn=wrapped()))
-    return told
+    record_error(lambda: pipe_of(model(), "ddp")(x))
+    record_error(lambda: pipe_of(model(), "fsdp", runtime="threads").step(x, target=y))
+    record_error(lambda: Pipe(model(), stages=2, stage_fn=wrapped(static_graph=True)))
+    record_error(lambda: Pipe(model(), stages=2, stage_fn=hooked))
+    record_error(lambda: Pipe(sparse, stages=2, stage_fn=wrapped()))
+    return messages
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_ddp_and_fsdp_options_are_refused() -> None:
     for call, threads, *wrappers in ranks(2).run(refusals):
         assert "Train with pipe.step(x, target=y)" in call
         assert "ranks 0, 1 communicate in one process group" in threads

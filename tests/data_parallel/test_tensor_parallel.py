@@ -1,4 +1,4 @@
-"""Stages with a tensor-parallel plan, alone and together with fully_shard."""
+"""Tests of stages with a tensor-parallel plan, alone and together with fully_shard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import batch, closely
 
 
 class Block(nn.Module):
-    """A layer as they are split over several: up, and down again."""
+    """A residual block of two linear layers, which tensor parallelism can shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def model() -> nn.Sequential:
 
 
 def trained(data: int, schedule: str, checkpoint: str) -> list[str]:
-    """Over so many replicas; the rest of the processes share each layer."""
+    """Train over `data` replicas, with each layer sharded over the remaining processes."""
     mesh = init_device_mesh(
         "cpu", (data, dist.get_world_size() // data), mesh_dim_names=("dp", "tp")
     )
@@ -81,9 +81,9 @@ def trained(data: int, schedule: str, checkpoint: str) -> list[str]:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_as_the_unsplit_model(schedule: str, checkpoint: str) -> None:
+def test_tensor_parallel_stages_train_as_the_unsplit_model(schedule: str, checkpoint: str) -> None:
     assert ranks(2).run(trained, 1, schedule, checkpoint) == [[], []]
 
 
-def test_with_fully_shard() -> None:
+def test_tensor_parallel_stages_with_fully_shard() -> None:
     assert ranks(4).run(trained, 2, "zb-h1", "except_last") == [[]] * 4

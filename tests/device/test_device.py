@@ -1,4 +1,4 @@
-"""Events that tell the time are few, and used again."""
+"""Tests that timing records few events and reuses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.schedules.ir import consumes
 
 
 class Event:
-    """On a stream that counts, and is always behind the host, or never."""
+    """An event on a counting stream, which is always behind the host, or never."""
 
     made = recorded = time = 0
     behind = True
@@ -49,7 +49,7 @@ def _from_zero() -> None:
 
 
 class Streamed(Cpu):
-    """Tells the time by events, as a GPU does."""
+    """A device that takes timestamps by events, as a GPU does."""
 
     def __init__(self) -> None:
         self.timers = EventPool(Event)
@@ -66,9 +66,16 @@ class Streamed(Cpu):
 
 def made(**options: Any) -> Pipe:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    places = [Streamed() for _ in range(3)]
+    devices = [Streamed() for _ in range(3)]
     return Pipe(
-        layers, 4, "always", stages=3, devices=places, loss_fn=mse_loss, runtime="inline", **options
+        layers,
+        4,
+        "always",
+        stages=3,
+        devices=devices,
+        loss_fn=mse_loss,
+        runtime="inline",
+        **options,
     )
 
 
@@ -80,7 +87,7 @@ def step(pipe: Pipe) -> Any:
 # ---- events -------------------------------------------------------------------------------
 
 
-def test_an_event_that_was_given_back_is_used_again() -> None:
+def test_event_pool_reuses_recycled_events() -> None:
     timers = EventPool(Event)
     first = timers.record(None, None)
     timers.recycle([first, first, 3.0])
@@ -88,7 +95,7 @@ def test_an_event_that_was_given_back_is_used_again() -> None:
     assert timers.record(None, None) is not first
 
 
-def test_one_that_has_not_come_is_the_next_moment_too() -> None:
+def test_event_pool_reuses_a_pending_event_as_the_next_start() -> None:
     timers = EventPool(Event)
     end = timers.record(None, None)
     assert timers.record(None, end) is end
@@ -96,34 +103,38 @@ def test_one_that_has_not_come_is_the_next_moment_too() -> None:
     assert timers.record(None, end) is not end
 
 
-def test_moments_of_another_kind_are_not_taken() -> None:
-    """The clock's, and those of a captured step."""
+def test_event_pool_ignores_timestamps_of_other_types() -> None:
+    """Those of the host clock and of a captured step are ignored."""
     timers = EventPool(Event)
     timers.recycle([0.0, GraphTimestamp(torch.device("cpu"), 0)])
     timers.record(None, None)
     assert Event.made == 1
 
 
-def test_marks_are_forgotten_when_nobody_has_them() -> None:
-    place = Streamed()
-    marks = TimedActionLog(place)
-    event: Any = place.record_timestamp()
-    marks.append(TimedAction(None, event, event))  # type: ignore[arg-type]
-    kept = [marks]
-    del marks
-    assert place.record_timestamp() is not event
+def test_timed_action_log_recycles_its_events_when_deleted() -> None:
+    device = Streamed()
+    log = TimedActionLog(device)
+    event: Any = device.record_timestamp()
+    log.append(TimedAction(None, event, event))  # type: ignore[arg-type]
+    kept = [log]
+    del log
+    assert device.record_timestamp() is not event
     kept.clear()
     gc.collect()
-    assert place.record_timestamp() is event
+    assert device.record_timestamp() is event
 
 
-# ---- in steps -----------------------------------------------------------------------------
+# ---- training steps -----------------------------------------------------------------------
 
 
 def expected(pipe: Pipe, behind: bool) -> int:
-    """One a computation; one more for its start, where a message came or the stream was idle."""
+    """Return the expected number of events.
+
+    There is one per computation, and one more for its start where a message arrived or the stream
+    was idle.
+    """
     program = pipe.forecast().program
-    count = 1  # where all begin: the three have one device
+    count = 1  # the start of the step: the three ranks share one device
     for rank, lane in enumerate(program.lanes):
         fresh = True
         for action in lane:
@@ -141,14 +152,14 @@ def _from_others(program: Any, rank: int, action: Compute) -> bool:
 
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_as_few_are_recorded_as_tell_all(schedule: str, behind: bool) -> None:
+def test_step_records_the_fewest_events(schedule: str, behind: bool) -> None:
     Event.behind = behind
     pipe = made(schedule=schedule)
     step(pipe)
     assert Event.recorded == expected(pipe, behind)
 
 
-def test_later_steps_make_none() -> None:
+def test_later_steps_create_no_new_events() -> None:
     pipe = made(schedule="1f1b")
     for _ in range(3):
         step(pipe)
@@ -157,10 +168,10 @@ def test_later_steps_make_none() -> None:
     for _ in range(3):
         step(pipe)
     assert Event.recorded > recorded
-    assert Event.made - before <= 3  # where each step begins
+    assert Event.made - before <= 3  # the start of each step
 
 
-def test_a_result_that_is_kept_keeps_its_events() -> None:
+def test_kept_result_keeps_its_timeline() -> None:
     pipe = made(schedule="1f1b")
     kept = step(pipe)
     spans = [(s.start, s.end) for s in step(made(schedule="1f1b")).timeline.spans]
@@ -170,7 +181,7 @@ def test_a_result_that_is_kept_keeps_its_events() -> None:
     assert found == spans
 
 
-def test_what_is_measured_is_in_order_and_whole() -> None:
+def test_measured_timeline_is_ordered_and_complete() -> None:
     timeline = step(made(schedule="zb-h1")).timeline
     for lane in timeline.computes:
         assert all(one.end <= other.start for one, other in pairwise(lane))
@@ -180,7 +191,7 @@ def test_what_is_measured_is_in_order_and_whole() -> None:
     )
 
 
-def test_on_the_host_two_clock_readings_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_takes_two_timestamps_per_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
     now = Cpu.record_timestamp
 

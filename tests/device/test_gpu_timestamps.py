@@ -1,4 +1,4 @@
-"""Times that a captured step writes down; here the host's memory is the device's."""
+"""Tests of the timestamps that a captured step writes, with host memory in place of a device's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HERE = torch.device("cpu")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where a kernel was asked to write the time to."""
+def written_addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the addresses that the timestamp kernel was told to write to."""
     found: list[int] = []
     monkeypatch.setattr(
         gpu_timestamps, "_launch_timestamp_kernel", lambda stream, address: found.append(address)
@@ -26,29 +26,29 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def replay(asked: list[int], clock: Any) -> None:
-    for address in asked:
+def replay(written_addresses: list[int], clock: Any) -> None:
+    for address in written_addresses:
         ctypes.c_int64.from_address(address).value = next(clock)
 
 
 @pytest.mark.parametrize("room", [2, 3, 4096])
-def test_each_replay_has_its_own(
-    room: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+def test_each_graph_replay_has_its_own_timestamps(
+    room: int, written_addresses: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_timestamps, "_SLOTS_PER_BLOCK", room)
-    made, clock, stream = TimestampBuffer(HERE), count(2**60, 7), torch.Stream(HERE)
-    taken = [made.record(stream) for _ in range(7)]  # type: ignore[arg-type]
+    buffer, clock, stream = TimestampBuffer(HERE), count(2**60, 7), torch.Stream(HERE)
+    taken = [buffer.record(stream) for _ in range(7)]  # type: ignore[arg-type]
     assert taken == [GraphTimestamp(HERE, number) for number in range(7)]
     written = []
     for _ in range(2):
-        replay(asked, clock)
-        written.append(ReplayTimestamps({HERE: made.snapshot()}))
+        replay(written_addresses, clock)
+        written.append(ReplayTimestamps({HERE: buffer.snapshot()}))
     for times in written:
         assert times.read()[HERE][:7] == [7 * number for number in range(7)]
 
 
-def test_what_is_no_gpu_has_its_own_clock() -> None:
-    places = [Cpu(), Cpu()]
-    clocks = GraphTimestamps(places)
-    assert clocks.devices == places
+def test_cpu_has_no_graph_timestamps() -> None:
+    devices = [Cpu(), Cpu()]
+    clocks = GraphTimestamps(devices)
+    assert clocks.devices == devices
     assert clocks.snapshot().read() == {}

@@ -1,4 +1,4 @@
-"""The loss of a step is that of the whole batch, however it is weighted and cut."""
+"""Tests that the loss of a step is that of the whole batch, for any weights and micro-batches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
 
 
 def agrees(model: nn.Module, pipe: Pipe, x: Tensor, target: Any, loss_fn: Loss) -> bool:
-    """One step of each: the same loss, the same gradients."""
+    """Train both for one step; return whether losses and gradients are equal."""
     result = pipe.step(x, target=target)
     loss = loss_fn(model(x), target)
     loss.backward()
@@ -58,11 +58,11 @@ def agrees(model: nn.Module, pipe: Pipe, x: Tensor, target: Any, loss_fn: Loss) 
     )
 
 
-# ---- weights that the loss returns ------------------------------------------------------------
+# ---- weights that the loss returns -----------------------------------------------------------
 
 
 def masked(y: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean over the columns that count."""
+    """Return the mean over the elements that the mask selects."""
     value, mask = target
     return ((y - value) ** 2 * mask).sum() / mask.sum()
 
@@ -80,7 +80,7 @@ def in_numbers(y: Tensor, target: tuple[Tensor, Tensor]) -> Any:
 
 
 def uneven(rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The first rows count for more than the last."""
+    """Return a batch whose first rows have more selected elements than its last rows."""
     x, value = batch(rows)
     mask = torch.zeros(rows, 3, dtype=torch.int64)
     for row in range(rows):
@@ -91,7 +91,7 @@ def uneven(rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 @each_runtime
 @pytest.mark.parametrize("rows", [1, 2, 5, 7])
 @pytest.mark.parametrize("loss_fn", [as_tuple, as_dict, in_numbers])
-def test_weights_of_the_loss_count(loss_fn: Loss, rows: int, runtime: str) -> None:
+def test_loss_weights_returned_by_the_loss_function(loss_fn: Loss, rows: int, runtime: str) -> None:
     model, pipe = both(loss_fn=loss_fn, runtime=runtime, schedule="1f1b")
     x, target = uneven(rows)
     assert agrees(model, pipe, x, target, masked)
@@ -99,7 +99,7 @@ def test_weights_of_the_loss_count(loss_fn: Loss, rows: int, runtime: str) -> No
 
 @each_checkpoint
 @each_schedule
-def test_under_every_schedule(schedule: str, checkpoint: str) -> None:
+def test_loss_weights_under_every_schedule(schedule: str, checkpoint: str) -> None:
     model, pipe = both(
         schedule=schedule,
         checkpoint=checkpoint,
@@ -111,8 +111,8 @@ def test_under_every_schedule(schedule: str, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("rows", [5, 9])
 @each_schedule
-def test_with_ties_under_every_schedule(schedule: str, rows: int) -> None:
-    """A stand-in may get its first gradient in a W, and another in a whole backward."""
+def test_loss_weights_with_tied_weights_under_every_schedule(schedule: str, rows: int) -> None:
+    """A proxy may get its first gradient in a W, and another one in a whole backward."""
     layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(6)]
     for layer in layers[1:]:
         layer.weight = layers[0].weight
@@ -124,8 +124,11 @@ def test_with_ties_under_every_schedule(schedule: str, rows: int) -> None:
         assert agrees(model, pipe, x, (x, mask.repeat(1, 2)), masked)
 
 
-def test_a_micro_batch_that_counts_for_nothing() -> None:
-    """Also the first, whose weight is the unit; its mean is nan, and its gradients are none."""
+def test_loss_weight_zero_for_a_micro_batch() -> None:
+    """The loss of such a micro-batch is nan, and it has no gradients.
+
+    This includes the first micro-batch, whose weight is the unit of the others.
+    """
     for nothing in ([0, 1, 2], [3, 4, 5], [6], [0, 1, 2, 6]):
         model, pipe = both(loss_fn=as_tuple)
         x, (value, mask) = uneven(7)
@@ -134,15 +137,15 @@ def test_a_micro_batch_that_counts_for_nothing() -> None:
         assert not any(p.grad.isnan().any() for p in pipe.parameters() if p.grad is not None)
 
 
-def test_where_nothing_counts_the_loss_is_nan() -> None:
+def test_loss_is_nan_if_all_weights_are_zero() -> None:
     model, pipe = both(loss_fn=as_tuple)
     x, (value, mask) = uneven(7)
     assert agrees(model, pipe, x, (value, mask * 0), masked)
     assert pipe.step(x, target=(value, mask * 0)).loss.isnan()
 
 
-def test_steps_add_up() -> None:
-    """With weights, by rows, and with weights again; into the tensor that is there."""
+def test_gradients_of_weighted_and_unweighted_steps_add_up() -> None:
+    """The gradients are added into the existing tensors."""
     model, pipe = both(loss_fn=as_tuple)
     x, target = uneven(7)
     assert agrees(model, pipe, x, target, masked)
@@ -153,7 +156,7 @@ def test_steps_add_up() -> None:
     assert pipe[0].weight.grad is there
 
 
-def test_inputs_and_frozen_layers() -> None:
+def test_weighted_loss_with_frozen_layers_and_input_gradients() -> None:
     model, pipe = both(loss_fn=as_tuple)
     x, target = uneven(7)
     for module in (model, pipe):
@@ -168,8 +171,8 @@ def test_inputs_and_frozen_layers() -> None:
     assert pipe[0].weight.grad is None
 
 
-def test_what_is_no_parameter_of_the_pipe() -> None:
-    """A loss with parameters, and a tensor that a layer found elsewhere, learn as they should."""
+def test_weighted_loss_with_parameters_outside_the_pipe() -> None:
+    """A loss with parameters, and a tensor from outside that a layer uses, get their gradients."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -198,7 +201,7 @@ def test_what_is_no_parameter_of_the_pipe() -> None:
         assert closely(a, b)
 
 
-def test_sparse_gradients() -> None:
+def test_weighted_loss_with_sparse_gradients() -> None:
     def made(sparse: bool) -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(9, 3, sparse=sparse), nn.Linear(3, 3)).double()
@@ -218,7 +221,7 @@ def test_sparse_gradients() -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 1])
-def test_without_gradients(rows: int) -> None:
+def test_weighted_loss_under_no_grad(rows: int) -> None:
     model, pipe = both(loss_fn=as_dict)
     x, target = uneven(rows)
     with torch.no_grad():
@@ -226,8 +229,8 @@ def test_without_gradients(rows: int) -> None:
 
 
 @each_runtime
-def test_a_step_that_fails_leaves_gradients_as_they_were(runtime: str) -> None:
-    """Also those of stages whose backwards have been done."""
+def test_failed_step_with_a_weighted_loss_restores_gradients(runtime: str) -> None:
+    """This includes the gradients of stages whose backwards were done."""
     fails = Fails()
     first, *others = plain()
     model = nn.Sequential(first, fails, *others)
@@ -245,7 +248,7 @@ def test_a_step_that_fails_leaves_gradients_as_they_were(runtime: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_would_see_gradients_too_early(kind: str) -> None:
+def test_parameter_hooks_with_a_weighted_loss_are_refused(kind: str) -> None:
     _, pipe = both(loss_fn=as_tuple)
     x, target = uneven(7)
     pipe.step(x, target=target)
@@ -259,8 +262,8 @@ def test_hooks_would_see_gradients_too_early(kind: str) -> None:
     assert closely(pipe[0].weight.grad, 2 * before)
 
 
-def test_a_leaf_that_only_a_later_micro_batch_uses() -> None:
-    """Earlier gradients were set aside for what the first one used, and for parameters."""
+def test_weighted_loss_with_a_leaf_used_only_by_a_later_micro_batch() -> None:
+    """Earlier gradients were saved only for parameters and for what the first micro-batch used."""
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
 
     def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -280,8 +283,8 @@ def test_a_leaf_that_only_a_later_micro_batch_uses() -> None:
 
 
 @pytest.mark.parametrize(("runtime", "stages"), [("threads", 4), ("inline", 4), ("threads", 1)])
-def test_steps_of_several_threads_take_turns(runtime: str, stages: int) -> None:
-    """One took the other's gradients for earlier ones, and the other multiplied them."""
+def test_weighted_steps_of_several_threads_are_serialized(runtime: str, stages: int) -> None:
+    """One thread took the gradients of the other for earlier ones, and the other scaled them."""
     _, pipe = both(loss_fn=as_tuple, runtime=runtime, stages=stages)
     x, target = uneven(7)
     pipe.step(x, target=target)
@@ -308,19 +311,19 @@ def test_steps_of_several_threads_take_turns(runtime: str, stages: int) -> None:
         assert closely(parameter.grad, 60 * gradient)
 
 
-def test_half_precision_keeps_its_dtype() -> None:
+def test_weighted_loss_keeps_half_precision_gradients() -> None:
     _, pipe = both(plain(torch.bfloat16), loss_fn=as_tuple)
     x, target = uneven(7)
     result = pipe.step(x.bfloat16(), target=target)
-    assert result.loss.dtype == torch.float64  # as the loss's own
+    assert result.loss.dtype == torch.float64  # the dtype that the loss function returns
     assert pipe[0].weight.grad.dtype == torch.bfloat16
 
 
-# ---- what a loss may not give --------------------------------------------------------------
+# ---- invalid results of a loss function ------------------------------------------------------
 
 
 def sometimes(a: Any, b: Any) -> Loss:
-    """The one for micro-batches of three rows, the other for that of one."""
+    """Return a loss function that gives `a` for micro-batches of three rows, and else `b`."""
     return lambda y, t: (a if len(y) == 3 else b)(F.mse_loss(y, t))
 
 
@@ -349,20 +352,22 @@ def sometimes(a: Any, b: Any) -> Loss:
         (lambda y, t: (y.mean(), 1, 2), None, "a loss must be .* loss_fn returned <class 'tup"),
     ],
 )  # fmt: skip
-def test_what_it_may_not_give(loss_fn: Loss, reduction: str | None, message: str) -> None:
+def test_invalid_results_of_a_loss_function_are_refused(
+    loss_fn: Loss, reduction: str | None, message: str
+) -> None:
     _, pipe = both(loss_fn=loss_fn, reduction=reduction)
     x, target = batch(7)
     with pytest.raises(RuntimeError, match=message):
         pipe.step(x, target=target)
 
 
-# ---- PyTorch's own losses that count targets ------------------------------------------------
+# ---- losses of PyTorch that ignore targets ---------------------------------------------------
 
 SIZES = [(5,), (2, 4), (2, 2, 3)]
 
 
 def classes(rows: int, size: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits for five classes, of rows of that size, and targets of which most are ignored."""
+    """Return logits for five classes, and targets of which most are ignored."""
     torch.manual_seed(seed)
     x = torch.randn(rows, 5, *size[1:], dtype=torch.float64)
     target = torch.randint(0, 5, (rows, *size[1:]))
@@ -373,7 +378,7 @@ def classes(rows: int, size: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Te
 
 
 def pointwise() -> nn.Sequential:
-    """Layers along dim 1, whatever comes after it."""
+    """Return linear layers along dim 1, for inputs of any number of dims."""
 
     def along(layer: nn.Linear) -> nn.Module:
         return nn.Sequential(
@@ -404,7 +409,9 @@ STOCK: dict[str, Loss] = {
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 @each_pair(rows=[1, 4, 7], size=SIZES, name=STOCK)
-def test_only_targets_that_count(name: str, size: tuple[int, ...], rows: int) -> None:
+def test_cross_entropy_and_nll_loss_with_ignored_targets(
+    name: str, size: tuple[int, ...], rows: int
+) -> None:
     loss_fn = STOCK[name]
     model, pipe = both(pointwise(), stages=3, schedule="1f1b", loss_fn=loss_fn)
     x, target = classes(rows, size)
@@ -415,7 +422,7 @@ def test_only_targets_that_count(name: str, size: tuple[int, ...], rows: int) ->
 
 
 @pytest.mark.parametrize("name", ["function", "weighted", "smooth", "weighted and smooth"])
-def test_probabilities_of_classes_count_by_rows(name: str) -> None:
+def test_cross_entropy_with_class_probabilities(name: str) -> None:
     model, pipe = both(pointwise(), stages=3, loss_fn=STOCK[name])
     x, _ = classes(7, (2, 4))
     target = torch.rand(7, 5, 4, dtype=torch.float64).softmax(1)
@@ -423,15 +430,15 @@ def test_probabilities_of_classes_count_by_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["function", "weighted", "smooth", "weighted and smooth"])
-def test_all_ignored(name: str) -> None:
-    """The loss is nan, as for the unsplit model, and so are the gradients that are there."""
+def test_cross_entropy_with_all_targets_ignored(name: str) -> None:
+    """The loss is nan, as for the unsplit model, and so are the gradients."""
     model, pipe = both(pointwise(), stages=3, loss_fn=STOCK[name])
     x, target = classes(7, (2, 4))
     assert agrees(model, pipe, x, torch.full_like(target, IGNORED), STOCK[name])
 
 
-def test_a_class_without_weight() -> None:
-    """A micro-batch of it alone counts for nothing, and its mean is nan."""
+def test_cross_entropy_with_a_class_of_weight_zero() -> None:
+    """A micro-batch with only this class has weight 0, and its mean is nan."""
     model, pipe = both(pointwise(), stages=3, loss_fn=STOCK["weighted"])
     x, target = classes(7, (2, 4))
     target[:3] = 2
@@ -440,7 +447,7 @@ def test_a_class_without_weight() -> None:
     assert not pipe[0][1].weight.grad.isnan().any()
 
 
-def test_hooks_run_as_ever_where_weights_are_known_ahead() -> None:
+def test_parameter_hooks_run_with_cross_entropy() -> None:
     model, pipe = both(pointwise(), stages=3, loss_fn=F.cross_entropy)
     seen: list[Tensor] = []
     pipe[0][1].weight.register_hook(seen.append)
@@ -449,10 +456,10 @@ def test_hooks_run_as_ever_where_weights_are_known_ahead() -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch.compile's own
-def test_which_losses_count_what() -> None:
-    def counted(loss_fn: Any, asked: str | None = None) -> tuple[bool, bool]:
-        rule = resolve_reduction(loss_fn, asked)
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # caused by torch.compile
+def test_resolve_reduction_of_each_loss() -> None:
+    def counted(loss_fn: Any, reduction: str | None = None) -> tuple[bool, bool]:
+        rule = resolve_reduction(loss_fn, reduction)
         return rule.is_sum, rule.target_counter is not None
 
     class Mine(nn.CrossEntropyLoss):
@@ -469,7 +476,7 @@ def test_which_losses_count_what() -> None:
     assert counted(nn.MSELoss()) == counted(lambda y, t: y) == (False, False)
 
 
-def test_a_linear_layer_in_the_loss() -> None:
+def test_linear_cross_entropy_loss() -> None:
     if not hasattr(nn, "LinearCrossEntropyLoss"):
         pytest.skip("this PyTorch has none")
     loss_fn = nn.LinearCrossEntropyLoss(5, 4).double()
@@ -487,7 +494,7 @@ def test_a_linear_layer_in_the_loss() -> None:
 # ---- metrics ---------------------------------------------------------------------------------
 
 
-def test_metrics() -> None:
+def test_metrics_of_each_type() -> None:
     def loss_fn(y: Tensor, target: Tensor) -> Any:
         return {
             "loss": F.mse_loss(y, target),
@@ -519,12 +526,12 @@ def test_metrics() -> None:
     assert metrics["none"] == [None] * 3
 
 
-def test_metrics_of_other_shapes_are_listed() -> None:
+def test_metrics_that_cannot_be_combined_are_listed() -> None:
     _, pipe = both(loss_fn=lambda y: {"loss": y.mean(), "rows": [0] * len(y)})
     assert pipe.step(batch(7)[0]).metrics == {"rows": [[0] * 3, [0] * 3, [0]]}
 
 
-def test_metrics_sum_up_with_the_loss() -> None:
+def test_metrics_are_summed_with_reduction_sum() -> None:
     _, pipe = both(loss_fn=lambda y: {"loss": y.sum(), "rows": len(y)}, reduction="sum")
     result = pipe.step(batch(7)[0])
     assert result.metrics["rows"] == 7
@@ -532,7 +539,7 @@ def test_metrics_sum_up_with_the_loss() -> None:
 
 
 def test_metrics_are_weighted_with_the_loss() -> None:
-    """One that is nan where nothing counts is left out."""
+    """A metric that is nan in a micro-batch of weight 0 is left out."""
 
     def loss_fn(y: Tensor, target: tuple[Tensor, Tensor]) -> Any:
         mask = target[1]
@@ -547,7 +554,7 @@ def test_metrics_are_weighted_with_the_loss() -> None:
     assert float(found["count"]) == pytest.approx(sum(c * c for c in counts) / sum(counts))
 
 
-def test_a_number_that_goes_on_changing() -> None:
+def test_metric_tensor_that_changes_in_place() -> None:
     seen = torch.zeros(())
 
     def loss_fn(y: Tensor) -> Any:
@@ -558,7 +565,7 @@ def test_a_number_that_goes_on_changing() -> None:
     assert pipe.step(batch(7)[0]).metrics["seen"] == 1 + 2 + 3
 
 
-def test_a_model_that_ends_in_a_dict() -> None:
+def test_model_that_returns_a_dict_with_its_loss() -> None:
     model = nn.Sequential(*plain(), Do(lambda y: {"loss": y.square().mean(), "logits": y}))
     pipe = Pipe(copy.deepcopy(model), 3, stages=5)
     x, _ = batch(7)
@@ -571,13 +578,13 @@ def test_a_model_that_ends_in_a_dict() -> None:
     assert same_gradients(pipe, model)
 
 
-def test_without_a_dict_there_are_no_metrics() -> None:
+def test_no_metrics_without_a_dict() -> None:
     _, pipe = both(loss_fn=F.mse_loss)
     x, target = batch(7)
     assert pipe.step(x, target=target).metrics == {}
 
 
-def test_outputs_and_targets_are_any_trees() -> None:
+def test_nested_outputs_and_targets() -> None:
     def loss_fn(out: dict[str, Any], target: list[Any]) -> Any:
         (y, twice), (value, others) = out["both"], target
         rows = others["rows"]
@@ -590,12 +597,12 @@ def test_outputs_and_targets_are_any_trees() -> None:
     assert agrees(model, pipe, x, target, lambda *given: loss_fn(*given)[0])
 
 
-# ---- a scaler --------------------------------------------------------------------------------
+# ---- GradScaler ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_fn", [masked, as_tuple], ids=["by rows", "by weights"])
-def test_a_scaler_scales_gradients_alone(loss_fn: Loss) -> None:
-    """Training with it goes as for the unsplit model, also where it skips a step."""
+def test_grad_scaler_scales_only_gradients(loss_fn: Loss) -> None:
+    """Training goes as for the unsplit model, also where the scaler skips a step."""
     model, pipe = both(loss_fn=loss_fn)
     x, (value, mask) = uneven(7)
     if loss_fn is masked:
@@ -625,7 +632,7 @@ def test_a_scaler_scales_gradients_alone(loss_fn: Loss) -> None:
         )
 
 
-def test_a_scaler_under_autocast() -> None:
+def test_grad_scaler_under_autocast() -> None:
     model, pipe = both(plain(torch.float32), chunks=1, stages=2, loss_fn=F.mse_loss)
     x, target = batch(8, torch.float32)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
@@ -640,7 +647,7 @@ def test_a_scaler_under_autocast() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_a_scaler_that_is_none() -> None:
+def test_grad_scaler_of_wrong_type_or_disabled() -> None:
     _, pipe = both(loss_fn=F.mse_loss)
     x, target = batch(7)
     with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler, not float"):
@@ -652,18 +659,18 @@ def test_a_scaler_that_is_none() -> None:
     assert same_gradients(pipe, model)
 
 
-# ---- losses that would go wrong in silence ------------------------------------------------
+# ---- losses that would be wrong without an error ---------------------------------------------
 
 
 @each_checkpoint
-def test_a_loss_that_was_detached_is_refused(checkpoint: str) -> None:
+def test_detached_loss_is_refused(checkpoint: str) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3)).double(), 3, checkpoint)
     x, target = batch(7)
     with pytest.raises(RunError, match="the loss does not require grad"):
         pipe.step(x, target=target, loss_fn=lambda y, t: F.mse_loss(y.detach(), t))
 
 
-def test_targets_that_a_function_of_ones_own_may_ignore() -> None:
+def test_custom_loss_with_ignored_targets_causes_a_warning() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3)).double(), 3)
     x, _ = batch(7)
     labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
@@ -679,7 +686,7 @@ def test_targets_that_a_function_of_ones_own_may_ignore() -> None:
 
 
 @pytest.mark.parametrize("given", [3, nn.CrossEntropyLoss])
-def test_what_is_no_loss(given: Any) -> None:
+def test_loss_fn_must_be_a_function(given: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 3)).double()
     with pytest.raises(PenstockTypeError, match="loss_fn must be a function"):
         Pipe(model, loss_fn=given)

@@ -1,4 +1,4 @@
-"""What a model keeps besides its weights, and what trains it: as on the unsplit model."""
+"""Tests that module state, optimizers and dropout behave as on the unsplit model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def on_devices(schedule: str) -> list[str]:
 
 
 def expect(pipe: Pipe, model: nn.Sequential, door: str, rows: int = 7) -> None:
-    """One training step of each, with the same result."""
+    """Train both for one step and assert equal results."""
     x, target = batch(rows)
     expected = whole(model, x, target, functional.mse_loss)
     assert differences(trained(pipe, x, target, door), expected, closely) == []
@@ -76,7 +76,9 @@ FREEZES: dict[str, Callable[[str], bool]] = {
 
 
 @each_pair(door=DOORS, checkpoint=CHECKPOINTS, runtime=RUNTIMES, frozen=FREEZES)
-def test_frozen_layers(frozen: str, runtime: str, checkpoint: str, door: str) -> None:
+def test_frozen_layers_train_as_the_unsplit_model(
+    frozen: str, runtime: str, checkpoint: str, door: str
+) -> None:
     model = plain()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not FREEZES[frozen](name))
@@ -86,7 +88,7 @@ def test_frozen_layers(frozen: str, runtime: str, checkpoint: str, door: str) ->
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and a product of two thin matrices that learns in its place."""
+    """A frozen layer plus a trainable product of two thin matrices."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -100,7 +102,9 @@ class Adapted(nn.Module):
 
 
 @each_pair(door=DOORS, checkpoint=CHECKPOINTS, schedule=SCHEDULES, shared=[False, True])
-def test_adapters(shared: bool, schedule: str, checkpoint: str, door: str) -> None:
+def test_low_rank_adapters_train_as_the_unsplit_model(
+    shared: bool, schedule: str, checkpoint: str, door: str
+) -> None:
     model = tied() if shared else plain()
     for at, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
@@ -139,14 +143,14 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
     when=["before", "after"],
     how=PARAMETRIZATIONS,
 )
-def test_parametrized_weights(
+def test_parametrized_weights_train_as_the_unsplit_model(
     how: str, when: str, runtime: str, checkpoint: str, door: str
 ) -> None:
     model = plain()
     if when == "before":
         PARAMETRIZATIONS[how](model[2])
     pipe = piped(model, checkpoint=checkpoint, runtime=runtime, schedule="1f1b")
-    if when == "after":  # the pipe was made
+    if when == "after":  # parametrize after the pipe was made
         for module in (model, pipe):
             torch.manual_seed(2)
             PARAMETRIZATIONS[how](module[2])
@@ -159,10 +163,10 @@ def test_parametrized_weights(
 
 
 @each_pair(door=DOORS, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
-def test_spectral_norm_moves_on_with_each_micro_batch(
+def test_spectral_norm_updates_with_each_micro_batch(
     schedule: str, checkpoint: str, door: str
 ) -> None:
-    """It iterates in each forward: compared with the model itself, micro-batch by micro-batch."""
+    """It iterates in each forward, so the reference runs micro-batch by micro-batch."""
     model = plain()
     parametrizations.spectral_norm(model[2])
     pipe = piped(model, checkpoint=checkpoint, schedule=schedule, devices=on_devices(schedule))
@@ -176,7 +180,7 @@ def test_spectral_norm_moves_on_with_each_micro_batch(
         assert differences(found, expected, closely) == []
 
 
-# ---- what trains it -----------------------------------------------------------------------
+# ---- optimizers, averages and schedulers --------------------------------------------------
 
 EMA = get_ema_multi_avg_fn(0.9)
 
@@ -184,7 +188,7 @@ EMA = get_ema_multi_avg_fn(0.9)
 @each_door
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("make", [network, tied], ids=["network", "tied"])
-def test_an_average_of_the_model(
+def test_averaged_model_of_a_pipe(
     make: Callable[[], nn.Sequential], use_buffers: bool, door: str
 ) -> None:
     model = make()
@@ -215,8 +219,8 @@ def test_an_average_of_the_model(
 
 @each_door
 @pytest.mark.parametrize("overflow", [False, True])
-def test_a_gradient_scaler(overflow: bool, door: str) -> None:
-    """If one stage's gradient overflows, no stage learns."""
+def test_grad_scaler_in_the_loss_function(overflow: bool, door: str) -> None:
+    """If the gradient of one stage overflows, no stage is updated."""
     model = tied()
     pipe = piped(model, schedule="1f1b")
     x, target = batch(7)
@@ -253,7 +257,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("how", SCHEDULERS)
-def test_learning_rates_go_the_same_way(how: str) -> None:
+def test_learning_rate_schedulers(how: str) -> None:
     model = plain()
     pipe = piped(model, schedule="1f1b")
     x, target = batch(7)
@@ -271,7 +275,7 @@ def test_learning_rates_go_the_same_way(how: str) -> None:
 
 
 @pytest.mark.parametrize("make", [plain, tied], ids=["plain", "tied"])
-def test_groups_of_parameters_by_name(make: Callable[[], nn.Sequential]) -> None:
+def test_optimizer_parameter_groups_by_name(make: Callable[[], nn.Sequential]) -> None:
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         named = list(module.named_parameters())
         decayed = [(n, p) for n, p in named if n.endswith("weight")]
@@ -294,10 +298,10 @@ def test_groups_of_parameters_by_name(make: Callable[[], nn.Sequential]) -> None
 
 
 @pytest.mark.parametrize("make", [network, tied], ids=["network", "tied"])
-def test_training_goes_on_from_what_the_other_saved(make: Callable[[], nn.Sequential]) -> None:
-    """Model to pipe, pipe to model, with the optimizer's state."""
+def test_state_dicts_move_between_model_and_pipe(make: Callable[[], nn.Sequential]) -> None:
+    """The states of model and optimizer go from model to pipe and back."""
     x, target = batch(8)
-    model = make().eval()  # dropout and BatchNorm aside
+    model = make().eval()  # without dropout and BatchNorm updates
     modules: list[Any] = [model, piped(make()).eval(), make().eval(), piped(make(), stages=2)]
     modules[3].eval()
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in modules]
@@ -331,8 +335,8 @@ PLACED = [
 
 @each_door
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_dropout_is_the_same_however_it_is_run(chunks: int, door: str) -> None:
-    """For one cut: the outputs to the bit, the gradients but for the order of their sums."""
+def test_dropout_is_independent_of_schedule_placement_and_runtime(chunks: int, door: str) -> None:
+    """Outputs are equal to the bit, and gradients up to the order of their sums."""
     model = network()
     x, target = batch(8)
     outcomes: list[Outcome] = []

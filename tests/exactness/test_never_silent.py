@@ -1,4 +1,4 @@
-"""Models whose numbers could go wrong without a word: each is right, or refused."""
+"""Tests of models that could give wrong numbers without an error: each is exact or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = ["never", "except_last", "always"]
 
 
 class Do(nn.Module):
-    """Any function as a layer."""
+    """A layer that calls any function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ def rows(count: int = 4) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_finds_what_learns_outside_of_a_stage_without_parameters(mode: str) -> None:
-    """Under recomputation its outputs were taken for constants."""
+def test_gradient_of_an_outside_tensor_in_a_stage_without_parameters(mode: str) -> None:
+    """Under recomputation, the outputs of the stage were taken for constants."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     layers = nn.Sequential(Do(lambda x: x * weight), linear())
     Pipe(layers, 2, mode, stages=2, loss_fn=torch.sum, reduction="sum").step(rows())
@@ -90,7 +90,7 @@ def change_one(pair: tuple[Tensor, Tensor]) -> Tensor:
     ],
     ids=["two views", "an input passed on", "a table for all", "a buffer"],
 )
-def test_what_others_read_is_not_changed_in_place(
+def test_in_place_change_of_a_shared_tensor_is_refused(
     layers: list[nn.Module], given: list[Any], mode: str
 ) -> None:
     model = nn.Sequential(*copy.deepcopy(layers))
@@ -113,13 +113,13 @@ class Near(nn.Module):
         return x + (yield pop("far"))
 
 
-def test_a_skip_that_was_changed_is_noticed_where_messages_are_copies(
+def test_in_place_change_of_a_skip_is_refused_when_payloads_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As between GPUs, where the two ends do not share memory."""
+    """Payloads are copied between GPUs, where sender and receiver do not share memory."""
 
-    def copied(parcel: Payload, sender: Device, receiver: Device) -> InFlightPayload:
-        return InFlightPayload(parcel.map_tensors(Tensor.clone))
+    def copied(payload: Payload, sender: Device, receiver: Device) -> InFlightPayload:
+        return InFlightPayload(payload.map_tensors(Tensor.clone))
 
     monkeypatch.setattr(transport, "transfer", copied)
     pipe = Pipe(nn.Sequential(Far(), nn.ReLU(inplace=True), Near()), 2, stages=3)
@@ -128,7 +128,7 @@ def test_a_skip_that_was_changed_is_noticed_where_messages_are_copies(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_autograd_knows_that_a_layer_changed_the_callers_tensor(mode: str) -> None:
+def test_in_place_change_of_an_input_bumps_its_version_for_autograd(mode: str) -> None:
     x, weight = rows(), torch.ones(4, dtype=torch.float64, requires_grad=True)
     before = x * weight
     pipe = Pipe(nn.Sequential(nn.ReLU(inplace=True), linear()), 2, mode, stages=2)
@@ -136,7 +136,7 @@ def test_autograd_knows_that_a_layer_changed_the_callers_tensor(mode: str) -> No
         (before.sum() + pipe(x).sum()).backward()
 
 
-def test_a_generator_of_a_layers_own_cannot_be_rewound() -> None:
+def test_layer_with_its_own_generator_is_refused_under_recomputation() -> None:
     own = torch.Generator()
     noisy = Do(lambda x: x * torch.rand(x.shape, generator=own, dtype=x.dtype))
     with pytest.raises(RunError, match="draws random numbers from its own generator"):
@@ -145,7 +145,7 @@ def test_a_generator_of_a_layers_own_cannot_be_rewound() -> None:
 
 
 class Centred(nn.BatchNorm1d):
-    """Reads its running mean, and moves it on."""
+    """A norm that reads its running mean and then updates it."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None
@@ -155,7 +155,7 @@ class Centred(nn.BatchNorm1d):
         return found
 
 
-def test_a_norm_that_reads_its_statistics_is_recomputed_as_it_was() -> None:
+def test_norm_that_reads_its_running_statistics_is_recomputed_exactly() -> None:
     found = []
     for mode in MODES:
         pipe = Pipe(nn.Sequential(linear(), Centred(4).double()), 2, mode, stages=2)
@@ -165,7 +165,7 @@ def test_a_norm_that_reads_its_statistics_is_recomputed_as_it_was() -> None:
         assert all(map(torch.equal, gradients, found[0]))
 
 
-def test_another_checkpoint_mode_holds_from_the_next_step_on() -> None:
+def test_changed_checkpoint_mode_applies_from_the_next_step() -> None:
     pipe = Pipe(nn.Sequential(linear(), linear()), 2, "never", stages=2, loss_fn=torch.sum)
     pipe.step(rows())
     pipe.checkpoint = "always"
@@ -173,7 +173,7 @@ def test_another_checkpoint_mode_holds_from_the_next_step_on() -> None:
     assert sum(action.op is Op.R for action in actions) == 4  # type: ignore[union-attr]
 
 
-def test_a_parameter_whose_memory_was_exchanged_is_noticed() -> None:
+def test_parameter_data_replaced_before_backward_is_refused() -> None:
     layer = linear()
     loss = Pipe(nn.Sequential(layer, linear()), 2, "always", stages=2)(rows()).sum()
     layer.weight.data = layer.weight.data * 3
@@ -181,14 +181,14 @@ def test_a_parameter_whose_memory_was_exchanged_is_noticed() -> None:
         loss.backward()
 
 
-def test_a_layer_added_later_is_not_passed_over() -> None:
+def test_layer_added_after_the_pipe_was_made_is_refused() -> None:
     pipe = Pipe(nn.Sequential(linear(), linear()), 2, stages=2)
     pipe.add_module("2", linear())
     with pytest.raises(RunError, match="made of the layers 0, 1, but now has 0, 1, 2"):
         pipe(rows())
 
 
-def test_the_reduction_of_a_partial_is_seen() -> None:
+def test_reduction_of_a_partial_loss_function() -> None:
     loss_fn = partial(functional.mse_loss, reduction="sum")
     pipe = Pipe(nn.Sequential(linear(), linear()), 2, stages=2, loss_fn=loss_fn)
     target = torch.zeros(4, 4).double()
@@ -196,7 +196,7 @@ def test_the_reduction_of_a_partial_is_seen() -> None:
     assert torch.allclose(pipe.step(rows(), target=target).loss, expected, atol=1e-12)
 
 
-def test_a_batch_that_stays_whole_with_a_target_that_is_cut() -> None:
+def test_no_chunk_batch_with_a_split_target() -> None:
     pipe = Pipe(
         nn.Sequential(linear(), linear()), 2, stages=2, loss_fn=lambda y, t: t.mean() + 0 * y.sum()
     )
@@ -204,8 +204,8 @@ def test_a_batch_that_stays_whole_with_a_target_that_is_cut() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["inline", "threads"])
-def test_a_pipe_with_dropout_in_a_layer_of_another_is_recomputed_alike(runtime: str) -> None:
-    """Its seed came from a generator that its own forward had moved on."""
+def test_nested_pipe_with_dropout_is_recomputed_exactly(runtime: str) -> None:
+    """The seed of the inner pipe came from a generator that its own forward had advanced."""
 
     def found(mode: str) -> list[Tensor]:
         torch.manual_seed(3)

@@ -40,12 +40,12 @@ def assert_equal(found: Found | Failure, expected: Found) -> None:
 
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 @pytest.mark.parametrize("row", HERE, ids=lambda row: row.title)
-def test_a_script_gives_what_the_unsplit_model_gives(row: Row, schedule: str) -> None:
+def test_example_script_equals_the_unsplit_model(row: Row, schedule: str) -> None:
     assert_equal(replace(row, schedule=schedule).penstock(), row.unsplit())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 13, 16])
-def test_evaluation_has_as_many_rows_as_the_batch(rows: int) -> None:
+def test_evaluation_with_other_batch_sizes(rows: int) -> None:
     model, x = network().eval(), batch(16)[0]
     pipe = Pipe(model, CHUNKS, stages=2, devices=["cpu"] * 2).eval()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_evaluation_has_as_many_rows_as_the_batch(rows: int) -> None:
         assert closely(pipe(x), model(x))
 
 
-def test_both_doors_add_up() -> None:
+def test_gradients_of_steps_and_calls_add_up() -> None:
     model, pipe = network(), two_ranks(network(), mse_loss, "1f1b")
     for seed in (1, 2, 3):
         x, target = batch(14 + seed, seed)
@@ -66,7 +66,7 @@ def test_both_doors_add_up() -> None:
     assert_equal(gradients(pipe), gradients(model))
 
 
-def test_a_tensor_that_is_no_batch_is_not_cut_in_silence() -> None:
+def test_tensor_with_other_rows_is_refused_with_a_no_chunk_hint() -> None:
     pipe = two_ranks(Table().model(), mse_loss, "1f1b")
     x, target, positions = Table().sequences()
     with pytest.raises(ValueError, match=r"NoChunk\(positions\).*Chunk\(positions, dim"):
@@ -76,9 +76,7 @@ def test_a_tensor_that_is_no_batch_is_not_cut_in_silence() -> None:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("deferred", [False, True])
-def test_statistics_advance_once_a_micro_batch_or_once_a_batch(
-    checkpoint: str, deferred: bool
-) -> None:
+def test_batch_norm_statistics_with_and_without_deferral(checkpoint: str, deferred: bool) -> None:
     row = Statistics()
     expected = row.unsplit()
     x, target = batch(16)
@@ -94,7 +92,7 @@ def test_statistics_advance_once_a_micro_batch_or_once_a_batch(
 
 
 @pytest.mark.parametrize("most", [0.01, 0.1, 100.0])
-def test_the_norm_is_that_of_all_ranks(most: float) -> None:
+def test_clip_grad_norm_over_all_ranks(most: float) -> None:
     model, pipe = network(), two_ranks(network(), mse_loss, "1f1b")
     x, target = batch(16)
     mse_loss(model(x), target).backward()
@@ -145,24 +143,26 @@ class Broken(Evaluate):
 
 @pytest.fixture(scope="module")
 def replicated() -> list[Found | Failure]:
-    """One group of processes for all, and after one fails another."""
+    """Run all scripts in one group of processes, and one more after one of them fails."""
     row = Replicas()
     right = [row.penstock, row.penstock_called, Wrapped().penstock]
     return in_processes([*right, Broken().pipelining, Broken().unsplit], row.replicas)
 
 
 @pytest.mark.parametrize(("door", "at"), [("step", 0), ("call", 1)])
-def test_replicas_agree_with_the_whole_batch(
+def test_replicas_equal_the_whole_batch(
     replicated: list[Found | Failure], door: str, at: int
 ) -> None:
     assert_equal(replicated[at], Replicas().unsplit())
 
 
-def test_a_step_past_ddp_is_refused(replicated: list[Found | Failure]) -> None:
+def test_step_inside_distributed_data_parallel_is_refused(
+    replicated: list[Found | Failure],
+) -> None:
     assert isinstance(replicated[2], dict), str(replicated[2])
 
 
-def test_a_peer_that_fails_is_reported_and_the_next_script_runs(
+def test_failing_process_is_reported_and_the_next_script_runs(
     replicated: list[Found | Failure],
 ) -> None:
     failed, after = replicated[3:]
@@ -170,14 +170,14 @@ def test_a_peer_that_fails_is_reported_and_the_next_script_runs(
     assert_equal(after, Broken().unsplit())
 
 
-def test_a_peer_that_hangs_is_not_waited_for() -> None:
+def test_hanging_process_is_stopped_at_the_time_limit() -> None:
     start = time.monotonic()
     (failed,) = in_processes([Broken().penstock], processes=1, limit=5)
     assert str(failed) == "rank 0: no answer within the time limit"
     assert time.monotonic() - start < 20
 
 
-def test_the_table_is_printed(
+def test_trust_benchmark_prints_its_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["trust.py", "--only", "BatchNorm"])

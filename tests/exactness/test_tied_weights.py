@@ -1,4 +1,4 @@
-"""Parameters, modules and buffers that ranks share: as in the unsplit model, owned once."""
+"""Tests of parameters, modules and buffers that ranks share: exact, and owned by one rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WORDS, WIDTH = 11, 8
 
 
 class Head(nn.Module):
-    """Holds the embedding itself, and has a bias of its own."""
+    """A head that holds the embedding itself, and has its own bias."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Head(nn.Module):
 
 
 class Inner(nn.Module):
-    """Keeps its embedding one level further down."""
+    """A module that holds the head one level further down."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def language(kind: str = "weight") -> nn.Sequential:
-    """Eight layers with a skip connection; the last has the first one's weight."""
+    """Return eight layers with a skip connection, of which the last is tied to the first."""
     torch.manual_seed(0)
     embedding = nn.Embedding(WORDS, WIDTH)
     layers = [
@@ -125,7 +125,7 @@ def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
 
 @pytest.fixture(params=["here", "elsewhere"])
 def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins share their owner's memory, or are copies, as on another device."""
+    """Let proxies share the memory of their parameter, or copy it as on another device."""
     if request.param == "elsewhere":
         monkeypatch.setattr(
             parameter_proxies, "move_to_device", lambda tensor, device: tensor.clone()
@@ -145,7 +145,7 @@ both_places = pytest.mark.usefixtures("_where")
     schedule=SCHEDULES,
     kind=["weight", "module"],
 )
-def test_training_with_a_tie_goes_as_with_the_unsplit_model(
+def test_tied_weights_train_as_the_unsplit_model(
     schedule: str, runtime: str, checkpoint: str, door: str, kind: str
 ) -> None:
     model = language(kind)
@@ -168,7 +168,9 @@ def test_training_with_a_tie_goes_as_with_the_unsplit_model(
 
 @both_places
 @each_pair(kind=KINDS, door=DOORS, checkpoint=CHECKPOINTS, ranks=CUTS)
-def test_any_number_of_ranks(ranks: int, checkpoint: str, door: str, kind: str) -> None:
+def test_tied_weights_on_any_number_of_ranks(
+    ranks: int, checkpoint: str, door: str, kind: str
+) -> None:
     model = language(kind)
     pipe = piped(model, ranks, schedule="1f1b", checkpoint=checkpoint)
     x, target = tokens()
@@ -178,7 +180,7 @@ def test_any_number_of_ranks(ranks: int, checkpoint: str, door: str, kind: str) 
 
 
 class Recurrent(nn.Module):
-    """All that it computes with is another's."""
+    """A layer that computes only with a module of another layer."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -199,7 +201,7 @@ def repeated() -> nn.Sequential:
 @each_door
 @each_runtime
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_every_layer_has_the_same_weights(schedule: str, runtime: str, door: str) -> None:
+def test_one_block_shared_by_all_layers(schedule: str, runtime: str, door: str) -> None:
     model = repeated()
     pipe = Pipe(
         copy.deepcopy(model),
@@ -216,7 +218,7 @@ def test_every_layer_has_the_same_weights(schedule: str, runtime: str, door: str
         assert differences(trained(pipe, x, target, door), expected, closely) == []
 
 
-def test_a_layer_of_the_pipe_stands_in_an_earlier_one_too() -> None:
+def test_layer_that_is_also_inside_an_earlier_layer() -> None:
     torch.manual_seed(0)
     last = nn.Linear(6, 6).double()
     model = nn.Sequential(Recurrent(nn.Sequential(last)), nn.Linear(6, 6).double(), last)
@@ -229,7 +231,7 @@ def test_a_layer_of_the_pipe_stands_in_an_earlier_one_too() -> None:
 
 
 @each_door
-def test_gradients_of_several_steps_add_up(door: str) -> None:
+def test_tied_weight_gradients_of_several_steps_add_up(door: str) -> None:
     model = language()
     pipe = piped(model, schedule="1f1b")
     for rows in (7, 5, 1):
@@ -240,7 +242,7 @@ def test_gradients_of_several_steps_add_up(door: str) -> None:
 
 @each_kind
 @each_checkpoint
-def test_a_second_backward_through_the_same_forward(checkpoint: str, kind: str) -> None:
+def test_tied_weights_with_retain_graph(checkpoint: str, kind: str) -> None:
     model = language(kind)
     pipe = piped(model, checkpoint=checkpoint)
     x, target = tokens()
@@ -251,7 +253,7 @@ def test_a_second_backward_through_the_same_forward(checkpoint: str, kind: str) 
     assert same_gradients(pipe, model)
 
 
-def test_autograd_grad_gives_the_sum() -> None:
+def test_tied_weights_with_autograd_grad() -> None:
     model = language()
     pipe = piped(model)
     x, target = tokens()
@@ -264,8 +266,8 @@ def test_autograd_grad_gives_the_sum() -> None:
 
 
 @each_runtime
-def test_the_same_bits_every_time(runtime: str) -> None:
-    """Who is ready first does not matter: the caller adds, rank after rank."""
+def test_tied_weight_gradients_are_bitwise_reproducible(runtime: str) -> None:
+    """The caller adds the gradients rank by rank, whichever rank is ready first."""
     found = []
     for _ in range(5):
         pipe = Pipe(repeated(), 3, stages=9, runtime=runtime, loss_fn=functional.mse_loss)
@@ -276,7 +278,7 @@ def test_the_same_bits_every_time(runtime: str) -> None:
         assert all(map(bitwise, found[0], gradients))
 
 
-def test_a_sparse_gradient_meets_a_dense_one() -> None:
+def test_tied_weight_with_sparse_and_dense_gradients() -> None:
     model = language()
     model[0].sparse = True  # type: ignore[assignment]
     pipe = piped(model)
@@ -285,7 +287,7 @@ def test_a_sparse_gradient_meets_a_dense_one() -> None:
     assert differences(trained(pipe, x, target, "step"), expected, closely) == []
 
 
-def test_a_tie_that_is_made_after_the_pipe() -> None:
+def test_weight_tied_after_the_pipe_was_made() -> None:
     model = language()
     head = nn.Linear(WIDTH, WORDS).double()
     pipe = Pipe(nn.Sequential(*list(copy.deepcopy(model))[:-1], head), 3, stages=4)
@@ -300,25 +302,25 @@ def test_a_tie_that_is_made_after_the_pipe() -> None:
     assert closely(pipe[0].weight.grad, gradient)
 
 
-def test_a_module_that_is_shared_after_the_pipe_was_made() -> None:
+def test_module_shared_after_the_pipe_was_made() -> None:
     model = language("module")
     pipe = piped(model)
-    pipe[7].embedding = copy.deepcopy(pipe[0])  # apart,
+    pipe[7].embedding = copy.deepcopy(pipe[0])  # separate
     x, target = tokens()
     pipe.step(x, target=target)
     pipe.zero_grad()
-    pipe[7].embedding = pipe[0]  # and together
+    pipe[7].embedding = pipe[0]  # shared again
     expected = whole(model, x, target, cross_entropy)
     assert differences(trained(pipe, x, target, "step"), expected, closely) == []
 
 
-# ---- frozen, and without gradients --------------------------------------------------------
+# ---- frozen weights, and no gradients -----------------------------------------------------
 
 
 @both_places
 @each_kind
 @each_door
-def test_a_frozen_tie(door: str, kind: str) -> None:
+def test_frozen_tied_weights(door: str, kind: str) -> None:
     model = language(kind)
     model[0].requires_grad_(False)
     pipe = piped(model)
@@ -327,7 +329,7 @@ def test_a_frozen_tie(door: str, kind: str) -> None:
         expected = whole(model, x, target, cross_entropy)
         assert differences(trained(pipe, x, target, door), expected, closely) == []
         assert pipe[0].weight.grad is None
-        for module in (model[0], pipe[0]):  # and thawed
+        for module in (model[0], pipe[0]):  # unfreeze
             module.requires_grad_()
         model.zero_grad()
         pipe.zero_grad()
@@ -341,7 +343,7 @@ def test_a_frozen_tie(door: str, kind: str) -> None:
 @each_runtime
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_another_device_has_one_copy_a_call(
+def test_tied_weight_is_copied_once_per_device_and_call(
     frozen: bool, elsewhere: bool, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -368,7 +370,7 @@ def test_another_device_has_one_copy_a_call(
 @both_places
 @each_kind
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Callable[[], Any], kind: str) -> None:
+def test_tied_weights_without_gradients(mode: Callable[[], Any], kind: str) -> None:
     model = language(kind).eval()
     pipe = piped(model)
     x, target = tokens()
@@ -381,7 +383,7 @@ def test_without_gradients(mode: Callable[[], Any], kind: str) -> None:
         assert closely(pipe(x), model(x))
 
 
-def test_autocast() -> None:
+def test_tied_weights_under_autocast() -> None:
     model = language().float()
     pipe = piped(model, chunks=1)
     x, target = tokens()
@@ -399,7 +401,7 @@ def test_autocast() -> None:
 
 @each_kind
 @each_runtime
-def test_hooks_see_the_sum_once_through_a_call(runtime: str, kind: str) -> None:
+def test_hooks_of_tied_weights_see_the_summed_gradient_in_a_call(runtime: str, kind: str) -> None:
     model = language(kind)
     pipe = piped(model, runtime=runtime)
     seen: dict[nn.Module, list[Tensor]] = {model: [], pipe: []}
@@ -417,7 +419,7 @@ def test_hooks_see_the_sum_once_through_a_call(runtime: str, kind: str) -> None:
 
 
 @each_runtime
-def test_hooks_see_parts_in_a_step_that_of_the_other_ranks_as_one(runtime: str) -> None:
+def test_hooks_of_tied_weights_in_a_step_see_the_other_ranks_as_one_part(runtime: str) -> None:
     model = repeated()
     pipe = Pipe(
         copy.deepcopy(model),
@@ -439,12 +441,12 @@ def test_hooks_see_parts_in_a_step_that_of_the_other_ranks_as_one(runtime: str) 
     x, target = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     pipe.step(x, target=target)
     whole(model, x, target, functional.mse_loss)
-    assert len(seen) == 4  # three micro-batches of the first rank, and once for two others
+    assert len(seen) == 4  # three micro-batches of the first rank, and one sum of the others
     assert threads[-1] is threading.current_thread()
     assert same_gradients(pipe, model)
 
 
-def test_hooks_of_a_shared_module_run_wherever_it_is_used() -> None:
+def test_hooks_of_a_shared_module_run_on_every_stage() -> None:
     model = repeated()
     pipe = Pipe(model, 2, stages=[4, 5], runtime="inline")
     calls: list[type[nn.Module]] = []
@@ -456,21 +458,21 @@ def test_hooks_of_a_shared_module_run_wherever_it_is_used() -> None:
     assert calls == [nn.Sequential] * 16
 
 
-# ---- stand-ins ----------------------------------------------------------------------------
+# ---- proxies ------------------------------------------------------------------------------
 
 
-def test_stages_of_one_rank_need_no_stand_ins() -> None:
+def test_stages_of_one_rank_need_no_proxies() -> None:
     for ranks, any_needed in ((1, False), (2, True)):
         split = Pipe(
             language("module"), 1, stages=[2, 2, 2, 2], devices=["cpu"] * ranks
         )._placed_partition
-        places = list(split.devices.values())
-        found = LocalTiedWeights(split.partition.stages, places, split.placement, False, chunks=1)
-        assert any(found.proxies.values()) == any_needed
+        devices = list(split.devices.values())
+        tied = LocalTiedWeights(split.partition.stages, devices, split.placement, False, chunks=1)
+        assert any(tied.proxies.values()) == any_needed
 
 
 @each_kind
-def test_the_modules_keep_what_is_theirs(kind: str) -> None:
+def test_tied_modules_are_unchanged_after_a_step(kind: str) -> None:
     model = language(kind)
     held = [(m, dict(m._parameters), dict(m._modules)) for m in model.modules()]
     pipe = Pipe(model, 3, stages=4, loss_fn=cross_entropy)
@@ -483,7 +485,7 @@ def test_the_modules_keep_what_is_theirs(kind: str) -> None:
         assert module._modules == modules
 
 
-def test_they_are_gone_after_a_failure() -> None:
+def test_proxies_are_removed_after_a_failure() -> None:
     model = language("module")
     fails = [True]
 
@@ -516,10 +518,10 @@ def _switching() -> Iterator[None]:
 
 @each_kind
 @pytest.mark.usefixtures("_switching")
-def test_two_threads_use_one_pipe_with_a_tie(kind: str) -> None:
-    """One makes its call while another's stand-ins are in use, and must not take them for real.
+def test_threads_share_one_pipe_with_tied_weights(kind: str) -> None:
+    """A thread that starts a call must not take the proxies of another call for parameters.
 
-    And there were two crews if the first calls came at the same time.
+    There were also two sets of worker threads if the first calls came at the same time.
     """
     model = language(kind)
     pipe = piped(model)
@@ -545,8 +547,8 @@ def test_two_threads_use_one_pipe_with_a_tie(kind: str) -> None:
         assert closely(p.grad, q.grad * 3 * times)
 
 
-def test_an_optimizer_that_steps_between_forward_and_backward() -> None:
-    """The error that the unsplit model gives, also through a stand-in."""
+def test_tied_weight_changed_between_forward_and_backward_is_refused() -> None:
+    """The error is that of the unsplit model, also through a proxy."""
     model = language()
     pipe = piped(model, checkpoint="never")
     x, target = tokens()
@@ -562,7 +564,7 @@ def test_an_optimizer_that_steps_between_forward_and_backward() -> None:
 
 
 class Rotated(nn.Module):
-    """Reads a table; may count its calls in it."""
+    """A layer that reads a table, and may count its calls in it."""
 
     table: Tensor
 
@@ -589,7 +591,7 @@ def rotated(first: str = "never", second: str = "never") -> nn.Sequential:
 @both_places
 @each_door
 @each_checkpoint
-def test_a_table_that_ranks_share(checkpoint: str, door: str) -> None:
+def test_buffer_shared_by_ranks(checkpoint: str, door: str) -> None:
     model = rotated()
     pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=4, loss_fn=functional.mse_loss)
     x, target = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
@@ -597,7 +599,7 @@ def test_a_table_that_ranks_share(checkpoint: str, door: str) -> None:
         expected = whole(model, x, target, functional.mse_loss)
         assert differences(trained(pipe, x, target, door), expected, closely) == []
         for module in (model, pipe):
-            module.get_buffer("0.table").mul_(2)  # all see it
+            module.get_buffer("0.table").mul_(2)  # all layers see the change
     assert pipe[0].table is pipe[3].table
 
 
@@ -608,12 +610,14 @@ CHANGED = "a layer changed 'table' in its forward, but layers of several stages 
 @each_runtime
 @pytest.mark.parametrize("change", ["in place", "anew"])
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_table_that_a_layer_changes(at: int, change: str, runtime: str) -> None:
+def test_buffer_shared_by_ranks_and_changed_by_a_layer_is_refused(
+    at: int, change: str, runtime: str
+) -> None:
     model = rotated(change if at == 0 else "never", change if at == 3 else "never")
     x = torch.randn(7, 6, dtype=torch.float64)
     alone = Pipe(copy.deepcopy(model), 1, stages=4, devices=["cpu"], runtime=runtime)
     assert closely(alone(x), copy.deepcopy(model)(x))
-    for devices in (None, ["cpu"]):  # on one rank, its stages take turns by micro-batches
+    for devices in (None, ["cpu"]):  # on one rank, stages alternate between micro-batches
         pipe = Pipe(copy.deepcopy(model), 3, stages=4, devices=devices, runtime=runtime)
         with pytest.raises(RunError, match=CHANGED) as caught:
             pipe(x)
@@ -621,7 +625,7 @@ def test_a_table_that_a_layer_changes(at: int, change: str, runtime: str) -> Non
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_batch_norm_that_ranks_share(deferred: bool) -> None:
+def test_batch_norm_shared_by_ranks_is_refused_in_training(deferred: bool) -> None:
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(6)
     model = nn.Sequential(norm, nn.Linear(6, 6), nn.Sequential(norm)).double()
@@ -633,7 +637,7 @@ def test_a_batch_norm_that_ranks_share(deferred: bool) -> None:
     assert closely(fresh(x), model.eval()(x))
 
 
-def test_an_embedding_that_keeps_its_norms_small() -> None:
+def test_tied_embedding_with_max_norm_is_refused() -> None:
     model = language()
     model[0].max_norm = 0.5  # type: ignore[assignment]
     x, _ = tokens()
@@ -641,7 +645,7 @@ def test_an_embedding_that_keeps_its_norms_small() -> None:
         piped(model)(x)
 
 
-# ---- parametrized -------------------------------------------------------------------------
+# ---- parametrized weights -----------------------------------------------------------------
 
 
 class Doubled(nn.Module):
@@ -658,9 +662,7 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
 
 @both_places
 @each_pair(door=DOORS, checkpoint=CHECKPOINTS, how=PARAMETRIZATIONS, kind=["module", "inner"])
-def test_a_tied_weight_that_is_parametrized(
-    kind: str, how: str, checkpoint: str, door: str
-) -> None:
+def test_parametrized_tied_weights(kind: str, how: str, checkpoint: str, door: str) -> None:
     model = language(kind)
     PARAMETRIZATIONS[how](model[0])
     pipe = piped(model, checkpoint=checkpoint, schedule="1f1b")
@@ -671,7 +673,7 @@ def test_a_tied_weight_that_is_parametrized(
 
 
 @each_door
-def test_an_original_that_two_parametrizations_share(door: str) -> None:
+def test_tied_original_of_two_parametrizations(door: str) -> None:
     model = language()
     for layer in (model[0], model[7]):
         parametrize.register_parametrization(layer, "weight", Doubled())
@@ -682,11 +684,11 @@ def test_an_original_that_two_parametrizations_share(door: str) -> None:
     assert differences(trained(pipe, x, target, door), expected, closely) == []
 
 
-# ---- a module like any other --------------------------------------------------------------
+# ---- state dicts, copies and norms --------------------------------------------------------
 
 
 @each_kind
-def test_names_and_states_are_those_of_the_unsplit_model(kind: str) -> None:
+def test_state_dict_of_tied_weights_equals_the_unsplit_model(kind: str) -> None:
     model = language(kind)
     pipe = piped(model)
     assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in model.named_parameters()]
@@ -710,7 +712,7 @@ def test_names_and_states_are_those_of_the_unsplit_model(kind: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Uses a weight, but in no product that W could be left with."""
+    """A layer whose use of a weight cannot be deferred to W."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -723,10 +725,8 @@ class Scaled(nn.Module):
 @both_places
 @each_checkpoint
 @each_runtime
-def test_weights_of_a_loss_and_a_tie_that_one_rank_uses_in_w_and_in_i(
-    checkpoint: str, runtime: str
-) -> None:
-    """What W had added to the rank's stand-in was set aside as an earlier step's, and lost."""
+def test_weighted_loss_with_a_tied_weight_used_in_w_and_in_i(checkpoint: str, runtime: str) -> None:
+    """What W had added to a proxy was taken for a gradient of an earlier step, and lost."""
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
@@ -755,7 +755,9 @@ def test_weights_of_a_loss_and_a_tie_that_one_rank_uses_in_w_and_in_i(
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]
 )
-def test_a_copy_keeps_its_ties(copied: Callable[[Pipe], Pipe], kind: str) -> None:
+def test_copied_or_pickled_pipe_keeps_tied_weights(
+    copied: Callable[[Pipe], Pipe], kind: str
+) -> None:
     model = language(kind)
     pipe = copied(piped(model, loss_fn=None))
     x, target = tokens()
@@ -765,7 +767,7 @@ def test_a_copy_keeps_its_ties(copied: Callable[[Pipe], Pipe], kind: str) -> Non
     assert same_gradients(pipe, model)
 
 
-def test_casting_keeps_the_tie() -> None:
+def test_casting_a_pipe_keeps_tied_weights() -> None:
     model = language("module")
     pipe = piped(model.float()).double()
     model.double()
@@ -776,7 +778,7 @@ def test_casting_keeps_the_tie() -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_a_tied_parameter_counts_once_in_the_norm(max_norm: float, norm_type: float) -> None:
+def test_clip_grad_norm_counts_a_tied_parameter_once(max_norm: float, norm_type: float) -> None:
     model = language()
     pipe = piped(model)
     x, target = tokens()
@@ -787,7 +789,7 @@ def test_a_tied_parameter_counts_once_in_the_norm(max_norm: float, norm_type: fl
     assert same_gradients(pipe, model)
 
 
-def test_a_norm_that_is_not_finite() -> None:
+def test_clip_grad_norm_that_is_not_finite() -> None:
     pipe = piped(language())
     pipe[2].weight.grad = torch.full((WIDTH, WIDTH), float("nan"), dtype=torch.float64)
     assert pipe.clip_grad_norm_(1.0).isnan()

@@ -1,6 +1,7 @@
-"""Pipes whose steps are captured, next to others that are not, and what must be the same.
+"""Helpers that compare pipes with captured steps to other runtimes.
 
-Kernels have to be deterministic for that, and cuBLAS is told so before it is first used.
+Results must be equal bit by bit, so kernels have to be deterministic, and cuBLAS has to be
+configured for that before it is first used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Within, what is read without having been written is not a number, too."""
+    """Use deterministic algorithms, which also fill uninitialized memory with nan."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -35,7 +36,10 @@ def deterministic() -> Iterator[None]:
 
 
 def layers(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Sequential:
-    """In place, with a skip connection, and a BatchNorm, which needs two rows in a micro-batch."""
+    """Return layers with in-place operations, a skip connection and a BatchNorm.
+
+    The BatchNorm needs two rows in a micro-batch.
+    """
     torch.manual_seed(0)
     drop: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
     parts = [Top(), nn.ReLU(inplace=True), *drop, nn.Linear(32, 32), nn.BatchNorm1d(32)]
@@ -51,7 +55,7 @@ def batch(seed: int, rows: int = 22, dtype: torch.dtype = torch.float64) -> Batc
 
 
 def pipe_of(model: nn.Sequential, runtime: str, **options: Any) -> Pipe:
-    """On as many of four devices as its schedule has ranks for four stages."""
+    """Return a pipe of four stages, on as many virtual devices as its schedule has ranks."""
     given: dict[str, Any] = {
         "chunks": 6,
         "stages": 4,
@@ -63,17 +67,17 @@ def pipe_of(model: nn.Sequential, runtime: str, **options: Any) -> Pipe:
     return Pipe(model, runtime=runtime, **{"devices": four()[:ranks], **given})
 
 
-def twins(
+def pipes_per_runtime(
     make: Callable[[], nn.Sequential],
     runtimes: Sequence[str] = ("inline", "threads"),
     **options: Any,
 ) -> list[Pipe]:
-    """The first is captured; of the others, all is the same but the runtime."""
+    """Return a captured pipe, and equal pipes with other runtimes."""
     return [pipe_of(make(), runtime, **options) for runtime in ("graph", *runtimes)]
 
 
 def check_same(pipe: Pipe, other: Pipe) -> None:
-    """Gradients, parameters and buffers, bit by bit."""
+    """Assert that gradients, parameters and buffers are equal bit by bit."""
     for (name, a), (_, b) in zip(pipe.named_parameters(), other.named_parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         assert a.grad is None or same(a.grad, b.grad), f"gradient of {name}"
@@ -83,42 +87,42 @@ def check_same(pipe: Pipe, other: Pipe) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit by bit, also where they are no numbers."""
+    """Return whether two tensors are equal bit by bit, including nan."""
     return torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b.detach()))
 
 
 def zero(pipe: Pipe, number: int) -> None:
-    """Before step 0, 1, 2, ...: to None, to zeros, and not at all, so that two add up."""
+    """Zero the gradients before step 0, 1, 2, ...: to None, to zeros, and not at all."""
     if number % 3 < 2:
         pipe.zero_grad(set_to_none=number % 3 == 0)
 
 
 def replays_of(pipe: Pipe) -> int:
-    """How often the recordings that it has were replayed."""
+    """Return how often the recorded graphs of a pipe were replayed."""
     runs: Any = pipe._engine
     kept = runs._lazy_state.graph_cache
     return 0 if kept is None else sum(one.replay_count for one in kept._history.graphs.values())
 
 
-def follow(
+def check_same_steps(
     pipes: Sequence[Pipe],
     batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Take the same steps with each; after every one, all are as the first is.
+    """Run the same steps with each pipe, and assert equal results after every step.
 
-    Of one or two kinds of steps, all but the first of each are replayed.
+    With one or two kinds of steps, all but the first of each kind must be replayed.
     """
     kinds = len({tuple(x.shape for x in inputs) for inputs, _ in batches})
     before = replays_of(pipes[0])
     with deterministic():
-        for number, (inputs, named) in enumerate(batches):
+        for number, (inputs, kwargs) in enumerate(batches):
             results = []
             for pipe in pipes:
                 zero(pipe, number)
                 torch.manual_seed(number)
-                with within():
-                    results.append(pipe.step(*inputs, **named))
+                with context():
+                    results.append(pipe.step(*inputs, **kwargs))
             first, *others = results
             assert first.ran.runtime == "graph"
             for pipe, result in zip(pipes[1:], others, strict=True):
@@ -129,6 +133,6 @@ def follow(
 
 
 def batches(number: int = 6, **how: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Other numbers in each."""
+    """Return batches with different numbers."""
     found = [batch(seed, **how) for seed in range(number)]
     return [((x,), {"target": y}) for x, y in found]

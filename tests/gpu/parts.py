@@ -1,4 +1,4 @@
-"""What tests on a GPU have in common: its four parts, layers, and a guard against hidden waits."""
+"""Shared parts of the GPU tests: virtual devices, layers, and a check for hidden host waits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BUSY = 20_000_000  # cycles: about 10 ms
 
 @contextmanager
 def no_hidden_waits() -> Iterator[None]:
-    """Within, any operation that makes the host wait for the device is an error."""
+    """Make any operation that makes the host wait for the device an error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode says that it is a prototype
+        warnings.simplefilter("ignore")  # the mode warns that it is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -54,7 +54,7 @@ class Bottom(nn.Module):
 
 
 class Sleep(nn.Module):
-    """Keeps its device busy."""
+    """A layer that keeps its device busy."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.cuda._sleep(BUSY)
@@ -76,7 +76,10 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Positions and masks are made between units, on the device that the input says; tied head."""
+    """A language model with a tied head.
+
+    Positions and masks are created between units, on the device of the input.
+    """
 
     frequencies: Tensor
 

@@ -1,4 +1,4 @@
-"""Any module on the GPU: virtual GPUs, the host and the GPU mixed, masks between units."""
+"""Tests of traced models on virtual GPUs, on one GPU, and on CPU and GPU mixed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ def devices(kind: str) -> list[Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("runtime", ["threads", "inline"])
 @pytest.mark.parametrize("kind", ["virtual", "one", "mixed"])
-def test_gradients_are_the_unsplit_models(kind: str, runtime: str, schedule: str) -> None:
+def test_traced_model_on_gpu_equals_the_unsplit_model(
+    kind: str, runtime: str, schedule: str
+) -> None:
     torch.manual_seed(3)
     model = Language().double()
     unsplit = copy.deepcopy(model).cuda()
-    where = devices(kind)
+    device_list = devices(kind)
     first = "cpu" if kind == "mixed" else "cuda:0"
     example = torch.randint(0, WORDS, (4, 6))
     pipe = Pipe(
         model,
         2,
         stages=3,
-        devices=where,
+        devices=device_list,
         example=example,
         schedule=schedule,
         runtime=runtime,
@@ -59,7 +61,7 @@ def test_gradients_are_the_unsplit_models(kind: str, runtime: str, schedule: str
             assert abs(pipe.step(ids).loss.item() - unsplit(ids.cuda()).item()) < 1e-10
 
 
-def test_units_are_measured_on_the_gpu_and_devices_by_their_speed() -> None:
+def test_balance_by_time_on_gpu_and_cpu() -> None:
     model = Language()
     example = torch.randint(0, WORDS, (8, 16))
     pipe = Pipe(model, 2, stages=2, devices=["cuda:0", "cpu"], example=example)
@@ -67,11 +69,11 @@ def test_units_are_measured_on_the_gpu_and_devices_by_their_speed() -> None:
     assert "stage 0" in pipe.summary()
 
 
-def test_autocast_and_recomputation() -> None:
+def test_traced_model_on_gpu_with_autocast_and_recomputation() -> None:
     model = Language()
     ids = torch.randint(0, WORDS, (4, 8), device="cuda")
-    where = devices("virtual")
-    pipe = Pipe(model, 2, "always", stages=3, devices=where, example=ids, schedule="1f1b")
+    device_list = devices("virtual")
+    pipe = Pipe(model, 2, "always", stages=3, devices=device_list, example=ids, schedule="1f1b")
     with torch.autocast("cuda", torch.bfloat16):
         loss = pipe.step(ids).loss
     assert torch.isfinite(loss)

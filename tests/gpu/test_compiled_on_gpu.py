@@ -1,4 +1,4 @@
-"""Compiled blocks and stages on a GPU, by inductor, under each runtime."""
+"""Tests of blocks and stages compiled by inductor on a GPU, under each runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock import Pipe
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+    pytest.mark.filterwarnings("ignore"),  # caused by the compiler
 ]
 
 RANKS, CHUNKS, SIZE = 2, 4, 64
@@ -67,7 +67,7 @@ def made(model: nn.Module, by: str, counting: Counting | None, **options: Any) -
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("by", ["block", "stage"])
 @pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
-def test_nothing_is_compiled_after_the_first_step(
+def test_no_recompilation_on_gpu_after_the_first_step(
     runtime: str, by: str, checkpoint: str, schedule: str
 ) -> None:
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_nothing_is_compiled_after_the_first_step(
 
 
 @pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
-def test_nor_with_micro_batches_of_unequal_size(runtime: str) -> None:
+def test_no_recompilation_on_gpu_with_uneven_micro_batches(runtime: str) -> None:
     model = nn.Sequential(*(Block() for _ in range(RANKS)))
     counting = Counting()
     pipe = made(model, "block", counting, runtime=runtime, checkpoint="never", schedule="1f1b")
@@ -106,8 +106,8 @@ def test_nor_with_micro_batches_of_unequal_size(runtime: str) -> None:
     assert found[1:] == [0, 0, 0]
 
 
-def test_dropout_in_compiled_blocks_is_fresh_in_each_replay() -> None:
-    """Inductor draws seeds of its own, on the device: from the generator of the cell."""
+def test_dropout_in_compiled_blocks_differs_in_each_graph_replay() -> None:
+    """Inductor draws its seeds on the device, from the generator of the cell."""
     model = nn.Sequential(*(nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(RANKS)))
     counting = Counting()
     pipe = made(model, "block", counting, runtime="graph", checkpoint="always", schedule="1f1b")

@@ -1,4 +1,4 @@
-"""On a real GPU, cut into four virtual ones. Skipped where there is none."""
+"""Tests of pipes on a real GPU that is split into four virtual ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def worst(pipe: Pipe, expected: list[Tensor]) -> float:
     return max(float((p.grad - g).abs().max()) for p, g in pairs if p.grad is not None)
 
 
-def test_virtual_devices_are_disjoint_parts() -> None:
+def test_virtual_devices_are_disjoint_parts_of_the_gpu() -> None:
     parts = penstock.virtual_devices("cuda:0", 4)
     total = torch.cuda.get_device_properties(0).multi_processor_count
     assert sum(part.sms for part in parts) <= total
@@ -62,7 +62,7 @@ def test_virtual_devices_are_disjoint_parts() -> None:
 @pytest.mark.parametrize("runtime", ["threads", "inline"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_step_equals_the_unsplit_model(schedule: str, mode: str, runtime: str) -> None:
+def test_step_on_gpu_equals_the_unsplit_model(schedule: str, mode: str, runtime: str) -> None:
     x, y = batch()
     loss, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), schedule=schedule, checkpoint=mode, runtime=runtime)
@@ -74,7 +74,7 @@ def test_step_equals_the_unsplit_model(schedule: str, mode: str, runtime: str) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_backward_through_the_call_ends_and_is_right(mode: str) -> None:
+def test_call_and_backward_on_gpu_equal_the_unsplit_model(mode: str) -> None:
     x, y = batch()
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), checkpoint=mode)
@@ -84,7 +84,7 @@ def test_backward_through_the_call_ends_and_is_right(mode: str) -> None:
     assert worst(pipe, gradients) < 1e-12
 
 
-def test_gradients_reach_the_input() -> None:
+def test_gradients_reach_the_input_on_gpu() -> None:
     x, y = batch()
     x.requires_grad_()
     model = layers()
@@ -98,7 +98,7 @@ def test_gradients_reach_the_input() -> None:
 
 
 class Pixels(nn.Module):
-    """Images of one row each, convolved there and back."""
+    """A layer that views each row as an image, and convolves it down and up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Pixels(nn.Module):
 
 
 class Attends(nn.Module):
-    """Each row as a sentence of four words, with a place for each."""
+    """A layer that views each row as a sentence of four words, with position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def many_kinds(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v", "dualpipe-v"])
-def test_all_kinds_of_weights_may_wait(schedule: str, mode: str) -> None:
+def test_zero_bubble_with_convolutions_attention_and_embeddings(schedule: str, mode: str) -> None:
     x, y = batch()
     loss, gradients = oracle(many_kinds(), x, y)
     pipe = pipe_of(many_kinds(), schedule=schedule, checkpoint=mode)
@@ -143,7 +143,7 @@ def test_all_kinds_of_weights_may_wait(schedule: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_split_backwards_under_autocast(dtype: torch.dtype) -> None:
+def test_zero_bubble_under_autocast_on_gpu(dtype: torch.dtype) -> None:
     x, y = (t.float() for t in batch())
     found = []
     for schedule in ("1f1b", "zb-h1"):
@@ -156,7 +156,7 @@ def test_split_backwards_under_autocast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_wait_for_slow_copies(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = device.copy_to_device
 
     def slow(tensor: Tensor, device: torch.device) -> Tensor:
@@ -180,7 +180,7 @@ def test_slow_copies_are_waited_for(schedule: str, monkeypatch: pytest.MonkeyPat
     assert worst(pipe, gradients) < 1e-12
 
 
-def test_slow_callers_and_slow_stages_are_waited_for() -> None:
+def test_streams_wait_for_a_slow_caller_and_slow_stages() -> None:
     x, y = batch()
     model = nn.Sequential(*list(layers())[:3], Sleep(), *list(layers())[3:], Sleep())
     _, gradients = oracle(model, x, y)
@@ -188,14 +188,14 @@ def test_slow_callers_and_slow_stages_are_waited_for() -> None:
     for _ in range(3):
         pipe.zero_grad()
         torch.cuda._sleep(BUSY)
-        late = x * 0 + x  # is there only when the caller's stream has slept
+        late = x * 0 + x  # ready only after the stream of the caller has slept
         pipe.step(late, target=y * 1)
         del late
-        torch.randn(4096, 32, device="cuda:0")  # memory that must not be the batch's
+        torch.randn(4096, 32, device="cuda:0")  # must not reuse the memory of the batch
     assert worst(pipe, gradients) < 1e-12
 
 
-def test_a_step_never_makes_the_host_wait() -> None:
+def test_step_never_synchronizes_the_host() -> None:
     x, y = batch()
     pipe = pipe_of(layers(), schedule="1f1b")
     with no_hidden_waits():
@@ -206,7 +206,7 @@ def test_a_step_never_makes_the_host_wait() -> None:
             pipe(x)
 
 
-def test_an_optimizer_sees_finished_gradients() -> None:
+def test_optimizer_sees_finished_gradients_on_gpu() -> None:
     x, y = batch()
     model, pipe = layers(), pipe_of(layers(), schedule="1f1b")
     optimizers = [torch.optim.Adam(module.parameters(), 1e-2) for module in (model, pipe)]
@@ -229,7 +229,7 @@ def wide(**options: Any) -> Callable[[], Any]:
     return lambda: pipe.step(x)
 
 
-def test_memory_is_given_back_and_does_not_grow() -> None:
+def test_gpu_memory_does_not_grow_over_steps() -> None:
     run = wide(schedule="1f1b", checkpoint="never")
     for _ in range(3):
         run()
@@ -255,7 +255,7 @@ def peak_of(**options: Any) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_schedules_and_recomputation_save_memory() -> None:
+def test_1f1b_and_recomputation_reduce_peak_gpu_memory() -> None:
     all_at_once = peak_of(schedule="gpipe", checkpoint="never")
     assert peak_of(schedule="1f1b", checkpoint="never") < 0.6 * all_at_once
     assert peak_of(schedule="gpipe", checkpoint="always") < 0.7 * all_at_once
@@ -274,7 +274,7 @@ class Fails(nn.Module):
         return x
 
 
-def test_an_error_comes_out_and_the_pipe_goes_on() -> None:
+def test_pipe_on_gpu_works_after_an_error() -> None:
     x, y = batch()
     model = layers()
     _, gradients = oracle(model, x, y)
@@ -295,7 +295,7 @@ def test_an_error_comes_out_and_the_pipe_goes_on() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock")]
 
 
-def test_dropout_is_repeated_and_the_same_for_every_schedule() -> None:
+def test_dropout_on_gpu_is_equal_for_every_schedule_and_checkpoint_mode() -> None:
     x, y = batch()
     found = []
     for schedule in ("gpipe", "1f1b", "naive"):
@@ -314,7 +314,7 @@ def test_dropout_is_repeated_and_the_same_for_every_schedule() -> None:
             assert float((one - other).abs().max()) < 1e-12
 
 
-def test_autocast_reaches_the_stages() -> None:
+def test_autocast_reaches_the_stages_on_gpu() -> None:
     x, _ = batch()
     pipe = pipe_of(layers(torch.float32), checkpoint="always")
     with torch.autocast("cuda", torch.bfloat16):
@@ -324,7 +324,7 @@ def test_autocast_reaches_the_stages() -> None:
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in pipe.parameters())
 
 
-def test_host_and_gpu_work_together() -> None:
+def test_stages_on_cpu_and_gpu_mixed() -> None:
     x, y = batch()
     _, gradients = oracle(layers(), x, y)
     pipe = pipe_of(layers(), devices=["cpu", "cuda:0", "cpu"], stages=3, schedule="1f1b")
@@ -338,7 +338,7 @@ def test_host_and_gpu_work_together() -> None:
 
 
 class Gated(nn.Module):
-    """Takes a gate by name."""
+    """A layer with a keyword input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,8 +350,8 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("door", ["call", "step"])
-def test_inputs_by_name_are_moved_to_the_stages_that_use_them(door: str) -> None:
-    """From the host to stages on the host and on the GPU, and their gradients back."""
+def test_keyword_inputs_are_moved_to_the_stages_that_use_them(door: str) -> None:
+    """They go from the CPU to stages on CPU and GPU, and their gradients come back."""
     torch.manual_seed(0)
     model = penstock.PipeSequential(Gated(), Gated(), Gated()).double()
     x, gate = torch.randn(6, 8).double(), torch.rand(6, 1, dtype=torch.float64, requires_grad=True)
@@ -370,7 +370,7 @@ def test_inputs_by_name_are_moved_to_the_stages_that_use_them(door: str) -> None
     torch.testing.assert_close(gate.grad, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_the_timeline_is_measured_on_the_device() -> None:
+def test_timeline_is_measured_on_the_gpu() -> None:
     x, y = batch()
     model = nn.Sequential(Sleep(), nn.Linear(32, 32), Sleep(), nn.Linear(32, 8))
     pipe = pipe_of(model.to("cuda:0", torch.float64), devices=four()[:2], stages=2, schedule="1f1b")

@@ -1,4 +1,4 @@
-"""Captured steps give the numbers of steps that are not, bit by bit. Skipped without a GPU."""
+"""Tests that captured steps equal other steps bit by bit, on a GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.gpu.graphs import (
     batch,
     batches,
     check_same,
+    check_same_steps,
     deterministic,
-    follow,
     layers,
     pipe_of,
+    pipes_per_runtime,
     replays_of,
     same,
-    twins,
     zero,
 )
 from tests.gpu.parts import MODES, SCHEDULES, WORDS, Language, four
@@ -35,16 +35,16 @@ DTYPES = [torch.float64, torch.float32]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule: str, mode: str, dtype: torch.dtype) -> None:
-    pipes = twins(partial(layers, dtype), schedule=schedule, checkpoint=mode)
-    follow(pipes, batches(5, dtype=dtype))
+def test_captured_steps_under_every_schedule(schedule: str, mode: str, dtype: torch.dtype) -> None:
+    pipes = pipes_per_runtime(partial(layers, dtype), schedule=schedule, checkpoint=mode)
+    check_same_steps(pipes, batches(5, dtype=dtype))
 
 
 # ---- random numbers ------------------------------------------------------------------------
 
 
 class Attends(nn.Module):
-    """Each row as a sentence of four words; attention drops some of what it looks at."""
+    """A layer that views each row as a sentence of four words, with attention dropout."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -64,15 +64,20 @@ def attending(dtype: torch.dtype) -> nn.Sequential:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
-def test_dropout(schedule: str, mode: str) -> None:
-    follow(twins(partial(layers, dropout=0.5), schedule=schedule, checkpoint=mode), batches())
+def test_captured_steps_with_dropout(schedule: str, mode: str) -> None:
+    check_same_steps(
+        pipes_per_runtime(partial(layers, dropout=0.5), schedule=schedule, checkpoint=mode),
+        batches(),
+    )
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_dropout_of_attention(mode: str, dtype: torch.dtype) -> None:
-    """By matrix products in float64, by one kernel else, which reads the shared generator."""
-    follow(twins(partial(attending, dtype), checkpoint=mode), batches(5, dtype=dtype))
+def test_captured_steps_with_attention_dropout(mode: str, dtype: torch.dtype) -> None:
+    """Except in float64, attention is one kernel that reads the global generator."""
+    check_same_steps(
+        pipes_per_runtime(partial(attending, dtype), checkpoint=mode), batches(5, dtype=dtype)
+    )
 
 
 def losses_of(pipe: Pipe, seeds: list[int]) -> list[float]:
@@ -84,7 +89,7 @@ def losses_of(pipe: Pipe, seeds: list[int]) -> list[float]:
     return found
 
 
-def test_random_numbers_are_new_in_every_replay_and_repeated_with_the_seed() -> None:
+def test_replays_draw_new_random_numbers_that_depend_on_the_seed() -> None:
     pipe = pipe_of(attending(torch.float64), "graph", checkpoint="always")
     losses_of(pipe, [0])
     first = losses_of(pipe, [1, 2])
@@ -92,7 +97,7 @@ def test_random_numbers_are_new_in_every_replay_and_repeated_with_the_seed() -> 
     assert losses_of(pipe, [1, 2]) == first
 
 
-def test_recomputation_draws_the_same_numbers_again() -> None:
+def test_recomputation_in_a_captured_step_repeats_random_numbers() -> None:
     pipes = [pipe_of(attending(torch.float64), "graph", checkpoint=mode) for mode in MODES]
     with deterministic():
         for number in range(4):
@@ -106,8 +111,8 @@ def test_recomputation_draws_the_same_numbers_again() -> None:
                     torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_the_callers_generators_are_where_a_step_that_is_not_captured_leaves_them() -> None:
-    pipes = twins(partial(layers, dropout=0.5), ["inline"])
+def test_captured_steps_advance_generators_as_other_steps_do() -> None:
+    pipes = pipes_per_runtime(partial(layers, dropout=0.5), ["inline"])
     x, y = batch(0)
     for number in range(4):
         states = []
@@ -118,23 +123,25 @@ def test_the_callers_generators_are_where_a_step_that_is_not_captured_leaves_the
         assert all(map(torch.equal, *states))
 
 
-# ---- what else a step has ------------------------------------------------------------------
+# ---- options of a step ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_deferred_batch_norm(mode: str) -> None:
-    follow(twins(layers, checkpoint=mode, deferred_batch_norm=True), batches())
+def test_captured_steps_with_deferred_batch_norm(mode: str) -> None:
+    check_same_steps(
+        pipes_per_runtime(layers, checkpoint=mode, deferred_batch_norm=True), batches()
+    )
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
-def test_autocast(mode: str) -> None:
-    pipes = twins(partial(attending, torch.float32), checkpoint=mode)
+def test_captured_steps_under_autocast(mode: str) -> None:
+    pipes = pipes_per_runtime(partial(attending, torch.float32), checkpoint=mode)
     cast = partial(torch.autocast, "cuda", torch.bfloat16)
-    follow(pipes, batches(5, dtype=torch.float32), cast)
+    check_same_steps(pipes, batches(5, dtype=torch.float32), cast)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_any_model_with_several_lengths(schedule: str) -> None:
+def test_captured_steps_of_a_traced_model_with_several_lengths(schedule: str) -> None:
     ids = torch.randint(0, WORDS, (4, 6), device=GPU)
     options: dict[str, Any] = {"stages": 3, "devices": four()[:3], "example": ids}
     options |= {"balance": "parameters", "schedule": schedule}
@@ -145,7 +152,9 @@ def test_any_model_with_several_lengths(schedule: str) -> None:
 
     torch.manual_seed(4)
     given = [torch.randint(0, WORDS, (4, 6 + number % 2), device=GPU) for number in range(8)]
-    follow([made(runtime) for runtime in ("graph", "inline")], [((each,), {}) for each in given])
+    check_same_steps(
+        [made(runtime) for runtime in ("graph", "inline")], [((each,), {}) for each in given]
+    )
 
 
 def with_metrics(out: Tensor, target: Tensor) -> dict[str, Any]:
@@ -154,22 +163,22 @@ def with_metrics(out: Tensor, target: Tensor) -> dict[str, Any]:
     return {"loss": loss, "weight": target.gt(0).sum(), "worst": error.max(), "rows": error.sum(1)}
 
 
-def test_outputs_and_metrics_are_the_callers_own() -> None:
-    pipes = twins(layers, ["inline"], loss_fn=with_metrics)
+def test_outputs_and_metrics_of_a_replay_are_not_overwritten() -> None:
+    pipes = pipes_per_runtime(layers, ["inline"], loss_fn=with_metrics)
     kept = []
     with deterministic():
         for number in range(5):
             x, y = batch(number)
             found, expected = (pipe.step(x, target=y, outputs=True) for pipe in pipes)
             kept.append((found, expected))
-    for found, expected in kept:  # later replays have not written to them
+    for found, expected in kept:  # later replays must not write to them
         assert same(found.outputs, expected.outputs)
         assert found.metrics.keys() == expected.metrics.keys()
         assert all(same(found.metrics[name], expected.metrics[name]) for name in found.metrics)
 
 
-def test_the_input_learns() -> None:
-    pipes = twins(layers, ["inline"])
+def test_captured_steps_with_input_gradients() -> None:
+    pipes = pipes_per_runtime(layers, ["inline"])
     with deterministic():
         for number in range(4):
             x, y = batch(number)
@@ -179,20 +188,20 @@ def test_the_input_learns() -> None:
             assert same(*(leaf.grad for leaf in leaves))
 
 
-def test_without_gradients_and_in_eval_mode() -> None:
-    pipes = twins(partial(layers, dropout=0.5), ["inline"])
-    follow(pipes, batches(4), torch.no_grad)
+def test_captured_steps_under_no_grad_and_in_eval_mode() -> None:
+    pipes = pipes_per_runtime(partial(layers, dropout=0.5), ["inline"])
+    check_same_steps(pipes, batches(4), torch.no_grad)
     for pipe in pipes:
         pipe.eval()
-    follow(pipes, batches(4))
-    follow(pipes, batches(4), torch.no_grad)
+    check_same_steps(pipes, batches(4))
+    check_same_steps(pipes, batches(4), torch.no_grad)
 
 
 # ---- optimizers ----------------------------------------------------------------------------
 
 
 def optimizer_of(kind: str, pipe: Pipe) -> torch.optim.Optimizer:
-    """The learning rate is a tensor where a recording can read it, and else a part of it."""
+    """Return an optimizer whose learning rate is a tensor if a recording can read it."""
     lr = torch.tensor(1e-2, device=GPU)
     if kind == "adam":
         return torch.optim.Adam(pipe.parameters(), lr, capturable=True)
@@ -202,7 +211,7 @@ def optimizer_of(kind: str, pipe: Pipe) -> torch.optim.Optimizer:
 
 
 def slow_down(optimizer: torch.optim.Optimizer, number: int) -> None:
-    """As a scheduler would, by step: a number changes once."""
+    """Reduce the learning rate: a tensor in every step, a number once."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(1e-2 / (number + 1))
@@ -211,8 +220,8 @@ def slow_down(optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd", "fused sgd"])
-def test_an_optimizer_inside_does_what_it_does_outside(kind: str) -> None:
-    pipes = twins(layers, ["graph", "inline"])
+def test_optimizer_inside_a_captured_step(kind: str) -> None:
+    pipes = pipes_per_runtime(layers, ["graph", "inline"])
     optimizers = [optimizer_of(kind, pipe) for pipe in pipes]
     with deterministic():
         for number in range(9):
@@ -226,11 +235,13 @@ def test_an_optimizer_inside_does_what_it_does_outside(kind: str) -> None:
                     optimizer.step()
             for other in pipes[1:]:
                 check_same(pipes[0], other)
-    assert min(replays_of(pipe) for pipe in pipes[:2]) >= 4  # each lr, and grad None, is a kind
+    assert (
+        min(replays_of(pipe) for pipe in pipes[:2]) >= 4
+    )  # each lr, and grad None, needs its own graph
 
 
-def test_a_scaler_skips_a_step_that_overflows() -> None:
-    pipes = twins(partial(layers, torch.float32), ["inline"])
+def test_captured_steps_with_grad_scaler_overflow() -> None:
+    pipes = pipes_per_runtime(partial(layers, torch.float32), ["inline"])
     optimizers = [optimizer_of("sgd", pipe) for pipe in pipes]
     scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**12) for _ in pipes]
     with deterministic():
@@ -250,29 +261,29 @@ def test_a_scaler_skips_a_step_that_overflows() -> None:
     assert scalers[0].get_scale() < 2.0**12
 
 
-# ---- several kinds of steps ----------------------------------------------------------------
+# ---- several recorded graphs ---------------------------------------------------------------
 
 
-def test_several_signatures_and_no_more_than_are_kept() -> None:
-    pipes = twins(layers, ["inline"])
+def test_graph_cache_is_bounded_with_several_batch_sizes() -> None:
+    pipes = pipes_per_runtime(layers, ["inline"])
     rows = [12 + 6 * number for number in range(graph_cache.MAX_GRAPHS + 2)]
     order = [each for each in rows for _ in range(2)] + rows[::-1]
     given = [batch(number, each) for number, each in enumerate(order)]
-    follow(pipes, [((x,), {"target": y}) for x, y in given])
+    check_same_steps(pipes, [((x,), {"target": y}) for x, y in given])
     runs: Any = pipes[0]._engine
     assert len(runs._lazy_state.graph_cache._history.graphs) == graph_cache.MAX_GRAPHS
 
 
-def test_kinds_of_steps_take_turns() -> None:
-    """They share memory: what one leaves there is not what another reads."""
-    pipes = twins(partial(layers, dropout=0.5), ["inline"])
+def test_recorded_graphs_alternate_in_shared_memory() -> None:
+    """The graphs share memory, so one must not read what another has left there."""
+    pipes = pipes_per_runtime(partial(layers, dropout=0.5), ["inline"])
     for turn in range(4):
         for rows in (22, 12):
             for mode in ("never", "always"):
                 for pipe in pipes:
                     pipe.checkpoint = mode
                 x, y = batch(turn, rows)
-                follow(pipes, [((x,), {"target": y})])
+                check_same_steps(pipes, [((x,), {"target": y})])
                 with torch.no_grad():
                     outputs = []
                     for pipe in pipes:
@@ -281,15 +292,15 @@ def test_kinds_of_steps_take_turns() -> None:
                 assert same(*outputs)
 
 
-def test_a_cast_makes_another_kind_of_steps() -> None:
-    pipes = twins(layers, ["inline"])
-    follow(pipes, batches(3))
+def test_cast_of_a_captured_pipe_records_a_new_graph() -> None:
+    pipes = pipes_per_runtime(layers, ["inline"])
+    check_same_steps(pipes, batches(3))
     for pipe in pipes:
         pipe.to(torch.float32)
-    follow(pipes, batches(4, dtype=torch.float32))
+    check_same_steps(pipes, batches(4, dtype=torch.float32))
 
 
-def test_auto_captures_and_says_so() -> None:
+def test_auto_runtime_captures_on_gpu_and_reports_it() -> None:
     pipe = pipe_of(layers(), "auto")
     x, y = batch(0)
     assert [str(pipe.step(x, target=y).ran) for _ in range(3)] == ["graph"] * 3

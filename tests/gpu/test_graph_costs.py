@@ -1,4 +1,4 @@
-"""What a captured step takes: memory and the host's time; and when it did what."""
+"""Tests of the memory, the host time and the timelines of captured steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from torch import Tensor, nn
 from penstock import Pipe
 from penstock.schedules.ir import Compute, Op
 from penstock.schedules.timeline import Timeline
-from tests.gpu.graphs import GPU, batch, batches, follow, layers, pipe_of, replays_of, twins
+from tests.gpu.graphs import (
+    GPU,
+    batch,
+    batches,
+    check_same_steps,
+    layers,
+    pipe_of,
+    pipes_per_runtime,
+    replays_of,
+)
 from tests.gpu.parts import Sleep, four, no_hidden_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-CHUNKS, ROWS, WIDTH = 32, 4096, 1024  # activations of 16 MiB: the allocator rounds those little
+CHUNKS, ROWS, WIDTH = 32, 4096, 1024  # activations of 16 MiB, which the allocator rounds little
 
 
 def mean_square(out: Tensor) -> Tensor:
@@ -40,30 +49,30 @@ def wide(runtime: str, **options: Any) -> tuple[Pipe, Tensor]:
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_peak_memory_is_near_that_of_threads(schedule: str, mode: str) -> None:
+def test_captured_peak_memory_is_near_that_of_threads(schedule: str, mode: str) -> None:
     peaks = {}
     for runtime in ("threads", "graph"):
         pipe, x = wide(runtime, schedule=schedule, checkpoint=mode)
         peaks[runtime] = peak_of(lambda pipe=pipe, x=x: pipe.step(x))  # type: ignore[misc]
-        inputs = x.nbytes  # copied to where the recording reads it; these layers are small
+        inputs = x.nbytes  # copied to the static input of the graph; these layers are small
         del pipe, x
     graph, threads = peaks["graph"], peaks["threads"]
     assert graph.allocated - inputs <= 1.2 * threads.allocated, peaks
     assert graph.reserved - inputs <= 1.2 * threads.reserved, peaks
 
 
-def test_memory_under_1f1b_does_not_grow_with_the_number_of_micro_batches() -> None:
+def test_captured_memory_under_1f1b_does_not_grow_with_chunks() -> None:
     found = []
     for chunks in (8, 32):
         pipe, x = wide("graph")
         pipe.chunks, rows = chunks, chunks * ROWS
         found.append(peak_of(lambda pipe=pipe, x=x[:rows]: pipe.step(x)).allocated)  # type: ignore[misc]
         del pipe
-    inputs = (32 - 8) * ROWS * WIDTH * 4  # the batch is copied to where it is read
+    inputs = (32 - 8) * ROWS * WIDTH * 4  # the batch is copied to the static input
     assert found[1] - inputs <= 1.2 * found[0], found
 
 
-def test_replays_take_nothing_more() -> None:
+def test_replays_allocate_no_memory() -> None:
     pipe, x = wide("graph")
     for _ in range(3):
         pipe.step(x)
@@ -76,11 +85,11 @@ def test_replays_take_nothing_more() -> None:
     assert torch.cuda.memory_reserved() == before[1]
 
 
-# ---- the host ------------------------------------------------------------------------------
+# ---- host time -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_replayed_step_never_makes_the_host_wait(dropout: float) -> None:
+def test_replayed_step_never_synchronizes_the_host(dropout: float) -> None:
     pipe = pipe_of(layers(dropout=dropout), "graph")
     x, y = batch(0)
     for _ in range(3):
@@ -92,9 +101,9 @@ def test_a_replayed_step_never_makes_the_host_wait(dropout: float) -> None:
     assert replays_of(pipe) == 7
 
 
-def test_a_replay_comes_after_what_was_asked_for_and_before_what_is_asked_next() -> None:
-    """The caller's stream is slow; the batch is there late, and its memory is used again."""
-    pipes = twins(layers, ["inline"])
+def test_replay_is_ordered_with_the_stream_of_the_caller() -> None:
+    """The stream of the caller is slow, so the batch is ready late, and its memory is reused."""
+    pipes = pipes_per_runtime(layers, ["inline"])
     x, y = batch(0)
     for pipe in pipes:
         for _ in range(3):
@@ -110,15 +119,15 @@ def test_a_replay_comes_after_what_was_asked_for_and_before_what_is_asked_next()
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_from_another_stream() -> None:
-    pipes = twins(layers, ["inline"])
-    follow(pipes, batches(3))
+def test_captured_steps_from_another_stream() -> None:
+    pipes = pipes_per_runtime(layers, ["inline"])
+    check_same_steps(pipes, batches(3))
     stream = torch.cuda.Stream(GPU)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        follow(pipes, batches(4))
+        check_same_steps(pipes, batches(4))
     torch.cuda.current_stream().wait_stream(stream)
-    follow(pipes, batches(2))
+    check_same_steps(pipes, batches(2))
 
 
 # ---- timelines -----------------------------------------------------------------------------
@@ -132,7 +141,7 @@ def sleepy(runtime: str) -> tuple[Pipe, Tensor, Tensor]:
 
 
 def check_sane(timeline: Timeline, chunks: int) -> None:
-    """Every action once; those of a rank one after the other; none before what it needs."""
+    """Assert that a timeline is complete and ordered, and that no action precedes its inputs."""
     ends: dict[tuple[Op, int, int], float] = {}
     starts: dict[tuple[Op, int, int], float] = {}
     for lane in timeline.computes:
@@ -149,7 +158,7 @@ def check_sane(timeline: Timeline, chunks: int) -> None:
         assert start >= ends.get(before, 0.0) - 1e-6, (op, stage, microbatch)
 
 
-def test_the_timeline_of_a_replay_is_that_of_the_device() -> None:
+def test_timeline_of_a_replay_is_measured_on_the_gpu() -> None:
     pipe, x, y = sleepy("graph")
     taken = milliseconds(lambda: pipe.step(x, target=y), 5) / 1e3
     result = pipe.step(x, target=y)
@@ -165,7 +174,7 @@ def test_the_timeline_of_a_replay_is_that_of_the_device() -> None:
     assert again.timeline.makespan == pytest.approx(timeline.makespan, rel=0.1)
 
 
-def test_every_replay_has_a_timeline_of_its_own() -> None:
+def test_every_replay_has_its_own_timeline() -> None:
     pipe, x, y = sleepy("graph")
     results = [pipe.step(x, target=y) for _ in range(5)]
     found = [result.timeline for result in results[2:]]
@@ -193,7 +202,7 @@ def compilations() -> Counter[str]:
 @pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_blocks(backend: str, mode: str) -> None:
+def test_captured_steps_with_compiled_blocks(backend: str, mode: str) -> None:
     def made() -> nn.Sequential:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
@@ -201,9 +210,9 @@ def test_compiled_blocks(backend: str, mode: str) -> None:
             block.compile(backend=backend)
         return nn.Sequential(*blocks, nn.Linear(32, 8)).to(GPU)
 
-    pipes = twins(made, ["inline", "threads"], checkpoint=mode)
+    pipes = pipes_per_runtime(made, ["inline", "threads"], checkpoint=mode)
     given = batches(6, rows=24, dtype=torch.float32)
-    follow(pipes, given[:2])
+    check_same_steps(pipes, given[:2])
     before = compilations()
-    follow(pipes, given)
+    check_same_steps(pipes, given)
     assert compilations() == before

@@ -1,4 +1,4 @@
-"""What cannot be captured: a clear error or threads instead, and nothing is left behind."""
+"""Tests of steps that cannot be captured: a clear error or threads, and no state left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipe
 from penstock.runtime.cuda_graph import graph_cache
-from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, replays_of, twins
+from tests.gpu.graphs import GPU, batch, check_same, layers, pipe_of, pipes_per_runtime, replays_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -23,7 +23,10 @@ capturing = torch.cuda.is_current_stream_capturing
 
 
 class Odd(nn.Module):
-    """Does something odd while it is `on`; with another `number` it is a step of another kind."""
+    """A layer that prevents a capture while it is `on`.
+
+    Another `number` makes the step one of another kind.
+    """
 
     def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ def takes_too_much(x: Tensor) -> Tensor:
 
 
 def waits(x: Tensor) -> Tensor:
-    """Nothing sees it but the driver, which gives the capture up."""
+    """Synchronize; only the driver notices this, and it aborts the capture."""
     if capturing():
         torch.cuda.synchronize()
     return x * 1
@@ -90,8 +93,8 @@ def interrupted(x: Tensor) -> Tensor:
 
 class Case(NamedTuple):
     what: Callable[[Tensor], Tensor]
-    told: str
-    passing: type[Exception] | None = None  # it need not go wrong again, and so it is tried twice
+    message: str
+    passing: type[Exception] | None = None  # may not occur again, so the capture is tried twice
 
 
 CASES = [
@@ -117,11 +120,11 @@ def model_with(what: Callable[[Tensor], Tensor]) -> tuple[nn.Sequential, Odd]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """After each test the device works, random numbers can be drawn, and a capture succeeds."""
+    """Check after each test that the device works, RNG works, and a capture succeeds."""
     yield
     gc.collect()
     torch.cuda.synchronize()
-    x = torch.rand(64, 64, device=GPU)  # by the generator that all share
+    x = torch.rand(64, 64, device=GPU)  # from the global generator
     assert not capturing()
     kept = torch.zeros(64, 64, device=GPU)
     graph = graph_of(lambda: x @ x, lambda: kept.copy_(x @ x), torch.cuda.Stream(GPU))
@@ -130,7 +133,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 def failing(pipe: Pipe, x: Tensor, y: Tensor, case: Case) -> str:
-    """The first step is taken as it comes, the second would be captured."""
+    """Return the error of a capture. The first step is not captured, the second would be."""
     pipe.step(x, target=y)
     for _ in range(graph_cache.MAX_CAPTURE_ATTEMPTS if case.passing else 0):
         with pytest.raises(case.passing or Exception) as found:
@@ -139,29 +142,30 @@ def failing(pipe: Pipe, x: Tensor, y: Tensor, case: Case) -> str:
     with pytest.raises(penstock.RunError, match="cannot be captured as a CUDA graph") as caught:
         pipe.step(x, target=y)
     text = str(caught.value)
-    assert case.told in text
+    assert case.message in text
     return text
 
 
 def check_captured(pipe: Pipe, x: Tensor, y: Tensor) -> None:
-    """Of three steps two are replayed."""
+    """Assert that two of three steps are replayed."""
     before = replays_of(pipe)
     assert [pipe.step(x, target=y).ran.runtime for _ in range(3)] == ["graph"] * 3
     assert replays_of(pipe) == before + 2
 
 
-# ---- told, and gone on ---------------------------------------------------------------------
+# ---- errors and recovery -------------------------------------------------------------------
 
 
 @each_case
-def test_who_insists_is_told_which_layer_and_goes_on(case: Case) -> None:
+def test_failed_capture_names_the_layer_and_the_pipe_recovers(case: Case) -> None:
     model, odd = model_with(case.what)
     pipe = pipe_of(model, "graph")
     x, y = batch(0)
     text = failing(pipe, x, y, case)
     assert "layer 6 (Odd)" in text
     assert "test_graph_failures.py" in text
-    with pytest.raises(penstock.RunError, match="layer 6"):  # known by now: it is not tried again
+    # The failure is cached: the capture is not tried again.
+    with pytest.raises(penstock.RunError, match="layer 6"):
         pipe.step(x, target=y)
     odd.on = False
     reference, other = model_with(case.what)
@@ -179,7 +183,7 @@ def test_who_insists_is_told_which_layer_and_goes_on(case: Case) -> None:
 
 
 @each_case
-def test_auto_takes_threads_with_a_warning(case: Case) -> None:
+def test_auto_runtime_falls_back_to_threads_with_a_warning(case: Case) -> None:
     pipes = [pipe_of(model_with(case.what)[0], runtime) for runtime in ("auto", "inline")]
     for number in range(4):
         x, y = batch(number)
@@ -193,11 +197,11 @@ def test_auto_takes_threads_with_a_warning(case: Case) -> None:
             with once if number == 1 else nullcontext():
                 ran = pipes[0].step(x, target=y).ran
             assert ran.runtime == "threads"
-            assert case.told in ran.why
+            assert case.message in ran.why
         check_same(*pipes)
 
 
-def test_an_interrupt_comes_out_and_the_pipe_goes_on() -> None:
+def test_keyboard_interrupt_during_capture_and_the_pipe_recovers() -> None:
     model, odd = model_with(interrupted)
     pipe = pipe_of(model, "graph")
     x, y = batch(0)
@@ -212,7 +216,7 @@ def test_an_interrupt_comes_out_and_the_pipe_goes_on() -> None:
 
 
 class Constant(nn.Module):
-    """Numbers of the code's own are written on the device: they are part of the recording."""
+    """A layer that creates constants on the device, which become part of the recording."""
 
     def forward(self, x: Tensor) -> Tensor:
         half = torch.tensor(0.5, device=x.device, dtype=x.dtype)
@@ -220,12 +224,12 @@ class Constant(nn.Module):
         return x * half + few * torch.tensor(2.0).to(x.device)
 
 
-def test_constants_of_the_code_are_no_obstacle() -> None:
+def test_constants_created_in_a_forward_can_be_captured() -> None:
     def made() -> nn.Sequential:
         parts = list(layers())
         return nn.Sequential(*parts[:5], Constant(), *parts[5:]).to(GPU, torch.float64)
 
-    pipes = twins(made, ["inline"])
+    pipes = pipes_per_runtime(made, ["inline"])
     for number in range(4):
         x, y = batch(number)
         for pipe in pipes:
@@ -235,7 +239,7 @@ def test_constants_of_the_code_are_no_obstacle() -> None:
     assert replays_of(pipes[0]) == 3
 
 
-def test_an_error_of_a_step_that_is_not_captured_comes_out_as_it_is() -> None:
+def test_error_in_an_uncaptured_step_is_raised_unchanged() -> None:
     def raises(x: Tensor) -> Tensor:
         raise LookupError("planted")
 
@@ -251,7 +255,7 @@ def test_an_error_of_a_step_that_is_not_captured_comes_out_as_it_is() -> None:
 # ---- memory --------------------------------------------------------------------------------
 
 
-ROWS = 60_000  # so that a step takes some 100 MB
+ROWS = 60_000  # a step takes about 100 MB
 
 
 def used() -> tuple[int, int]:
@@ -262,7 +266,7 @@ def used() -> tuple[int, int]:
 
 
 def used_by_libraries() -> tuple[int, int]:
-    """What stays after any step: cuBLAS has a workspace for each stream that it saw."""
+    """Return the memory that stays after any step: cuBLAS keeps a workspace for each stream."""
     x, y = batch(0, ROWS)
     pipe_of(layers(), "inline").step(x, target=y)
     del x, y
@@ -274,14 +278,14 @@ STOPPED = (penstock.RunError, LookupError, torch.OutOfMemoryError, KeyboardInter
 
 
 @pytest.mark.parametrize("what", MOMENTS)
-def test_memory_does_not_creep_over_failing_captures(what: Callable[[Tensor], Tensor]) -> None:
+def test_failing_captures_do_not_leak_memory(what: Callable[[Tensor], Tensor]) -> None:
     before = used_by_libraries()
     model, odd = model_with(what)
     pipe = pipe_of(model, "graph")
     x, y = batch(0, ROWS)
     found = []
     for number in range(12):
-        odd.number = number  # another kind of step: it is tried anew
+        odd.number = number  # another kind of step: the capture is tried again
         pipe.step(x, target=y)
         with pytest.raises(STOPPED):
             pipe.step(x, target=y)
@@ -295,10 +299,10 @@ def test_memory_does_not_creep_over_failing_captures(what: Callable[[Tensor], Te
 
 
 @pytest.mark.parametrize("what", MOMENTS)
-def test_steps_that_are_not_captured_give_their_memory_back_after_that(
+def test_steps_in_threads_free_memory_after_a_failed_capture(
     what: Callable[[Tensor], Tensor],
 ) -> None:
-    """What `record_stream` was called on is not freed while a capture is thought to go on."""
+    """Tensors with `record_stream` are not freed while the allocator assumes a capture."""
     model, _ = model_with(what)
     pipe = pipe_of(model, "graph")
     x, y = batch(0, ROWS)
@@ -315,7 +319,7 @@ def test_steps_that_are_not_captured_give_their_memory_back_after_that(
     assert found[-1][1] <= found[4][1] + 2**25
 
 
-def test_recordings_that_are_dropped_give_their_memory_back() -> None:
+def test_deleted_recordings_free_their_memory() -> None:
     before = used_by_libraries()
     for _ in range(3):
         pipe: Any = pipe_of(layers(), "graph")
@@ -328,18 +332,18 @@ def test_recordings_that_are_dropped_give_their_memory_back() -> None:
     assert after[1] <= before[1] + 2**25
 
 
-def test_without_memory_for_the_step_the_pipe_goes_on_afterwards() -> None:
-    """There is none for a recording, nor for threads: that is what comes out."""
+def test_pipe_recovers_after_running_out_of_memory() -> None:
+    """There is too little memory for a recording and for threads, so the error is raised."""
     x, y = batch(0, ROWS)
     pipe = pipe_of(layers(), "auto", checkpoint="never")
     pipe.step(x, target=y)
     total = torch.cuda.get_device_properties(GPU).total_memory
     torch.cuda.set_per_process_memory_fraction((used()[1] + 2**24) / total, GPU)
-    told = pytest.warns(UserWarning, match="OutOfMemoryError")
+    warned = pytest.warns(UserWarning, match="OutOfMemoryError")
     try:
-        with told, pytest.raises(torch.OutOfMemoryError):
+        with warned, pytest.raises(torch.OutOfMemoryError):
             pipe.step(x, target=y)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
     check_captured(pipe, x[:60], y[:60])
-    assert pipe.step(x, target=y).ran.runtime == "graph"  # tried once more, and there is enough
+    assert pipe.step(x, target=y).ran.runtime == "graph"  # tried again with enough memory

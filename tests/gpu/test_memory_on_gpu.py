@@ -1,4 +1,4 @@
-"""What is alive in a step, by the allocator of a GPU cut into virtual ones."""
+"""Tests of live memory during a step, measured by the CUDA allocator on virtual GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.runtime.memory import CudaAllocatorProbe
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 RANKS, CHUNKS, ROWS, SIZE = 4, 8, 512, 512
-CELL = 2 * ROWS * SIZE * 4  # bytes that a block keeps of a micro-batch, its output included
+CELL = 2 * ROWS * SIZE * 4  # bytes that a block keeps per micro-batch, with its output
 
 
 class Block(nn.Module):
@@ -42,24 +42,25 @@ def batch() -> Tensor:
     return torch.randn(CHUNKS * ROWS, SIZE, device="cuda:0")
 
 
-def test_streams_of_virtual_gpus_are_in_the_snapshot() -> None:
+def test_allocator_probe_separates_streams_of_virtual_gpus() -> None:
     first, second = penstock.virtual_devices("cuda:0", 2)
-    gauge = CudaAllocatorProbe({0: first, 1: second})
-    before = gauge.read_live_bytes()
+    probe = CudaAllocatorProbe({0: first, 1: second})
+    before = probe.read_live_bytes()
     with first.activate():
         kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")
-    assert gauge.read_live_bytes()[0] - before[0] == 1 << 20
-    assert gauge.read_live_bytes()[1] == before[1]
+    assert probe.read_live_bytes()[0] - before[0] == 1 << 20
+    assert probe.read_live_bytes()[1] == before[1]
     kept.record_stream(second.compute_stream)
     del kept
-    assert (
-        gauge.read_live_bytes()[0] == before[0]
-    )  # at once, though another stream may still read it
+    # The probe counts it as freed at once, though another stream may still read it.
+    assert probe.read_live_bytes()[0] == before[0]
 
 
 @pytest.mark.parametrize(("schedule", "alive"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
 @pytest.mark.parametrize("runtime", ["inline", "threads"])
-def test_the_peak_is_what_the_schedule_keeps(runtime: str, schedule: str, alive: list[int]) -> None:
+def test_gpu_peak_memory_matches_the_schedule(
+    runtime: str, schedule: str, alive: list[int]
+) -> None:
     x = batch()
     memory = made(schedule=schedule, runtime=runtime).memory(x, target=-x)
     assert memory.activation[:3] == (CELL,) * 3
@@ -69,8 +70,8 @@ def test_the_peak_is_what_the_schedule_keeps(runtime: str, schedule: str, alive:
     assert all(memory.readings[-1].alive[rank] < CELL for rank in range(RANKS))
 
 
-def test_it_is_what_the_host_would_say() -> None:
-    """The same pipe on the CPU: bytes of storages, not of blocks of 512."""
+def test_gpu_memory_matches_that_of_the_cpu() -> None:
+    """The CPU counts the bytes of storages, the GPU those of blocks of 512 bytes."""
     x = batch()
     there = made(schedule="1f1b").memory(x, target=-x)
     here = made(schedule="1f1b", devices=["cpu"] * RANKS).memory(x.cpu(), target=-x.cpu())
@@ -79,7 +80,7 @@ def test_it_is_what_the_host_would_say() -> None:
         assert one == pytest.approx(other, abs=0.01 * CELL)
 
 
-def test_it_leaves_no_trace() -> None:
+def test_memory_profiling_on_gpu_has_no_side_effects() -> None:
     x = batch()
     found = []
     for looks in (False, True):

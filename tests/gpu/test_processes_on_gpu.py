@@ -1,7 +1,7 @@
-"""Ranks in several processes on one GPU: over NCCL, and by way of the host where that is not used.
+"""Tests of ranks in several processes on one GPU, over NCCL and through host memory.
 
-NCCL refuses two ranks of one host on one GPU. With a host's name of its own each is taken for
-another machine, and they talk over sockets: slow, and the code that runs is that of several GPUs.
+NCCL refuses two ranks of one host on one GPU. With different host ids, it takes each rank for
+another machine and uses sockets. That is slow, but runs the same code as several GPUs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def equal_to_one_process(schedule: str, links: str, checkpoint: str) -> dict[str
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_equal_to_one_process(schedule: str, links: str, checkpoint: str) -> None:
+def test_processes_on_gpu_equal_one_process(schedule: str, links: str, checkpoint: str) -> None:
     results = ranks(2).run(equal_to_one_process, schedule, links, checkpoint)
     for result in results:
         assert result["worst"] <= 1e-12
@@ -122,7 +122,7 @@ def fails_and_goes_on(links: str) -> tuple[str, float, float]:
 
 
 @pytest.mark.parametrize("links", LINKS)
-def test_an_error_reaches_all_ranks_and_the_pipe_goes_on(links: str) -> None:
+def test_error_on_gpu_reaches_all_ranks_and_the_pipe_recovers(links: str) -> None:
     (text, took, loss), (other, also, same) = ranks(2).run(fails_and_goes_on, links)
     assert "a layer failed" in text
     assert "a layer failed" in other
@@ -131,7 +131,7 @@ def test_an_error_reaches_all_ranks_and_the_pipe_goes_on(links: str) -> None:
 
 
 class Ends(nn.Module):
-    """Ends its process in a forward, so many from now."""
+    """A layer that ends its process after the given number of forwards."""
 
     def __init__(self, forwards: int) -> None:
         super().__init__()
@@ -160,8 +160,8 @@ def left_alone(links: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("links", LINKS)
-def test_a_rank_that_dies_does_not_leave_the_other_waiting(links: str) -> None:
-    """Over NCCL the host does not wait, but the GPU does: the communicators are aborted."""
+def test_dead_rank_on_gpu_is_reported_to_the_other(links: str) -> None:
+    """Over NCCL the GPU waits instead of the host, so the communicators are aborted."""
     first, _ = ranks(2).answers(left_alone, links, within=60.0)
     assert isinstance(first, Returned)
     kind, text, took = first.value
@@ -171,7 +171,7 @@ def test_a_rank_that_dies_does_not_leave_the_other_waiting(links: str) -> None:
 
 
 def without_synchronising(links: str) -> float:
-    """The lane itself never waits for the device; the exchange at its end does."""
+    """Train and return the loss. Only the exchange at the end of a lane waits for the device."""
     model, x, y = model_and_batch(64)
     pipe = Pipe(
         model, chunks=8, group=group_for(links), devices=["cuda:0"] * 2, loss_fn=nn.MSELoss()
@@ -183,7 +183,7 @@ def without_synchronising(links: str) -> float:
 
 
 @pytest.mark.parametrize("links", LINKS)
-def test_the_timeline_is_that_of_all_ranks(links: str) -> None:
+def test_loss_and_timeline_on_gpu_cover_all_ranks(links: str) -> None:
     first, second = ranks(2).run(without_synchronising, links)
     assert first == second
 
@@ -196,5 +196,5 @@ def gradients_refused() -> str:
     return str(error.value)
 
 
-def test_pipe_of_x_is_refused_with_gradients() -> None:
+def test_call_with_gradients_over_processes_is_refused() -> None:
     assert "pipe.step" in ranks(2).run(gradients_refused)[0]

@@ -1,4 +1,4 @@
-"""Ties between devices: the CPU and a GPU, and parts of one GPU. Skipped where there is none."""
+"""Tests of tied weights between CPU and GPU, and between virtual GPUs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def language(kind: str) -> nn.Sequential:
     return nn.Sequential(embedding, Scaled(table), *middle, Scaled(table), head).double()
 
 
-def places(where: str) -> list[Any]:
+def device_list(where: str) -> list[Any]:
     if where == "virtual":
         return list(penstock.virtual_devices("cuda:0", 4))
     return ["cpu", GPU, GPU, GPU] if where == "cpu first" else [GPU, "cpu", GPU, "cpu"]
@@ -71,7 +71,7 @@ def tokens(rows: int, device: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("kind", ["weight", "module", "frozen"])
 @pytest.mark.parametrize("where", ["cpu first", "gpu first", "virtual"])
-def test_training_goes_as_with_the_unsplit_model(
+def test_tied_weights_across_devices_train_as_the_unsplit_model(
     where: str, kind: str, checkpoint: str, door: str, runtime: str
 ) -> None:
     model = language(kind)
@@ -79,7 +79,7 @@ def test_training_goes_as_with_the_unsplit_model(
         model[0].requires_grad_(False)
     pipe = Pipe(
         copy.deepcopy(model), 3, checkpoint,
-        stages=[2, 2, 1, 2], devices=places(where), schedule="1f1b",
+        stages=[2, 2, 1, 2], devices=device_list(where), schedule="1f1b",
         runtime=runtime, loss_fn=cross_entropy,
     )  # fmt: skip
     devices = [pipe._placed_partition.stage_device(stage).device for stage in (0, 3)]
@@ -111,18 +111,18 @@ def test_training_goes_as_with_the_unsplit_model(
 
 @pytest.mark.parametrize("where", ["cpu first", "gpu first", "virtual"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any, where: str) -> None:
+def test_tied_weights_across_devices_without_gradients(mode: Any, where: str) -> None:
     model = language("module")
-    pipe = Pipe(copy.deepcopy(model), 3, stages=[2, 2, 1, 2], devices=places(where))
+    pipe = Pipe(copy.deepcopy(model), 3, stages=[2, 2, 1, 2], devices=device_list(where))
     x, _ = tokens(7, "cpu")
     with mode():
         found = pipe(x.to(pipe[0].weight.device))
         torch.testing.assert_close(found.cpu(), model(x), rtol=1e-10, atol=1e-10)
 
 
-def test_hooks_see_the_sum_on_the_owners_device() -> None:
+def test_hooks_of_tied_weights_see_the_sum_on_the_device_of_the_parameter() -> None:
     model = language("weight")
-    pipe = Pipe(copy.deepcopy(model), 3, stages=[2, 2, 1, 2], devices=places("cpu first"))
+    pipe = Pipe(copy.deepcopy(model), 3, stages=[2, 2, 1, 2], devices=device_list("cpu first"))
     x, target = tokens(7, "cpu")
     seen: list[list[Tensor]] = [[], []]
     for module, found in zip((model, pipe), seen, strict=True):
@@ -132,7 +132,7 @@ def test_hooks_see_the_sum_on_the_owners_device() -> None:
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-10, atol=1e-10)
 
 
-def test_layers_placed_by_the_user() -> None:
+def test_tied_weights_of_layers_placed_by_the_user() -> None:
     model = language("weight")
     layers = list(copy.deepcopy(model))[:5]
     for layer in layers[2:]:

@@ -1,4 +1,4 @@
-"""Steps on a GPU are timed: by events that are few, and used again; by stamps if captured."""
+"""Tests of step timing on a GPU: by few, reused events, or by timestamps in a captured step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 RANKS, CHUNKS = 2, 6
 
 
-def made(places: list[Any], **options: Any) -> Pipe:
+def made(devices: list[Any], **options: Any) -> Pipe:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, device="cuda:0") for _ in range(RANKS)))
-    return Pipe(model, CHUNKS, "always", devices=places, stages=RANKS, loss_fn=mse_loss, **options)
+    return Pipe(model, CHUNKS, "always", devices=devices, stages=RANKS, loss_fn=mse_loss, **options)
 
 
 def batch() -> Tensor:
@@ -31,7 +31,7 @@ def batch() -> Tensor:
 
 
 class Busy(nn.Module):
-    """Keeps its stream busy, so that the host is ahead of it."""
+    """A layer that keeps its stream busy, so that the host is ahead of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.cuda._sleep(20_000_000)
@@ -39,7 +39,7 @@ class Busy(nn.Module):
 
 
 @pytest.mark.parametrize("runtime", ["inline", "threads"])
-def test_later_steps_make_no_events(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_steps_on_gpu_create_no_events(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made_by: list[object] = []
     kind = type(Gpu(torch.device("cuda:0"))._event_pool.record(torch.cuda.current_stream(), None))
     new = kind.__new__
@@ -49,36 +49,36 @@ def test_later_steps_make_no_events(runtime: str, monkeypatch: pytest.MonkeyPatc
         return new(cls)
 
     monkeypatch.setattr(kind, "__new__", staticmethod(counted))
-    places = list(penstock.virtual_devices("cuda:0", RANKS))
-    pipe, x = made(places, schedule="1f1b", runtime=runtime), batch()
+    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    pipe, x = made(devices, schedule="1f1b", runtime=runtime), batch()
     for _ in range(4):
         pipe.step(x, target=x)
     torch.cuda.synchronize()
     before = len(made_by)
     for _ in range(10):
         pipe.step(x, target=x)
-    assert len(made_by) - before <= 10 + 2 * CHUNKS  # where a step begins; chains differ a little
+    assert len(made_by) - before <= 10 + 2 * CHUNKS  # the starts of steps; the rest varies a little
 
 
-def test_a_stream_that_is_busy_has_one_event_between_two_actions() -> None:
-    place = Gpu(torch.device("cuda:0"))
-    with place.activate():
+def test_busy_stream_uses_one_event_between_two_actions() -> None:
+    device = Gpu(torch.device("cuda:0"))
+    with device.activate():
         torch.cuda._sleep(20_000_000)
-        end = place.record_timestamp()
-        assert place.record_timestamp(end) is end
+        end = device.record_timestamp()
+        assert device.record_timestamp(end) is end
         torch.cuda.synchronize()
-        assert place.record_timestamp(end) is not end
+        assert device.record_timestamp(end) is not end
 
 
 @pytest.mark.parametrize("runtime", ["inline", "threads", "graph"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_is_measured_is_whole_and_in_order(schedule: str, runtime: str) -> None:
-    places = list(penstock.virtual_devices("cuda:0", RANKS))
+def test_timeline_on_gpu_is_complete_and_ordered(schedule: str, runtime: str) -> None:
+    devices = list(penstock.virtual_devices("cuda:0", RANKS))
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 64, device="cuda:0"), Busy()) for _ in range(RANKS))
     )
     pipe = Pipe(
-        model, CHUNKS, "never", devices=places, stages=RANKS, loss_fn=mse_loss, schedule=schedule,
+        model, CHUNKS, "never", devices=devices, stages=RANKS, loss_fn=mse_loss, schedule=schedule,
         runtime=runtime,
     )  # fmt: skip
     x = batch()
@@ -90,9 +90,9 @@ def test_what_is_measured_is_whole_and_in_order(schedule: str, runtime: str) -> 
     assert min(s.end - s.start for s in forwards) > 0.003  # each sleeps for some 10 ms
 
 
-def test_a_result_that_is_kept_keeps_its_events() -> None:
-    places = list(penstock.virtual_devices("cuda:0", RANKS))
-    pipe, x = made(places, schedule="1f1b"), batch()
+def test_kept_result_on_gpu_keeps_its_events() -> None:
+    devices = list(penstock.virtual_devices("cuda:0", RANKS))
+    pipe, x = made(devices, schedule="1f1b"), batch()
     kept = pipe.step(x, target=x)
     torch.cuda.synchronize()
     measured = kept.measured

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft: they alone learn, as in the unsplit model, and have their own folders."""
+"""Tests of LoRA adapters of peft: they train as in the unsplit model and have their own folders."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def adapted(name: str, **more: Any) -> Any:
     return get_peft_model(made(), LoraConfig(target_modules=parts, **chosen))
 
 
-def stir(model: nn.Module) -> None:
-    """Adapters begin with zeros, by which nothing would be learned of the others."""
+def randomize_adapters(model: nn.Module) -> None:
+    """Fill the second matrices of the adapters, which start at zero and would give no gradients."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -34,27 +34,27 @@ def stir(model: nn.Module) -> None:
 
 @each_model
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_adapters_learn_as_in_the_unsplit_model(name: str, schedule: str) -> None:
+def test_lora_adapters_train_as_in_the_unsplit_model(name: str, schedule: str) -> None:
     model = adapted(name)
-    stir(model)
+    randomize_adapters(model)
     pipe = agree(model, batch_for(name), schedule=schedule)
     learned = {name for name, p in pipe.named_parameters() if p.grad is not None}
     assert learned == {name for name, p in pipe.named_parameters() if p.requires_grad}
     assert all("lora_" in name for name in learned)
 
 
-def test_with_gradient_checkpointing() -> None:
+def test_lora_adapters_with_gradient_checkpointing() -> None:
     model = adapted("llama")
-    stir(model)
+    randomize_adapters(model)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
     agree(model.train(), batch_for("llama"), checkpoint="never")
 
 
 @each_model
-def test_a_folder_of_adapters(name: str, tmp_path: Path) -> None:
+def test_save_pretrained_of_lora_adapters(name: str, tmp_path: Path) -> None:
     model = adapted(name)
-    stir(model)
+    randomize_adapters(model)
     pipe = piped(model, batch_for(name))
     pipe.save_pretrained(tmp_path / "made")
     model.save_pretrained(tmp_path / "given")
@@ -95,7 +95,7 @@ def plain_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @each_model
-def test_the_base_model_is_loaded_below_its_adapters(name: str, tmp_path: Path) -> None:
+def test_load_of_the_base_model_below_lora_adapters(name: str, tmp_path: Path) -> None:
     base: Any = PARTS[name][0]()
     base.save_pretrained(tmp_path)
     with torch.device("meta"):

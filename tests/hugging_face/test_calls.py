@@ -1,4 +1,4 @@
-"""How models of transformers may be called: each way as the unsplit model answers it."""
+"""Tests that transformers models in a pipe accept their usual arguments, with exact results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_text = pytest.mark.parametrize("name", TEXTS)
 
 
 @each_text
-def test_hidden_states_are_collected(name: str) -> None:
+def test_output_hidden_states(name: str) -> None:
     batch = batch_for(name)
     asked = {**batch, "output_hidden_states": True}
     agree(TEXTS[name](), batch, asked)
@@ -25,15 +25,15 @@ def test_hidden_states_are_collected(name: str) -> None:
 
 
 @each_text
-def test_attentions_are_collected_from_inside_blocks(name: str) -> None:
-    """They leave the blocks through hooks: the blocks are opened."""
+def test_output_attentions(name: str) -> None:
+    """Attentions leave the blocks through hooks, so the blocks are split into smaller units."""
     batch = {**batch_for(name), "output_attentions": True}
     agree(TEXTS[name](attn_implementation="eager"), batch)
 
 
 @each_text
-def test_masks_differ_from_micro_batch_to_micro_batch(name: str) -> None:
-    """With and without padding, the models take different paths."""
+def test_attention_mask_differs_between_micro_batches(name: str) -> None:
+    """The models take different paths with and without padding."""
     batch = batch_for(name)
     whole = torch.ones(4, 6, dtype=torch.int64)
     padded = whole.clone()
@@ -44,7 +44,7 @@ def test_masks_differ_from_micro_batch_to_micro_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_embeddings_positions_and_masks_of_ones_own(name: str) -> None:
+def test_inputs_embeds_position_ids_and_attention_mask(name: str) -> None:
     labels = words()
     embedded = torch.randn(4, 6, 16, dtype=torch.float64)
     agree(TEXTS[name](), {"inputs_embeds": embedded, "labels": labels})
@@ -55,7 +55,7 @@ def test_embeddings_positions_and_masks_of_ones_own(name: str) -> None:
     agree(TEXTS[name](), {**batch, "attention_mask": mask})
 
 
-def test_one_row_of_positions_is_for_all() -> None:
+def test_position_ids_with_one_row_need_no_chunk() -> None:
     batch = batch_for("llama")
     positions = torch.arange(6)[None]
     with pytest.raises(ValueError, match=r"position_ids, of shape \(1, 6\), has size 1 on dim 0"):
@@ -66,7 +66,7 @@ def test_one_row_of_positions_is_for_all() -> None:
 
 
 @each_text
-def test_tuples_are_given_for_return_dict_false(name: str) -> None:
+def test_return_dict_false_gives_tuples(name: str) -> None:
     agree(TEXTS[name](), {**batch_for(name), "return_dict": False})
 
 
@@ -76,7 +76,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model = TEXTS[name]().train()
     how = {"use_reentrant": reentrant}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-    agree(model, batch_for(name), checkpoint="never")  # or it is all recomputed twice
+    agree(model, batch_for(name), checkpoint="never")  # otherwise everything is recomputed twice
 
 
 def test_gradient_checkpointing_around_dropout_is_refused() -> None:
@@ -88,7 +88,7 @@ def test_gradient_checkpointing_around_dropout_is_refused() -> None:
 
 
 @each_text
-def test_a_cache_is_refused(name: str) -> None:
+def test_use_cache_is_refused(name: str) -> None:
     batch = batch_for(name)
     with pytest.raises(
         CutError, match=r"^use_cache was given to \w+, but a cache of keys and valu"
@@ -99,14 +99,14 @@ def test_a_cache_is_refused(name: str) -> None:
         pipe(**batch, use_cache=True)
 
 
-def test_a_mixture_of_experts_with_the_loss_of_its_router() -> None:
-    """The router's numbers leave the blocks through hooks, and are counted in the end."""
+def test_mixture_of_experts_with_router_loss() -> None:
+    """Router logits leave the blocks through hooks; their loss is computed at the end."""
     batch = batch_for("mixtral")
     agree(mixtral(), batch)
     agree(mixtral(), {**batch, "output_router_logits": True})
 
 
-def test_the_models_plan_names_units() -> None:
+def test_pipeline_plan_of_the_model_names_the_units() -> None:
     model = llama()
     assert "model.layers" in find_planned_units(model)
     assert list(find_units(model, find_planned_units(model))) == list(find_units(model))
@@ -122,7 +122,7 @@ class Planned(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
 
-def test_a_plan_that_does_not_fit_is_left_aside() -> None:
+def test_pipeline_plan_that_does_not_fit_is_ignored() -> None:
     fitting = {"tower": (), "pair": (), "dropout": ()}
     assert find_planned_units(Planned(fitting)) == ["tower", "pair"]
     assert find_planned_units(Planned({**fitting, "norm": ()})) == []

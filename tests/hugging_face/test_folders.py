@@ -1,4 +1,4 @@
-"""Models built on meta, loaded from folders of save_pretrained, and saved to such folders."""
+"""Tests of models built on meta that are loaded from and saved to save_pretrained folders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stored_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @each_model
-def test_every_cut_of_a_model_on_meta_begins_alike(name: str) -> None:
+def test_meta_model_is_initialized_alike_for_any_number_of_stages(name: str) -> None:
     found = []
     for stages in (2, 3):
         torch.manual_seed(3)
@@ -53,7 +53,7 @@ def test_every_cut_of_a_model_on_meta_begins_alike(name: str) -> None:
 
 
 @each_model
-def test_a_folder_is_loaded_and_saved_as_it_was(name: str, tmp_path: Path) -> None:
+def test_pretrained_folder_round_trip(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model: Any = ALL[name]().eval()
     model.save_pretrained(tmp_path / "given")
@@ -74,10 +74,10 @@ def test_a_folder_is_loaded_and_saved_as_it_was(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("made", [llama, mixtral])
-def test_shards_are_read_by_those_who_need_them(
+def test_load_opens_each_safetensors_shard_twice(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Mixtral have each expert apart: the model has them in one tensor."""
+    """Mixtral stores each expert separately, while the model has all of them in one tensor."""
     model = made(tie_word_embeddings=True)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -93,13 +93,13 @@ def test_shards_are_read_by_those_who_need_them(
     pipe.load(tmp_path)
     assert differing(pipe, model) == []
     assert pipe.get_parameter("lm_head.weight") is pipe.get_parameter("model.embed_tokens.weight")
-    assert len(opened) == 2 * len(set(opened))  # its header, and what is in it
-    pipe.save_pretrained(tmp_path)  # what was in several files is in one
+    assert len(opened) == 2 * len(set(opened))  # once for the header, once for the tensors
+    pipe.save_pretrained(tmp_path)  # several shards become one file
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
     assert differing(AutoModelForCausalLM.from_pretrained(tmp_path), model) == []
 
 
-def test_the_base_model_may_be_stored_with_or_without_its_prefix(tmp_path: Path) -> None:
+def test_load_of_a_base_model_with_or_without_its_prefix(tmp_path: Path) -> None:
     model: Any = llama()
     model.save_pretrained(tmp_path / "whole")
     model.model.save_pretrained(tmp_path / "base")
@@ -115,7 +115,7 @@ def test_the_base_model_may_be_stored_with_or_without_its_prefix(tmp_path: Path)
     assert torch.equal(again.get_parameter("lm_head.weight"), head)
 
 
-def test_another_head_is_told_and_another_base_is_refused(tmp_path: Path) -> None:
+def test_load_warns_of_another_head_and_refuses_another_base(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, num_labels=2, pad_token_id=0)
     batch = {"input_ids": batch_for("llama")["input_ids"], "labels": torch.tensor([0, 1, 1, 0])}
@@ -144,7 +144,7 @@ def test_another_head_is_told_and_another_base_is_refused(tmp_path: Path) -> Non
         piped(thinner, {"input_ids": batch["input_ids"]}).load(tmp_path)
 
 
-def test_what_older_versions_have_saved_is_passed_over(tmp_path: Path) -> None:
+def test_load_ignores_buffers_saved_by_older_versions(tmp_path: Path) -> None:
     model: Any = llama()
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -158,7 +158,7 @@ def test_what_older_versions_have_saved_is_passed_over(tmp_path: Path) -> None:
         pipe.load(tmp_path)
 
 
-def test_what_is_tied_must_not_be_stored_as_two(tmp_path: Path) -> None:
+def test_load_refuses_different_values_for_tied_weights(tmp_path: Path) -> None:
     model: Any = llama()
     model.save_pretrained(tmp_path)
     tied = piped(on_meta(llama(tie_word_embeddings=True)), batch_for("llama"))
@@ -171,7 +171,7 @@ def test_what_is_tied_must_not_be_stored_as_two(tmp_path: Path) -> None:
     assert differing(tied, model) == []
 
 
-def test_a_pipe_of_layers_has_no_such_folder(tmp_path: Path) -> None:
+def test_save_pretrained_of_a_sequential_pipe_is_refused(tmp_path: Path) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), stages=2)
     with pytest.raises(
         PenstockTypeError, match=r"save_pretrained needs a transformers or peft model"
@@ -180,7 +180,7 @@ def test_a_pipe_of_layers_has_no_such_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_a_save_that_fails_leaves_what_was_there(
+def test_failed_save_pretrained_keeps_the_previous_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = piped(llama(), batch_for("llama"))

@@ -1,4 +1,4 @@
-"""A model built on meta over processes: each rank reads and writes its own stages of a folder."""
+"""Tests that each rank of a multi-process pipe reads and writes its own stages of a folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.hugging_face.test_folders import on_meta, stored_in
 from tests.hugging_face.tiny import ALL, batch_for
 
 
-def through(name: str, folder: Path) -> tuple[float, int]:
-    """Load, step, save; gives the loss, and how many parameters this rank has."""
+def load_step_save(name: str, folder: Path) -> tuple[float, int]:
+    """Load, step and save; return the loss and the number of parameters on this rank."""
     torch.manual_seed(3)
     batch = batch_for(name)
     model = on_meta(ALL[name]()).eval()
@@ -36,11 +36,11 @@ def through(name: str, folder: Path) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_a_folder_goes_through_a_pipe_of_processes(name: str, tmp_path: Path) -> None:
+def test_pretrained_folder_round_trip_over_processes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = ALL[name]().eval()
     model.save_pretrained(tmp_path / "given")
-    (loss, mine), (other, theirs) = ranks(2).run(through, name, tmp_path)
+    (loss, mine), (other, theirs) = ranks(2).run(load_step_save, name, tmp_path)
     torch.manual_seed(3)
     batch = batch_for(name)
     expected = model(**batch).loss

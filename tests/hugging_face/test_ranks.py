@@ -1,4 +1,4 @@
-"""Folders read and written by several processes, each of which has a part of the model."""
+"""Tests of folders that several processes read and write, each with a part of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def built(kind: str) -> Any:
 
 
 def saver_here(kind: str, zeros: bool) -> Saver:
-    """Of a rank that has a part of the model; the model itself is on meta."""
+    """Return the saver of a rank that has a part of the model; the model itself is on meta."""
     rank = distributed.get_rank()
     mine, prefix = built(kind), "base_model.model." if kind == "adapted" else ""
     same = find_tied_names(mine)
@@ -61,7 +61,9 @@ def loaded(kind: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["tied", "experts", "adapted"])
-def test_ranks_save_and_load_their_parts(kind: str, tmp_path: Path) -> None:
+def test_pretrained_save_and_load_with_a_part_of_the_model_per_rank(
+    kind: str, tmp_path: Path
+) -> None:
     model = built(kind)
     model.save_pretrained(tmp_path / "given")
     ranks(2).run(saved, kind, tmp_path / "made")

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, random, and how a pipe of one is compared with the model itself."""
+"""Tiny random transformers models, and the comparison of a pipe with the unsplit model."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def bert(**more: Any) -> Any:
 
 def mixtral(**more: Any) -> Any:
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 1}
-    plain = {"experts_implementation": "eager"}  # the others have no float64
+    plain = {"experts_implementation": "eager"}  # the other implementations do not support float64
     return MixtralForCausalLM(MixtralConfig(**SIZES, **TEXT, **experts, **{**plain, **more}))
 
 
 def vit(**more: Any) -> Any:
     config = ViTConfig(**SIZES, image_size=8, patch_size=4, **more)
-    config.problem_type = "single_label_classification"  # or the first forward sets it
+    config.problem_type = "single_label_classification"  # otherwise the first forward sets it
     return ViTForImageClassification(config)
 
 
@@ -88,27 +88,26 @@ def piped(model: nn.Module, example: dict[str, Any], **options: Any) -> Pipe:
 
 
 def agree(model: nn.Module, *batches: dict[str, Any], **options: Any) -> Pipe:
-    """Its loss, gradients and outputs are those of the model, micro-batch by micro-batch."""
+    """Assert that loss, gradients and outputs equal those of the model by micro-batch."""
     model = model.double()
-    alone = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     pipe = piped(model, batches[0], **options)
     for batch in batches:
-        alone.zero_grad()
+        reference.zero_grad()
         pipe.zero_grad()
         loss, outputs = torch.zeros((), dtype=torch.float64), []
         for at in range(2):
-            cache = {"use_cache": False} if hasattr(alone.config, "use_cache") else {}
-            found = alone(**{name: _half(value, at) for name, value in batch.items()}, **cache)
+            cache = {"use_cache": False} if hasattr(reference.config, "use_cache") else {}
+            found = reference(**{name: _half(value, at) for name, value in batch.items()}, **cache)
             one = found[0] / 2
             one.backward()
             loss += one.detach()
             outputs.append(found)
         result = pipe.step(**batch, outputs=True)
-        single = (
-            outputs[0][0].dtype is torch.float32
-        )  # many take the loss in it, whatever they are in
+        # Many models compute the loss in float32, whatever their own dtype is.
+        single = outputs[0][0].dtype is torch.float32
         assert abs(result.loss - loss) < (LIMIT_OF_SINGLE if single else LIMIT)
-        _check_gradients(pipe, alone)
+        _check_gradients(pipe, reference)
         assert type(result.outputs) is type(outputs[0])
         for name in outputs[0].keys() - {"loss", "aux_loss"} if hasattr(outputs[0], "keys") else ():
             mine, both = result.outputs[name], [one[name] for one in outputs]
@@ -125,10 +124,10 @@ def _listed(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-def _check_gradients(pipe: Pipe, alone: nn.Module) -> None:
+def _check_gradients(pipe: Pipe, reference: nn.Module) -> None:
     mine = dict(pipe.named_parameters())
-    assert list(mine) == [name for name, _ in alone.named_parameters()]
-    for name, parameter in alone.named_parameters():
+    assert list(mine) == [name for name, _ in reference.named_parameters()]
+    for name, parameter in reference.named_parameters():
         gradient = mine[name].grad
         if parameter.grad is None:
             assert gradient is None, name
@@ -138,7 +137,7 @@ def _check_gradients(pipe: Pipe, alone: nn.Module) -> None:
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:
-    """The names of what is not alike in their state_dicts."""
+    """Return the names of the entries that differ between two state dicts."""
     ours, theirs = one.state_dict(), other.state_dict()
     assert set(ours) == set(theirs)
     return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]

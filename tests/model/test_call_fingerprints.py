@@ -46,7 +46,7 @@ def hook(*_: Any) -> None: ...
 
 
 def numbered(number: int) -> Callable[..., None]:
-    """As transformers makes one for each block."""
+    """Return a hook with a number of its own, as transformers makes one for each block."""
 
     def hook(*_: Any) -> None:
         assert number >= 0
@@ -86,7 +86,7 @@ x = torch.ones(2, 4)
         (nn.BatchNorm1d(4), nn.BatchNorm1d(4)),
     ],
 )
-def test_blocks_that_are_alike(one: nn.Module, other: nn.Module) -> None:
+def test_cost_key_is_equal_for_similar_blocks(one: nn.Module, other: nn.Module) -> None:
     assert build_cost_key(one, (x,)) == build_cost_key(other, (x + 1,))
     assert hash(build_cost_key(one, (x,))) == hash(build_cost_key(other, (x + 1,)))
 
@@ -113,7 +113,7 @@ def test_blocks_that_are_alike(one: nn.Module, other: nn.Module) -> None:
         hooked(lambda *_: None),
     ],
 )
-def test_blocks_that_are_not(other: nn.Module) -> None:
+def test_cost_key_differs_for_different_blocks(other: nn.Module) -> None:
     first = Block(heads=2, drop=0.1, act_fn=gelu, sizes=[1, 3], options=Options(True))
     assert build_cost_key(Block(), (x,)) != build_cost_key(other, (x,))
     assert build_cost_key(first, (x,)) != build_cost_key(other, (x,))
@@ -140,7 +140,9 @@ def test_blocks_that_are_not(other: nn.Module) -> None:
         ((x.to_sparse(),), {}),
     ],
 )
-def test_arguments_that_are_not_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_cost_key_differs_for_different_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     block = Block()
     assert build_cost_key(block, (x,)) != build_cost_key(block, args, kwargs)
     assert build_cost_key(block, args, kwargs) == build_cost_key(Block(), args, dict(kwargs))

@@ -1,4 +1,4 @@
-"""Whatever a step does to modules is undone, and they stay the objects that they are."""
+"""Tests that an isolated step undoes all changes to modules, which stay the same objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.model.isolation import isolated_step
 
 
 class Busy(nn.Module):
-    """Changes all that it has."""
+    """A module that changes all of its state in its forward."""
 
     mean: Tensor
     replaced: Tensor
@@ -57,7 +57,7 @@ def state(model: Busy) -> list[Any]:
     return repr([[t.tolist() for t in held], counted, more])  # type: ignore[return-value]
 
 
-def test_all_is_as_it_was_and_everything_is_itself() -> None:
+def test_isolated_step_restores_all_state_in_the_same_objects() -> None:
     model = Busy()
     x = torch.ones(1, 2)
     objects = [model.seen, model.seen[0], model.table, model.notes, model.mean, model.replaced]
@@ -77,7 +77,7 @@ def test_all_is_as_it_was_and_everything_is_itself() -> None:
     assert model.linear.bias.grad is None
 
 
-def test_also_after_an_error() -> None:
+def test_isolated_step_restores_state_after_an_error() -> None:
     model = Busy()
     before = state(model)
     try:
@@ -89,7 +89,7 @@ def test_also_after_an_error() -> None:
     assert state(model) == before
 
 
-def test_an_optimizer_in_the_backward_does_not_step() -> None:
+def test_isolated_step_runs_no_optimizer_in_backward_hooks() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 1.0)
     handle = layer.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
@@ -105,7 +105,7 @@ def test_an_optimizer_in_the_backward_does_not_step() -> None:
     assert torch.equal(layer.weight, after)
 
 
-def test_what_computed_the_inputs_does_not_learn() -> None:
+def test_isolated_step_gives_no_gradient_to_producers_of_its_inputs() -> None:
     before = nn.Linear(2, 2)
     x = before(torch.ones(1, 2))
     layer = nn.Linear(2, 2)
@@ -115,7 +115,7 @@ def test_what_computed_the_inputs_does_not_learn() -> None:
     assert before.weight.grad is None
 
 
-def test_embeddings_that_shorten_their_rows_keep_them() -> None:
+def test_isolated_step_restores_embeddings_with_max_norm() -> None:
     layer = nn.Embedding(4, 3, max_norm=0.1)
     before = layer.weight.detach().clone()
     with isolated_step([layer], torch.tensor([0, 1])) as given:

@@ -1,4 +1,4 @@
-"""Models built on meta: memory for the layers that are wanted, and nothing left to chance."""
+"""Tests of models built on meta: needed layers get memory, and all of it is initialized."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def piped(model: nn.Sequential, stages: int = 2) -> Pipe:
 
 
 class Table(nn.Module):
-    """A parameter that only a checkpoint sets."""
+    """A layer whose parameter only a checkpoint initializes."""
 
     order: Tensor
 
@@ -48,7 +48,7 @@ class Table(nn.Module):
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes that operations below it ask for, on real devices."""
+    """A dispatch mode that counts the bytes allocated on real devices."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def test_a_model_on_meta_trains_like_any_other() -> None:
+def test_meta_model_is_initialized_and_trains() -> None:
     torch.manual_seed(3)
     pipe = piped(on_meta())
     assert not any(t.is_meta for t in (*pipe.parameters(), *pipe.buffers()))
@@ -75,7 +75,7 @@ def test_a_model_on_meta_trains_like_any_other() -> None:
     assert torch.equal(model.get_buffer("3.running_var"), torch.ones(6, dtype=torch.float64))
 
 
-def test_the_first_weights_do_not_depend_on_the_cut() -> None:
+def test_meta_model_initial_weights_do_not_depend_on_the_stages() -> None:
     found = []
     for stages in (1, 2, 5):
         torch.manual_seed(3)
@@ -84,12 +84,12 @@ def test_the_first_weights_do_not_depend_on_the_cut() -> None:
     for name, value in found[0].items():
         assert all(torch.equal(other[name], value) for other in found), name
     weights = [found[0][f"{n}.0.weight"] for n in range(3)]
-    assert not torch.equal(weights[0], weights[1])  # and layers do not repeat each other
+    assert not torch.equal(weights[0], weights[1])  # equal layers get different weights
     torch.manual_seed(4)
     assert not torch.equal(piped(on_meta()).state_dict()["0.0.weight"], weights[0])
 
 
-def test_a_rank_has_memory_for_its_own_layers_alone() -> None:
+def test_materialize_allocates_memory_only_for_the_given_layers() -> None:
     torch.manual_seed(3)
     whole = piped(on_meta()).state_dict()
     model = on_meta()
@@ -103,7 +103,7 @@ def test_a_rank_has_memory_for_its_own_layers_alone() -> None:
         assert torch.equal(model[1].state_dict()[name], whole[f"1.{name}"])
 
 
-def test_what_users_note_on_parameters_stays() -> None:
+def test_meta_model_keeps_attributes_of_parameters() -> None:
     model = on_meta()
     model.get_parameter("1.0.weight").decays = False  # type: ignore[attr-defined]
     model.get_parameter("1.0.bias").requires_grad_(False)
@@ -114,17 +114,17 @@ def test_what_users_note_on_parameters_stays() -> None:
     assert not bias.requires_grad
 
 
-def test_attention_is_set_as_when_it_is_built() -> None:
+def test_meta_model_initializes_multihead_attention_as_its_constructor_does() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 8))
     pipe = piped(model)
     pipe.step(torch.randn(4, 3, 8), target=torch.randn(4, 3, 8))
     attention = model[0].self_attn
     assert isinstance(attention, nn.MultiheadAttention)
-    assert not attention.out_proj.bias.any()  # as MultiheadAttention leaves it, and not Linear
+    assert not attention.out_proj.bias.any()  # initialized by MultiheadAttention, not by Linear
 
 
-def test_what_nobody_has_set_is_an_error_until_it_is_loaded(tmp_path: Path) -> None:
+def test_uninitialized_meta_tensors_are_an_error_until_loaded(tmp_path: Path) -> None:
     real = nn.Sequential(nn.Linear(6, 6).double(), Table())
     piped(real).save(tmp_path)
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def differing(one: nn.Module, other: nn.Module) -> list[str]:
     return [name for name, t in one.state_dict().items() if not torch.equal(t, expected[name])]
 
 
-def test_it_may_be_set_by_hand_or_by_load_state_dict() -> None:
+def test_meta_tensors_may_be_set_by_hand_or_by_load_state_dict() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     for assign in (False, True):
         with torch.device("meta"):
@@ -160,7 +160,7 @@ def test_it_may_be_set_by_hand_or_by_load_state_dict() -> None:
     assert pipe(x).isfinite().all()
 
 
-def test_layers_that_are_real_stay_as_they_are() -> None:
+def test_materialized_layers_of_a_meta_model_are_kept() -> None:
     model = on_meta()
     model[2] = nn.Linear(6, 6).double()
     mixed = nn.Linear(6, 6).double()
@@ -175,7 +175,7 @@ def test_layers_that_are_real_stay_as_they_are() -> None:
 
 
 class Positions(nn.Module):
-    """A table that is in no checkpoint."""
+    """A layer with a table that is not in any checkpoint."""
 
     table: Tensor
 
@@ -192,7 +192,7 @@ class Recomputed(Positions):
         self.table.copy_(torch.arange(6))
 
 
-def test_buffers_in_no_checkpoint_are_recomputed_or_refused() -> None:
+def test_non_persistent_meta_buffers_are_recomputed_or_refused() -> None:
     with torch.device("meta"):
         lost, again = Positions(), Recomputed()
         linear = nn.Linear(6, 6)
@@ -202,7 +202,7 @@ def test_buffers_in_no_checkpoint_are_recomputed_or_refused() -> None:
     assert torch.equal(again.table, Positions().table)
 
 
-def test_tensors_that_nothing_can_set_are_refused() -> None:
+def test_meta_tensors_that_cannot_be_initialized_are_refused() -> None:
     with torch.device("meta"):
         model = on_meta()
         model[1].scale = torch.ones(3)
@@ -214,6 +214,6 @@ def test_tensors_that_nothing_can_set_are_refused() -> None:
         Pipe(lazy, stages=[1, 1], devices=["cpu"] * 2)
 
 
-def test_measuring_needs_a_model_that_is_there() -> None:
+def test_balance_by_time_of_a_meta_model_is_refused() -> None:
     with pytest.raises(ArgumentError, match="balance='time' runs the layers, but the model was"):
         Pipe(on_meta(), stages=2, devices=["cpu"] * 2, example=torch.zeros(2, 6))

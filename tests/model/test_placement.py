@@ -19,10 +19,10 @@ def layers(*widths: int) -> nn.Sequential:
 
 
 def cut_of(
-    module: nn.Sequential, schedule: str | Schedule | None = None, **wish: Any
+    module: nn.Sequential, schedule: str | Schedule | None = None, **options: Any
 ) -> PlacedPartition:
-    given: dict[str, Any] = dict.fromkeys(("stages", "devices", "balance", "example"))
-    return place_model(module, SplitRequest(**{**given, "chunks": 2, **wish}), schedule)
+    defaults: dict[str, Any] = dict.fromkeys(("stages", "devices", "balance", "example"))
+    return place_model(module, SplitRequest(**{**defaults, "chunks": 2, **options}), schedule)
 
 
 def sizes(found: PlacedPartition) -> list[int]:
@@ -32,13 +32,13 @@ def sizes(found: PlacedPartition) -> list[int]:
 # ---- where to cut -------------------------------------------------------------------------
 
 
-def test_without_a_wish_the_layers_stay_where_they_are() -> None:
+def test_default_placement_is_one_stage_on_the_current_device() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
     found = cut_of(model)
     assert (sizes(found), found.placement, len(found.devices)) == ([3], (0,), 1)
 
 
-def test_the_user_says_how_many_layers_each_stage_has() -> None:
+def test_stages_as_a_list_of_layer_counts() -> None:
     found = cut_of(layers(1, 1, 1, 1, 1), stages=[2, 1, 2])
     assert (sizes(found), found.placement) == ([2, 1, 2], (0, 1, 2))
 
@@ -54,7 +54,7 @@ def test_the_user_says_how_many_layers_each_stage_has() -> None:
         ([], r"stages=\[\]: a pipe has at least one stage"),
     ],
 )
-def test_cuts_that_do_not_fit(stages: Any, message: str) -> None:
+def test_invalid_stages_are_refused(stages: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         cut_of(layers(1, 1, 1), stages=stages)
 
@@ -65,14 +65,14 @@ def test_stages_are_balanced_by_parameters() -> None:
 
 
 def test_stages_are_balanced_by_memory() -> None:
-    """The parameters are few; what the wide layer saves and gives is much."""
+    """The wide layer has no parameters, but its activations are large."""
     wide = Do(lambda x: x.repeat(1, 500).exp().log()[:, :4])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), wide)
     found = cut_of(model, stages=2, balance="memory", example=torch.randn(64, 4))
     assert sizes(found) == [3, 1]
 
 
-def test_stages_are_balanced_by_time_if_there_is_an_example() -> None:
+def test_stages_are_balanced_by_time_with_an_example() -> None:
     seen: list[int] = []
     model = nn.Sequential(*(Do(lambda x: (seen.append(len(x)), x)[1]) for _ in range(3)))  # type: ignore[func-returns-value]
     assert sum(sizes(cut_of(model, stages=2, example=(torch.randn(6, 4),)))) == 3
@@ -80,7 +80,7 @@ def test_stages_are_balanced_by_time_if_there_is_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         (
             {"stages": 2, "balance": "luck"},
@@ -91,15 +91,15 @@ def test_stages_are_balanced_by_time_if_there_is_an_example() -> None:
         ({"stages": [1, 2], "balance": "time"}, "already says where to cut, so balance does not"),
     ],
 )
-def test_wishes_that_contradict(wish: dict[str, Any], message: str) -> None:
+def test_contradicting_split_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        cut_of(layers(1, 1, 1), **wish)
+        cut_of(layers(1, 1, 1), **options)
 
 
-# ---- which rank gets which stage ----------------------------------------------------------
+# ---- placement of stages on ranks ---------------------------------------------------------
 
 
-def test_devices_are_ranks() -> None:
+def test_each_device_is_a_rank() -> None:
     found = cut_of(layers(1, 1, 1), devices=["cpu"] * 3)
     assert (sizes(found), found.placement, len(found.devices)) == ([1, 1, 1], (0, 1, 2), 3)
     found = cut_of(layers(1, 1, 1, 1), stages=4, devices=["cpu", torch.device("cpu")])
@@ -118,15 +118,15 @@ def test_devices_are_ranks() -> None:
         (None, 4, 2, (0, 1, 0, 1)),
     ],
 )
-def test_the_schedule_places_the_stages(
+def test_schedule_determines_the_placement(
     schedule: str | None, stages: int | None, devices: int | None, placement: tuple[int, ...]
 ) -> None:
-    places = None if devices is None else ["cpu"] * devices
-    found = cut_of(layers(1, 1, 1, 1, 1, 1), schedule, stages=stages, devices=places)
+    device_list = None if devices is None else ["cpu"] * devices
+    found = cut_of(layers(1, 1, 1, 1, 1, 1), schedule, stages=stages, devices=device_list)
     assert found.placement == placement
 
 
-def test_a_schedule_by_hand_brings_its_placement() -> None:
+def test_custom_schedule_determines_the_placement() -> None:
     by_hand = loads("0F0 1F0 1B0 0B0 \n 2F0 2B0")
     assert isinstance(by_hand, Schedule)
     found = cut_of(layers(1, 1, 1), by_hand, stages=3, devices=["cpu"] * 2)
@@ -135,22 +135,22 @@ def test_a_schedule_by_hand_brings_its_placement() -> None:
         cut_of(layers(1, 1, 1), by_hand, stages=2, devices=["cpu"] * 2)
 
 
-def test_stages_that_do_not_divide_among_devices() -> None:
+def test_stages_that_do_not_divide_among_devices_are_refused() -> None:
     with pytest.raises(ArgumentError, match="3 stages do not divide among 2 devices"):
         cut_of(layers(1, 1, 1), stages=3, devices=["cpu"] * 2)
 
 
-def test_a_device_that_no_stage_can_run_on() -> None:
+def test_unsupported_device_is_refused() -> None:
     with pytest.raises(ArgumentError, match="a stage runs on a CPU or a CUDA device, not on 'met"):
         cut_of(layers(1, 1), devices=["cpu", "meta"])
 
 
-def test_a_schedule_that_does_not_suit_the_layers_as_they_stand() -> None:
+def test_custom_schedule_without_stages_and_devices_is_refused() -> None:
     with pytest.raises(ArgumentError, match="give stages= and devices="):
         Pipe(layers(1, 1), 2, schedule=schedules.one_f_one_b(2, 2))
 
 
-# ---- sharing ------------------------------------------------------------------------------
+# ---- shared parameters --------------------------------------------------------------------
 
 
 def tied() -> nn.Sequential:
@@ -159,7 +159,7 @@ def tied() -> nn.Sequential:
     return model
 
 
-def test_parameters_that_ranks_share_are_found() -> None:
+def test_describe_parameters_tied_across_ranks() -> None:
     for devices, words in (
         (None, ["2.0.weight on rank 2 is 0.weight of rank 0"]),
         (["cpu"], []),
@@ -168,8 +168,8 @@ def test_parameters_that_ranks_share_are_found() -> None:
         assert describe_tied_parameters(found.partition.stages, found.placement) == words
 
 
-def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
-    """As between two GPUs: here the second device is the one that nothing can be computed on."""
+def test_shared_parameters_stay_on_the_device_of_their_first_layer() -> None:
+    """As between two GPUs. Here the second device is meta, which cannot compute."""
     model = tied()
     shared, table = model.get_parameter("0.weight"), torch.zeros(3)
     shared.grad = torch.ones_like(shared)
@@ -184,7 +184,7 @@ def test_what_is_shared_is_moved_to_where_the_first_is() -> None:
     assert str(model[2][0].bias.device) == "meta"  # type: ignore[index]
 
 
-def test_a_layer_placed_by_the_user_may_share_a_parameter_of_another_device() -> None:
+def test_placed_layer_may_share_a_parameter_of_another_device() -> None:
     model = tied()
     model[2][0].bias = nn.Parameter(torch.zeros(4, device="meta"))  # type: ignore[index]
     counts, devices = group_by_device(list(model))
@@ -194,7 +194,7 @@ def test_a_layer_placed_by_the_user_may_share_a_parameter_of_another_device() ->
     assert group_by_device([model[0], nn.Linear(4, 4, device="meta"), alone])[0] == [1, 1, 1]
 
 
-def test_a_parameter_may_be_shared_by_stages_of_a_rank() -> None:
+def test_parameter_tied_between_stages_of_one_rank() -> None:
     assert cut_of(tied(), stages=3, devices=["cpu"]).placement == (0, 0, 0)
     model = tied()
     x = torch.randn(5, 4)
@@ -206,7 +206,7 @@ def test_a_parameter_may_be_shared_by_stages_of_a_rank() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_with_device_is_a_layer_like_any_other() -> None:
+def test_with_device_layer_in_a_pipe() -> None:
     model = nn.Sequential(nn.Linear(4, 4), WithDevice(nn.Tanh(), "cpu"), nn.Linear(4, 1))
     x = torch.randn(4, 4)
     assert torch.equal(Pipe(model, 1)(x), model(x))

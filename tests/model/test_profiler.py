@@ -26,7 +26,7 @@ def nothing() -> None: ...
 
 
 class Watched(nn.Module):
-    """Calls two functions, one in its forward and one in its backward."""
+    """A layer that calls one function in its forward and one in its backward."""
 
     def __init__(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def needing(*shape: int) -> Tensor:
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -65,15 +65,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_seconds_of_forward_and_of_both_parts_of_the_backward(
+def test_profile_call_times_forward_input_grad_and_weight_grad(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_off: list[int] = []
+    deferred_counts: list[int] = []
 
-    def slowly(later: list[Any]) -> None:
-        put_off.append(len(later))
+    def slowly(pending: list[Any]) -> None:
+        deferred_counts.append(len(pending))
         clock.now += 5.0
-        plain(later)
+        plain(pending)
 
     plain = accumulate_weight_grads
     monkeypatch.setattr(measuring, "accumulate_weight_grads", slowly)
@@ -85,11 +85,11 @@ def test_the_seconds_of_forward_and_of_both_parts_of_the_backward(
         5.0,
         8.0,
     )
-    assert put_off == [0, 1]  # to warm up, the weights did not wait
+    assert deferred_counts == [0, 1]  # the warm-up run does not defer weight gradients
 
 
 @pytest.mark.parametrize(("each", "runs"), [(0.001, 6), (0.2, 3), (60.0, 2)])
-def test_a_slow_call_is_run_less_often(clock: Clock, each: float, runs: int) -> None:
+def test_profile_call_runs_a_slow_call_less_often(clock: Clock, each: float, runs: int) -> None:
     calls: list[None] = []
 
     def work() -> None:
@@ -100,13 +100,13 @@ def test_a_slow_call_is_run_less_often(clock: Clock, each: float, runs: int) -> 
     assert len(calls) == runs
 
 
-def test_the_median_run_counts_and_the_first_does_not(clock: Clock) -> None:
+def test_profile_call_reports_the_median_without_the_first_run(clock: Clock) -> None:
     seconds = iter([900.0, 1.0, 70.0, 2.0])
     module = Watched(lambda: clock.takes(next(seconds))(), nothing)
     assert profile_call(module, (torch.ones(3),), runs=3, timeout=999.0).forward == 2.0
 
 
-def test_where_nothing_needs_a_gradient_there_is_no_backward() -> None:
+def test_profile_call_runs_no_backward_without_gradients() -> None:
     backwards: list[None] = []
     module = Watched(nothing, lambda: backwards.append(None))
     frozen = nn.Sequential(module, nn.Linear(3, 3)).requires_grad_(False)
@@ -117,7 +117,7 @@ def test_where_nothing_needs_a_gradient_there_is_no_backward() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_computed_where_the_caller_wants_none(mode: Callable[[], Any]) -> None:
+def test_profile_call_runs_backwards_under_no_grad(mode: Callable[[], Any]) -> None:
     backwards: list[None] = []
     x = needing(3)
     with mode():
@@ -125,8 +125,8 @@ def test_gradients_are_computed_where_the_caller_wants_none(mode: Callable[[], A
     assert len(backwards) == 2
 
 
-def test_weights_that_cannot_wait_have_their_gradient_with_the_inputs() -> None:
-    """It asks for a gradient in its forward, of which the weight's part would be put off."""
+def test_profile_call_of_a_layer_that_cannot_defer_weight_gradients() -> None:
+    """The layer computes a gradient in its forward, which deferral does not support."""
 
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_weights_that_cannot_wait_have_their_gradient_with_the_inputs() -> None:
 # ---- bytes ----------------------------------------------------------------------------------
 
 
-def test_what_is_kept_for_the_backward() -> None:
+def test_profile_call_activation_bytes() -> None:
     hidden = 10 * 8 * FLOAT
     assert profile_call(nn.Tanh(), (needing(10, 8),)).activation_bytes == hidden
     assert (
@@ -158,7 +158,7 @@ def test_what_is_kept_for_the_backward() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_checkpoint_recomputes_from_is_kept(reentrant: bool) -> None:
+def test_profile_call_activation_bytes_of_a_torch_checkpoint(reentrant: bool) -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +170,7 @@ def test_what_a_checkpoint_recomputes_from_is_kept(reentrant: bool) -> None:
     assert profile_call(Again(), (needing(10, 8),)).activation_bytes == 10 * 8 * FLOAT
 
 
-def test_what_is_there_always() -> None:
+def test_profile_call_resident_bytes() -> None:
     linear = 4 * 4 * FLOAT
     norm = nn.BatchNorm1d(4)
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -190,7 +190,7 @@ def test_what_is_there_always() -> None:
     assert profile_call(tied, x).resident_bytes == 4 * linear
 
 
-# ---- any arguments --------------------------------------------------------------------------
+# ---- arguments ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Pair:
 
 
 class Named(dict[str, Any]):
-    """As Hugging Face's outputs are."""
+    """A dict like the outputs of Hugging Face models."""
 
 
 class Takes(nn.Module):
@@ -208,7 +208,7 @@ class Takes(nn.Module):
         return Named(out=pair.a * pair.b[0] * named["c"][0] * scale, pair=pair)
 
 
-def test_arguments_may_be_anything() -> None:
+def test_profile_call_with_nested_arguments() -> None:
     backwards: list[None] = []
     for at in range(3):
         values = [torch.ones(3, requires_grad=at == which) for which in range(3)]
@@ -227,7 +227,7 @@ def test_arguments_may_be_anything() -> None:
     assert len(backwards) == 6
 
 
-def test_one_tensor_given_twice_stays_one() -> None:
+def test_profile_call_keeps_the_identity_of_repeated_tensors() -> None:
     class Same(nn.Module):
         def forward(self, a: Tensor, b: tuple[Tensor, ...]) -> Tensor:
             assert a is b[0]
@@ -258,7 +258,7 @@ def scripted(module: nn.Module) -> Any:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )  # fmt: skip
-def test_any_module_stays_as_it_was(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+def test_profile_call_leaves_modules_unchanged(module: nn.Module, args: tuple[Tensor, ...]) -> None:
     kinds, inputs = [type(part) for part in module.modules()], [x.detach().clone() for x in args]
     lazy = any(nn.parameter.is_lazy(p) for p in module.parameters())
     tensors = [] if lazy else [*module.parameters(), *module.buffers()]
@@ -286,7 +286,7 @@ class Memory:
 
 
 class Forgetful(nn.Module):
-    """Changes all that it can of itself, and draws from everywhere."""
+    """A module that changes all of its state and draws from every generator."""
 
     count: Tensor
 
@@ -322,7 +322,7 @@ class Forgetful(nn.Module):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_attribute_and_no_random_state_is_another(fails: bool) -> None:
+def test_profile_call_restores_attributes_and_random_states(fails: bool) -> None:
     module = Forgetful()
     if fails:
         module.inner.register_forward_hook(lambda *_: 1 / 0)
@@ -360,7 +360,7 @@ def test_no_attribute_and_no_random_state_is_another(fails: bool) -> None:
     assert all(a is b for a, b in zip(after, parts, strict=True))
 
 
-def test_a_parameter_that_is_not_the_modules_own_keeps_its_gradient() -> None:
+def test_profile_call_keeps_gradients_of_borrowed_parameters() -> None:
     parameter = torch.ones(3, requires_grad=True)
     gradient = parameter.grad = torch.full((3,), 7.0)
 
@@ -373,7 +373,7 @@ def test_a_parameter_that_is_not_the_modules_own_keeps_its_gradient() -> None:
     assert gradient.tolist() == [7.0] * 3
 
 
-def test_a_model_without_memory_gets_some_for_the_while() -> None:
+def test_profile_call_of_a_meta_model() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
         ids = torch.zeros(8, dtype=torch.long)
@@ -393,7 +393,7 @@ def test_a_model_without_memory_gets_some_for_the_while() -> None:
     )
 
 
-def test_another_device_may_do_the_measuring() -> None:
+def test_profile_call_on_another_device() -> None:
     module = nn.Linear(4, 4)
     assert (
         profile_call(module, (torch.ones(10, 4),), device="meta").activation_bytes == 10 * 4 * FLOAT
@@ -402,7 +402,7 @@ def test_another_device_may_do_the_measuring() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers() -> None:
+def test_profile_call_on_a_gpu_keeps_its_random_state() -> None:
     before = torch.cuda.get_rng_state()
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LSTM(4, 4))
     found = profile_call(module, (torch.ones(10, 4),), device="cuda")
@@ -411,10 +411,10 @@ def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers() -> None:
     assert {p.device.type for p in module.parameters()} == {"cpu"}
 
 
-# ---- each once ------------------------------------------------------------------------------
+# ---- equal calls ----------------------------------------------------------------------------
 
 
-def test_calls_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_calls_measures_equal_calls_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[nn.Module] = []
 
     def counting(module: nn.Module, *others: Any) -> UnitCost:

@@ -1,4 +1,4 @@
-"""A cut in words, and `penstock.split`: what a model consists of, before anything is made of it."""
+"""Tests of `penstock.split` and of the report that describes a partition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.model_summary import ComputeSeconds, ModelSummary, Transfer, UnitS
 
 
 class Net(nn.Module):
-    """Blocks with a skip over all of them, and a head that shares the first one's weight."""
+    """Blocks with a skip over all of them, and a head that is tied to the embedding."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -51,26 +51,26 @@ shared   embed.weight = head.weight, 320 B: on stages 0 and 2, their gradients a
 """
 
 
-def test_every_stage_is_told_with_what_it_takes_and_gives() -> None:
+def test_report_lists_parameters_and_messages_of_each_stage() -> None:
     partition = penstock.split(Net(), 3, IDS, chunks=2, balance="parameters")
     assert str(partition).startswith(TEXT)
 
 
-def test_a_pipe_says_the_same() -> None:
+def test_pipe_summary_equals_the_split_report() -> None:
     pipe = penstock.Pipe(
         Net(), chunks=2, stages=3, devices=["cpu"] * 3, example=IDS, balance="parameters"
     )
-    said = penstock.split(Net(), 3, IDS, chunks=2, balance="parameters")
-    assert pipe.summary() == str(said)
+    partition = penstock.split(Net(), 3, IDS, chunks=2, balance="parameters")
+    assert pipe.summary() == str(partition)
 
 
-def test_its_counts_are_what_stages_takes() -> None:
+def test_split_counts_can_be_passed_as_stages() -> None:
     partition = penstock.split(Net(), 3, IDS, balance="parameters")
     again = penstock.split(Net(), partition.counts, IDS)
     assert again.counts == partition.counts == (2, 2, 2)
 
 
-def test_the_model_stays_as_it_is() -> None:
+def test_split_leaves_the_model_unchanged() -> None:
     model = Net().train()
     state, before = copy.deepcopy(model.state_dict()), dict(model.named_modules())
     penstock.split(model, 3, IDS)
@@ -79,14 +79,14 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_on_meta_can_be_looked_at() -> None:
+def test_split_of_a_meta_model() -> None:
     with torch.device("meta"):
         model = Net()
     assert penstock.split(model, 2, IDS, balance="parameters").counts == (3, 3)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_sequential_is_told_alike(tmp_path: Path) -> None:
+def test_report_of_a_sequential(tmp_path: Path) -> None:
     layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     partition = penstock.split(layers, [2, 2], torch.zeros(6, 4), chunks=2)
     assert "sends    stage 0 to 1: 1, 96 B" in str(partition)
@@ -94,7 +94,7 @@ def test_a_sequential_is_told_alike(tmp_path: Path) -> None:
     assert (tmp_path / "cut.svg").exists()
 
 
-def test_skips_of_a_sequential_have_their_size() -> None:
+def test_report_sizes_of_skips_in_a_sequential() -> None:
     from unet import unet
 
     model = unet(B=2, C=4, levels=2)
@@ -108,7 +108,7 @@ def test_skips_of_a_sequential_have_their_size() -> None:
     assert "skips    skip, 8.19 KB: stage 0 straight to stage" in str(partition)
 
 
-def test_values_that_look_alike_are_counted() -> None:
+def test_report_groups_equal_messages() -> None:
     class Dense(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,31 +120,31 @@ def test_values_that_look_alike_are_counted() -> None:
                 kept.append(torch.relu(block(torch.cat(kept, -1))))
             return kept[-1]
 
-    said = str(penstock.split(Dense(), [3, 1, 2], torch.randn(4, 8)))
-    assert re.search(r"stage 0 to 1: relu \(test_report.py:\d+\), 128 B, 2 times\n", said)
+    report = str(penstock.split(Dense(), [3, 1, 2], torch.randn(4, 8)))
+    assert re.search(r"stage 0 to 1: relu \(test_report.py:\d+\), 128 B, 2 times\n", report)
     skip = r"relu \(test_report.py:\d+\), 128 B: stage 0 straight to stage 2, 2 times\n"
-    assert re.search(skip, said)
+    assert re.search(skip, report)
 
 
-def test_without_an_example_a_sequential_has_no_sizes() -> None:
+def test_report_of_a_sequential_without_an_example_has_no_sizes() -> None:
     partition = penstock.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
     assert "sends    stage 0 to 1: 0\n" in str(partition)
     assert "receives" not in str(partition)
 
 
-def test_a_buffer_that_nobody_uses_does_not_matter() -> None:
-    """The dry run took it for a constant that it had not seen; Llama has such a buffer."""
+def test_split_with_an_unused_buffer() -> None:
+    """The dry run took an unused buffer for an unknown constant. Llama has such a buffer."""
     model = Net()
     model.register_buffer("spare", torch.zeros(3))
     assert penstock.split(model, 2, IDS, balance="parameters").counts == (3, 3)
 
 
-def test_any_module_needs_an_example() -> None:
+def test_split_of_a_module_without_an_example_is_refused() -> None:
     with pytest.raises(ArgumentError, match="Pass a batch as example="):
         penstock.split(Net(), 2)
 
 
-def test_what_a_unit_of_several_stages_shares_is_told_at_once() -> None:
+def test_report_of_a_unit_shared_by_several_stages() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -153,15 +153,15 @@ def test_what_a_unit_of_several_stages_shares_is_told_at_once() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.first(self.second(self.first(x)))
 
-    said = str(penstock.split(Twice(), [1, 1, 1], torch.zeros(2, 8)))
-    assert "shared   all 2 of first, 288 B: on stages 0 and 2, their gradients are summed" in said
+    report = str(penstock.split(Twice(), [1, 1, 1], torch.zeros(2, 8)))
+    assert "shared   all 2 of first, 288 B: on stages 0 and 2, their gradients are summed" in report
 
 
 # ---- advice -------------------------------------------------------------------------------
 
 
 def timed(*stages: tuple[float, ...], flows: tuple[Transfer, ...] = ()) -> ModelSummary:
-    """Units that take so many seconds, stage by stage."""
+    """Return a summary of units that take the given seconds, stage by stage."""
     pieces = tuple(
         UnitSummary(f"unit.{stage}.{at}", stage, 1, 4, ComputeSeconds(time, 0.0, 0.0), 0)
         for stage, times in enumerate(stages)
@@ -170,30 +170,30 @@ def timed(*stages: tuple[float, ...], flows: tuple[Transfer, ...] = ()) -> Model
     return ModelSummary("Net", pieces, flows, (), (1,) * len(stages), (4,) * len(stages))
 
 
-def test_even_stages_need_no_advice() -> None:
+def test_advice_for_even_stages() -> None:
     assert suggest_improvement(timed((1.0, 1.0), (2.0,))) == "none: the stages are even"
 
 
-def test_the_slowest_stage_is_named() -> None:
+def test_advice_names_the_slowest_stage() -> None:
     assert suggest_improvement(timed((1.0,), (0.4, 0.4, 0.4, 0.5), (1.0,), (0.4,))) == (
         "stage 1 takes 1.7 times the mean: stages=[1, 2, 2, 2] would be more even, 1.4 times"
     )
 
 
-def test_a_cut_that_cannot_be_better_is_said() -> None:
+def test_advice_when_no_cut_is_more_even() -> None:
     assert suggest_improvement(timed((0.7,), (0.7, 0.7), (0.7,))) == (
         "stage 1 takes 1.5 times the mean, and no cut between units is more even: use fewer "
         "stages, or smaller units"
     )
 
 
-def test_a_unit_that_is_too_large_is_named() -> None:
-    said = suggest_improvement(timed((1.0,), (5.0, 0.1), (1.0,)))
-    assert said.startswith("stage 1 takes 2.2 times the mean, and its unit 'unit.1.0' alone 2.1")
-    assert "split the unit with units=" in said
+def test_advice_names_a_unit_that_is_too_large() -> None:
+    advice = suggest_improvement(timed((1.0,), (5.0, 0.1), (1.0,)))
+    assert advice.startswith("stage 1 takes 2.2 times the mean, and its unit 'unit.1.0' alone 2.1")
+    assert "split the unit with units=" in advice
 
 
-def test_a_heavy_skip_is_named() -> None:
+def test_advice_names_a_heavy_skip() -> None:
     flows = (
         *(Transfer("x", n, n + 1, n, n + 1, 1000) for n in range(3)),
         Transfer("x", 0, 3, 0, 3, 12_000_000),
@@ -209,6 +209,6 @@ def test_a_heavy_skip_is_named() -> None:
     )
 
 
-def test_what_was_not_measured_is_said() -> None:
-    said = str(penstock.split(Net(), 2, IDS, balance="parameters"))
-    assert "advice   nothing was measured" in said
+def test_report_says_when_nothing_was_measured() -> None:
+    report = str(penstock.split(Net(), 2, IDS, balance="parameters"))
+    assert "advice   nothing was measured" in report

@@ -32,34 +32,34 @@ def _routes(partition: Partition) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.ReLU()]), None, [nn.ReLU()]])
-def test_a_pipe_is_made_of_a_sequential(module: Any) -> None:
+def test_check_children_refuses_other_modules(module: Any) -> None:
     with pytest.raises(TypeError, match=f"an nn.Sequential, not of {type(module).__name__}"):
         check_children(module)
 
 
-def test_a_pipe_has_layers() -> None:
+def test_check_children_refuses_an_empty_sequential() -> None:
     with pytest.raises(ArgumentError, match="the Sequential is empty"):
         check_children(nn.Sequential())
 
 
-def test_no_layer_stands_twice() -> None:
+def test_check_children_refuses_duplicate_layers() -> None:
     a, b = nn.ReLU(), nn.Tanh()
     with pytest.raises(ValueError, match="several places, 0 and 2, 1 and 3: duplicate children"):
         check_children(nn.Sequential(a, b, a, b))
     check_children(nn.Sequential(nn.Sequential(a), b, nn.ReLU()))
 
 
-# ---- where the layers stand ---------------------------------------------------------------
+# ---- devices of layers --------------------------------------------------------------------
 
 
-def test_a_layer_is_where_its_parameters_and_buffers_are() -> None:
+def test_find_layer_device() -> None:
     assert find_layer_device(on(META)) == META
     assert find_layer_device(nn.ReLU()) is None
     assert find_layer_device(WithDevice(nn.ReLU(), "meta")) == META
     assert find_layer_device(nn.Sequential(nn.ReLU(), on(META))) == META
 
 
-def test_a_layer_on_two_devices() -> None:
+def test_find_layer_device_refuses_a_layer_on_two_devices() -> None:
     mixed = nn.Sequential(on(CPU), on(META))
     with pytest.raises(ValueError, match="one child has parameters on several devices, cpu, meta"):
         find_layer_device(mixed)
@@ -69,12 +69,12 @@ def test_a_layer_on_two_devices() -> None:
         find_layer_device(halves)
 
 
-def test_neighbours_on_one_device_are_a_stage() -> None:
+def test_group_by_device_joins_neighbours_on_one_device() -> None:
     layers = [on(CPU), on(CPU), on(META), nn.ReLU(), on(CPU)]
     assert group_by_device(layers) == ([2, 2, 1], [CPU, META, CPU])
 
 
-def test_layers_without_parameters_stay_with_the_one_before() -> None:
+def test_group_by_device_keeps_layers_without_parameters_with_their_neighbour() -> None:
     layers = [nn.Flatten(), nn.ReLU(), on(META), nn.ReLU()]
     assert group_by_device(layers) == ([4], [META])
     assert group_by_device([nn.ReLU(), nn.Tanh()]) == ([2], [CPU])
@@ -82,7 +82,7 @@ def test_layers_without_parameters_stay_with_the_one_before() -> None:
     assert group_by_device(placed) == ([1, 2, 1], [CPU, META, CPU])
 
 
-def test_with_device_passes_everything_on() -> None:
+def test_with_device_forwards_arguments_and_names() -> None:
     def both(a: int, *, b: int) -> int:
         return a - b
 
@@ -95,7 +95,7 @@ def test_with_device_passes_everything_on() -> None:
 # ---- stages -------------------------------------------------------------------------------
 
 
-def test_stages_have_the_layers_and_their_names() -> None:
+def test_cut_sequential_stages_have_layers_and_names() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.GELU())
     stages = cut_sequential(model, [1, 3]).stages
     assert [stage.names for stage in stages] == [("0",), ("1", "2", "3")]
@@ -128,8 +128,8 @@ class PopB(nn.Module):
         return x + (yield pop("b"))
 
 
-def test_a_skip_is_one_more_edge() -> None:
-    """It goes from where it is stashed straight to where it is popped; within a stage it is none.
+def test_cut_sequential_adds_an_edge_for_each_skip() -> None:
+    """A skip is an edge from the stage that stashes to the stage that pops, unless they are one.
 
     0  StashTwo ─┬─ a ──────────┐
     1  Stash ──┐ └── b ─┐       │
@@ -147,7 +147,7 @@ def test_a_skip_is_one_more_edge() -> None:
     assert _routes(cut_sequential(model, [6])) == ()
 
 
-def test_equal_names_in_different_namespaces_are_different_skips() -> None:
+def test_cut_sequential_separates_skips_by_namespace() -> None:
     one, two = Namespace(), Namespace()
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
     routes = _routes(cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]))

@@ -16,7 +16,7 @@ from penstock.stage.skip import Namespace, SkipKey, Skips, pop, skippable, stash
 from tests.support import Marked
 
 Measure = Callable[..., list[float]]
-brief_times = partial(measure_layer_times, timeout=0.0)  # one pass to warm up, one that counts
+brief_times = partial(measure_layer_times, timeout=0.0)  # one warm-up pass and one measured pass
 both = pytest.mark.parametrize(
     "measure", [brief_times, measure_layer_bytes], ids=["times", "bytes"]
 )
@@ -41,14 +41,14 @@ class SumOfPair(nn.Module):
 
 
 class Drop(nn.Module):
-    """Of an LSTM's two outputs, the second of which is a tuple itself, the second."""
+    """Returns the first output of an LSTM; the second one is a tuple itself."""
 
     def forward(self, sequence: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         return sequence
 
 
 class Choice(nn.Module):
-    """An integer output, after which nothing needs a gradient."""
+    """A layer with an integer output, after which nothing needs a gradient."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"choice": x.argmax(1)}
@@ -61,7 +61,7 @@ class Pick(nn.Module):
 
 @skippable(stash=["far"])
 class Top(nn.Module):
-    """`far` is what it stashes; its output does not depend on it."""
+    """A layer that stashes the result of `far`, on which its output does not depend."""
 
     def __init__(self, far: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Top(nn.Module):
 
 @skippable(pop=["far"])
 class Bottom(nn.Module):
-    """`near` is done to what it pops."""
+    """A layer that applies `near` to what it pops."""
 
     def __init__(self, near: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Bottom(nn.Module):
 
 
 class Watched(nn.Module):
-    """Calls two functions, one in its forward and one in its backward; its copy, the same."""
+    """Calls one function in its forward and one in its backward, also after deepcopy."""
 
     def __init__(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Watched(nn.Module):
 
 
 class Backwards(Watched):
-    """Counts them."""
+    """A layer that counts its backwards."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -128,7 +128,7 @@ def convnet() -> list[nn.Module]:
     ]
 
 
-# ---- both ---------------------------------------------------------------------------------
+# ---- times and bytes ----------------------------------------------------------------------
 
 
 @both
@@ -154,7 +154,7 @@ def convnet() -> list[nn.Module]:
     ],
     ids=lambda value: "-".join(type(l).__name__ for l in value) if isinstance(value, list) else "",
 )
-def test_each_layer_gets_its_number(
+def test_profiler_measures_every_layer(
     measure: Measure, layers: Sequence[nn.Module], example: tuple[object, ...], unpack: bool
 ) -> None:
     found = measure(layers, example, unpack=unpack)
@@ -163,7 +163,7 @@ def test_each_layer_gets_its_number(
 
 
 @both
-def test_what_was_given_stays_as_it_was(measure: Measure) -> None:
+def test_profiler_leaves_layers_and_example_unchanged(measure: Measure) -> None:
     layers = convnet()
     layers[3].eval()
     example = torch.randn(4, 3, 6, 6, requires_grad=True)
@@ -183,14 +183,14 @@ def test_what_was_given_stays_as_it_was(measure: Measure) -> None:
 
 
 @both
-def test_random_numbers_go_on_as_if_nothing_had_been_drawn(measure: Measure) -> None:
+def test_profiler_restores_the_random_state(measure: Measure) -> None:
     before = torch.get_rng_state()
     measure([nn.Dropout(0.5)], (torch.ones(8),))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @both
-def test_what_the_caller_has_stashed_stays_there(measure: Measure) -> None:
+def test_profiler_keeps_skips_of_the_caller(measure: Measure) -> None:
     key = SkipKey("", "far")
     mine = Skips()
     mine.stash(key, "mine", shared=False)
@@ -202,7 +202,7 @@ def test_what_the_caller_has_stashed_stays_there(measure: Measure) -> None:
 
 
 @both
-def test_namespaces_keep_skips_apart(measure: Measure) -> None:
+def test_profiler_separates_skips_by_namespace(measure: Measure) -> None:
     a, b = Namespace(), Namespace()
     layers: list[Any] = [Top(nn.Tanh()), Top(Choice()), Bottom(Pick()), Bottom(nn.Tanh())]
     for layer, namespace in zip(layers, (a, b, b, a), strict=True):
@@ -211,7 +211,7 @@ def test_namespaces_keep_skips_apart(measure: Measure) -> None:
 
 
 @both
-def test_an_error_in_a_layer_says_which(measure: Measure) -> None:
+def test_profiler_error_names_the_layer(measure: Measure) -> None:
     with pytest.raises(ZeroDivisionError) as error:
         measure([nn.Tanh(), Broken()], (torch.ones(3),))
     assert error.value.__notes__ == [
@@ -223,7 +223,7 @@ def test_an_error_in_a_layer_says_which(measure: Measure) -> None:
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -243,31 +243,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_layers_seconds_are_those_of_its_forward_and_its_backward(clock: Clock) -> None:
+def test_layer_time_includes_forward_and_backward(clock: Clock) -> None:
     layers = [Watched(clock.takes(1.0), clock.takes(2.0)), Watched(clock.takes(50.0), nothing)]
     assert brief_times(layers, (torch.ones(3, requires_grad=True),)) == [3.0, 50.0]
 
 
-def test_passes_go_on_until_the_time_is_over(clock: Clock) -> None:
+def test_layer_times_repeat_until_the_timeout(clock: Clock) -> None:
     passes: list[None] = []
     layer = Watched(clock.takes(1.0), lambda: passes.append(None))
     measure_layer_times([layer], (torch.ones(3, requires_grad=True),), timeout=9.5)
     assert len(passes) == 10
 
 
-def test_the_median_pass_counts_and_the_first_does_not(clock: Clock) -> None:
+def test_layer_time_is_the_median_without_the_first_pass(clock: Clock) -> None:
     seconds = iter([900.0, 1.0, 70.0, 2.0])
     layer = Watched(lambda: clock.takes(next(seconds))(), nothing)
     assert measure_layer_times([layer], (torch.ones(3),), timeout=972.5) == [2.0]
 
 
-def test_a_backward_is_run_in_each_pass() -> None:
+def test_layer_times_run_a_backward_in_each_pass() -> None:
     layer = Backwards()
     brief_times([nn.Linear(3, 3), layer], (torch.ones(2, 3),))
     assert layer.count == 2
 
 
-def test_backwards_run_in_the_thread_that_asks_as_in_a_pipe() -> None:
+def test_layer_times_run_backwards_in_the_calling_thread() -> None:
     multithreading: list[bool] = []
     enabled = torch._C._is_multithreading_enabled
     layer = Watched(nothing, lambda: multithreading.append(enabled()))
@@ -276,19 +276,19 @@ def test_backwards_run_in_the_thread_that_asks_as_in_a_pipe() -> None:
     assert enabled()
 
 
-def test_each_layers_backward_stops_at_the_layer_before() -> None:
+def test_layer_times_stop_each_backward_at_its_layer() -> None:
     layer = Backwards()
     brief_times([layer, nn.Tanh(), nn.Tanh()], (torch.ones(3, requires_grad=True),))
     assert layer.count == 2
 
 
-def test_a_frozen_layer_passes_gradients_on() -> None:
+def test_layer_times_of_a_frozen_layer_include_its_backward() -> None:
     frozen = nn.Sequential(layer := Backwards(), nn.Linear(3, 3).requires_grad_(False))
     brief_times([nn.Linear(3, 3), frozen], (torch.ones(2, 3),))
     assert layer.count == 2
 
 
-def test_a_parameter_that_is_not_the_layers_own_gets_no_gradient() -> None:
+def test_layer_times_give_no_gradient_to_borrowed_parameters() -> None:
     layer, parameter = Backwards(), torch.ones(3, requires_grad=True)
 
     class Borrows(nn.Module):
@@ -301,7 +301,7 @@ def test_a_parameter_that_is_not_the_layers_own_gets_no_gradient() -> None:
     assert parameter.grad is None
 
 
-def test_what_a_layer_kept_is_let_go_before_the_next_runs() -> None:
+def test_profiler_frees_activations_before_the_next_layer() -> None:
     class Token:
         def __call__(self) -> None: ...
 
@@ -320,14 +320,14 @@ def test_what_a_layer_kept_is_let_go_before_the_next_runs() -> None:
     assert alive == [False, False]
 
 
-def test_without_a_gradient_to_compute_there_is_no_backward() -> None:
+def test_layer_times_without_gradients_run_no_backward() -> None:
     layer = Backwards()
     brief_times([layer, nn.Linear(3, 3)], (torch.ones(2, 3),))
     assert layer.count == 0
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_computed_where_the_caller_wants_none(mode: Callable[[], Any]) -> None:
+def test_layer_times_run_backwards_under_no_grad(mode: Callable[[], Any]) -> None:
     layer = Backwards()
     with mode():
         brief_times([nn.Linear(3, 3), layer], (torch.ones(2, 3),))
@@ -335,8 +335,8 @@ def test_gradients_are_computed_where_the_caller_wants_none(mode: Callable[[], A
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_both_ends_of_a_skip_have_a_backward(end: int) -> None:
-    """Though the value that goes straight from layer to layer has nothing to do with it."""
+def test_layer_times_run_a_backward_at_both_ends_of_a_skip(end: int) -> None:
+    """The tensors between neighbouring layers do not depend on the skip."""
     layer = Backwards()
     ends = [nn.Identity(), nn.Identity()]
     ends[end] = layer  # type: ignore[call-overload]
@@ -349,28 +349,28 @@ def test_both_ends_of_a_skip_have_a_backward(end: int) -> None:
 FLOAT = 4
 
 
-def test_a_layer_costs_what_it_keeps_and_its_parameters() -> None:
+def test_layer_bytes_are_activations_plus_parameters() -> None:
     layers = [nn.Linear(4, 8), nn.Sigmoid(), nn.Tanh(), nn.Linear(8, 2, bias=False)]
     inputs, hidden = 10 * 4 * FLOAT, 10 * 8 * FLOAT
     assert measure_layer_bytes(layers, (torch.ones(10, 4),), param_scale=3.0) == [
         inputs + 3 * (4 * 8 + 8) * FLOAT,
         hidden,
         hidden,
-        3 * 8 * 2 * FLOAT,  # the Tanh keeps its output, which is this one's input
+        3 * 8 * 2 * FLOAT,  # its input is the output that the Tanh keeps
     ]
 
 
 @pytest.mark.parametrize(
     ("chunks", "rows"), [(1, 10), (2, 5), (3, 4), (10, 1), (99, 1)], ids=lambda n: str(n)
 )
-def test_a_micro_batch_is_counted_not_the_batch(chunks: int, rows: int) -> None:
+def test_layer_bytes_count_one_micro_batch(chunks: int, rows: int) -> None:
     example = torch.ones(10, 4)
     assert measure_layer_bytes([nn.Linear(4, 1)], (example,), chunks=chunks, param_scale=0.0) == [
         rows * 4 * FLOAT
     ]
 
 
-def test_only_tensors_with_rows_are_cut() -> None:
+def test_layer_bytes_split_only_tensors_with_rows() -> None:
     layers = [Sum(), nn.Linear(4, 1)]
     example = (torch.ones(10, 4), torch.tensor(1.0))
     assert measure_layer_bytes(layers, example, chunks=5, param_scale=0.0) == [0, 2 * 4 * FLOAT]
@@ -390,30 +390,30 @@ def test_only_tensors_with_rows_are_cut() -> None:
         [nn.Conv2d(3, 3, 1), Top(nn.Sigmoid()), nn.Conv2d(3, 3, 1), nn.Tanh(), Bottom(nn.Tanh())],
     ],
 )
-def test_together_the_layers_keep_what_the_whole_model_keeps(layers: list[nn.Module]) -> None:
+def test_layer_bytes_sum_to_those_of_the_whole_model(layers: list[nn.Module]) -> None:
     example = (torch.randn(2, 3, 6, 6),)
     (whole,) = measure_layer_bytes([nn.Sequential(*layers)], example)
     assert sum(measure_layer_bytes(layers, example)) == whole
 
 
-def test_buffers_are_not_activations() -> None:
+def test_layer_bytes_do_not_count_buffers() -> None:
     norm = nn.BatchNorm1d(4, affine=False).eval()
     assert measure_layer_bytes([norm], (torch.ones(10, 4, requires_grad=True),)) == [10 * 4 * FLOAT]
 
 
-def test_layers_are_measured_in_the_mode_they_are_in() -> None:
+def test_layer_bytes_depend_on_the_training_mode() -> None:
     example = (torch.ones(10, 4, requires_grad=True),)
     (training,) = measure_layer_bytes([nn.Dropout(0.5)], example)
     (evaluating,) = measure_layer_bytes([nn.Dropout(0.5).eval()], example)
     assert training > evaluating == 0
 
 
-def test_frozen_layers_keep_nothing() -> None:
+def test_layer_bytes_of_frozen_layers_are_zero() -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
     assert measure_layer_bytes([frozen, nn.Tanh()], (torch.ones(10, 4),), param_scale=0.0) == [0, 0]
 
 
-def test_another_device_may_do_the_measuring() -> None:
+def test_layer_bytes_on_another_device() -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)]
     example = (torch.ones(10, 4),)
     assert measure_layer_bytes(layers, example, device="meta") == measure_layer_bytes(
@@ -422,7 +422,7 @@ def test_another_device_may_do_the_measuring() -> None:
     assert {p.device.type for layer in layers for p in layer.parameters()} == {"cpu"}
 
 
-def test_a_batch_is_cut_into_at_least_one() -> None:
+def test_layer_bytes_refuse_zero_chunks() -> None:
     with pytest.raises(ArgumentError, match="chunks=0: a batch is split into at least one"):
         measure_layer_bytes([nn.Tanh()], (torch.ones(3),), chunks=0)
 
@@ -432,7 +432,7 @@ def test_a_batch_is_cut_into_at_least_one() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @both
-def test_a_gpu_does_the_measuring_and_keeps_its_random_numbers(measure: Measure) -> None:
+def test_profiler_on_a_gpu_keeps_its_random_state(measure: Measure) -> None:
     before = torch.cuda.get_rng_state()
     layers = [nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)]
     assert len(measure(layers, (torch.ones(10, 4),), device="cuda")) == 3
@@ -445,7 +445,7 @@ def sleep() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("calls", [(sleep, nothing), (nothing, sleep)], ids=["forward", "backward"])
-def test_a_gpus_seconds_are_those_of_its_work_not_of_launching_it(
+def test_layer_times_on_a_gpu_measure_kernels_not_launches(
     calls: tuple[Callable[[], object], Callable[[], object]],
 ) -> None:
     layers = [nn.Tanh(), Watched(*calls), nn.Tanh()]
@@ -454,8 +454,8 @@ def test_a_gpus_seconds_are_those_of_its_work_not_of_launching_it(
     assert sleeper > 0.02 > max(before, after)
 
 
-def test_an_example_is_cut_as_a_batch_is() -> None:
-    """A mask was cut on dim 0, and NoChunk was not understood."""
+def test_profiler_splits_an_example_like_a_batch() -> None:
+    """A mask was split on dim 0, and NoChunk was not understood."""
     seen = []
 
     class Masked(nn.Module):

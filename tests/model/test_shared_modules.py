@@ -1,4 +1,4 @@
-"""A unit that several stages call: each has a copy with the same parameters."""
+"""Tests of a unit that several stages call: each has a copy with the same parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Noisy(nn.Module):
 
 
 class Again(nn.Module):
-    """Its first unit is its last, too."""
+    """A model whose first unit is its last one, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Again(nn.Module):
         return found
 
 
-def test_a_copy_is_set_as_the_unit_is() -> None:
-    """It went on dropping numbers after `eval()`."""
+def test_copy_of_a_shared_unit_follows_train_and_eval() -> None:
+    """The copy kept on applying dropout after `eval()`."""
     torch.manual_seed(0)
     model, x = Again(), torch.ones(6, 4)
     pipe = Pipe(model, 2, stages=[1, 1, 1], example=x, runtime="inline")

@@ -1,4 +1,4 @@
-"""`stage_fn`: what computes in the place of a stage's layers, in one process."""
+"""Tests of `stage_fn`, which wraps or replaces the module of a stage, in one process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.support import (
 mse = nn.functional.mse_loss
 
 
-class Around(nn.Module):
-    """Calls what is inside, and counts."""
+class CountingWrapper(nn.Module):
+    """A wrapper that calls its inner module and counts the calls."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class Around(nn.Module):
         return self.inside(*values, **side)
 
 
-class Wraps:
-    """A stage_fn that remembers what it was given and gave."""
+class RecordingStageFn:
+    """A stage_fn that records its arguments and its results."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = Around) -> None:
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = CountingWrapper) -> None:
         self.wrap = wrap
         self.given: dict[int, nn.Module] = {}
         self.made: dict[int, nn.Module] = {}
@@ -64,10 +64,10 @@ class Wraps:
 @each_schedule
 @each_runtime
 @each_door
-def test_equals_the_unsplit_model(schedule: str, runtime: str, door: str) -> None:
-    """With a skip connection, BatchNorm, dropout, and a stage that begins in place."""
+def test_wrapped_stages_train_as_the_unsplit_model(schedule: str, runtime: str, door: str) -> None:
+    """The model has a skip connection, BatchNorm, dropout, and a stage that begins in place."""
     stages, chunks = 2 * SCHEDULES[schedule], 4
-    wraps = Wraps()
+    wraps = RecordingStageFn()
     layers, expected = network(), network()
     pipe = Pipe(
         layers,
@@ -98,8 +98,8 @@ def test_equals_the_unsplit_model(schedule: str, runtime: str, door: str) -> Non
     assert all(made.calls for made in wraps.made.values())
 
 
-def test_the_module_is_the_layers_under_their_names() -> None:
-    wraps = Wraps(lambda module: module)
+def test_stage_fn_receives_the_layers_under_their_names() -> None:
+    wraps = RecordingStageFn(lambda module: module)
     pipe = Pipe(plain(), chunks=2, stages=[3, 1], devices=["cpu"] * 2, stage_fn=wraps)
     first, second = wraps.given[0], wraps.given[1]
     assert [name for name, _ in first.named_children()] == ["0", "1", "2"]
@@ -109,14 +109,14 @@ def test_the_module_is_the_layers_under_their_names() -> None:
     assert bitwise(second(first(x)), plain()(x))
 
 
-def test_names_stay_those_of_the_unsplit_model() -> None:
-    pipe = Pipe(network(), stages=2, devices=["cpu"] * 2, stage_fn=Wraps())
+def test_state_dict_names_are_unchanged_by_stage_fn() -> None:
+    pipe = Pipe(network(), stages=2, devices=["cpu"] * 2, stage_fn=RecordingStageFn())
     assert list(pipe.state_dict()) == list(network().state_dict())
     pipe.load_state_dict(network().state_dict())
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_side_inputs_and_tuples(checkpoint: str) -> None:
+def test_wrapped_stages_with_side_inputs_and_tuples(checkpoint: str) -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +140,7 @@ def test_side_inputs_and_tuples(checkpoint: str) -> None:
         devices=["cpu"] * 3,
         schedule="zb-h1",
         loss_fn=mse,
-        stage_fn=Wraps(),
+        stage_fn=RecordingStageFn(),
     )
     a, b, mask, y = (torch.randn(6, 4).double() for _ in range(4))
     loss = mse(expected(a, b, mask=mask, factor=0.5), y)
@@ -156,8 +156,11 @@ def test_side_inputs_and_tuples(checkpoint: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_compiled_stages(schedule: str) -> None:
-    """More of them than a compiler compiles one function for. Their weights do not wait for W."""
+def test_stage_fn_that_compiles_each_stage(schedule: str) -> None:
+    """There are more stages than the compiler's limit of recompilations per function.
+
+    Compiled stages compute their weight gradients in I.
+    """
     runs: list[str] = []
     compilations: list[int] = []
     torch._dynamo.reset()
@@ -195,7 +198,7 @@ def test_compiled_stages(schedule: str) -> None:
         mse(expected(x), y).backward()
         pipe.step(x, target=y)
     assert len(runs) == 2 * 2 * 10
-    assert len(compilations) <= 12  # once a stage; the first also for rows that begin elsewhere
+    assert len(compilations) <= 12  # one per stage, and more for the first one's input offsets
     for mine, theirs in zip(pipe.parameters(), expected.parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
@@ -204,8 +207,8 @@ def test_compiled_stages(schedule: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_stages_with_skip_connections() -> None:
-    """The compiler leaves the layers that stash and pop alone, and compiles those between."""
+def test_stage_fn_that_compiles_stages_with_skip_connections() -> None:
+    """The compiler skips the layers that stash and pop, and compiles those between."""
 
     def compiled(module: nn.Module, index: int) -> nn.Module:
         made: Any = torch.compile(module, backend="eager")
@@ -226,12 +229,19 @@ def test_compiled_stages_with_skip_connections() -> None:
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10)
 
 
-def test_tied_parameters_stay_tied() -> None:
+def test_tied_parameters_stay_tied_with_stage_fn() -> None:
     layers = plain()
     last = nn.Linear(8, 8).double()
     layers[3], last.weight = last, layers[2].weight  # type: ignore[assignment]
     expected = copy.deepcopy(layers)
-    pipe = Pipe(layers, chunks=2, stages=[3, 1], devices=["cpu"] * 2, loss_fn=mse, stage_fn=Wraps())
+    pipe = Pipe(
+        layers,
+        chunks=2,
+        stages=[3, 1],
+        devices=["cpu"] * 2,
+        loss_fn=mse,
+        stage_fn=RecordingStageFn(),
+    )
     x, _ = batch(8)
     y = torch.zeros(8, 8).double()
     mse(expected(x), y).backward()
@@ -240,8 +250,8 @@ def test_tied_parameters_stay_tied() -> None:
     assert torch.allclose(last.weight.grad, expected[2].weight.grad, rtol=1e-10)  # type: ignore[arg-type]
 
 
-def test_train_and_eval_reach_what_is_around() -> None:
-    wraps = Wraps()
+def test_train_and_eval_reach_wrapper_modules() -> None:
+    wraps = RecordingStageFn()
     pipe = Pipe(plain(), stages=2, devices=["cpu"] * 2, stage_fn=wraps)
     pipe.eval()
     assert not any(m.training for made in wraps.made.values() for m in made.modules())
@@ -249,14 +259,16 @@ def test_train_and_eval_reach_what_is_around() -> None:
     assert all(m.training for made in wraps.made.values() for m in made.modules())
 
 
-def test_a_copy_computes_with_its_own() -> None:
-    pipe = Pipe(plain(), chunks=2, stages=2, devices=["cpu"] * 2, loss_fn=mse, stage_fn=Wraps())
-    twin = copy.deepcopy(pipe)
+def test_deepcopy_of_a_pipe_with_wrapped_stages() -> None:
+    pipe = Pipe(
+        plain(), chunks=2, stages=2, devices=["cpu"] * 2, loss_fn=mse, stage_fn=RecordingStageFn()
+    )
+    copied = copy.deepcopy(pipe)
     x, y = batch(4)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.zero_()
-    assert twin.step(x, target=y).loss != pipe.step(x, target=y).loss
+    assert copied.step(x, target=y).loss != pipe.step(x, target=y).loss
 
 
 def _untie(module: nn.Module, index: int) -> nn.Module:
@@ -294,7 +306,7 @@ def _less(module: nn.Module, _: int) -> nn.Module:
         (_untie, ArgumentError, "replaced the parameter 'weight' in one layer but not in another"),
     ],
 )
-def test_what_cannot_be_is_refused(stage_fn: Any, kind: type, message: str) -> None:
+def test_stage_fn_results_that_are_refused(stage_fn: Any, kind: type, message: str) -> None:
     layers = plain()
     layers[3] = nn.Linear(8, 8).double()
     layers[3].weight = layers[2].weight

@@ -1,6 +1,6 @@
-"""The defects of the old `torch.distributed.pipeline.sync.Pipe`, and that they are not here.
+"""Tests that the defects of `torch.distributed.pipeline.sync.Pipe` are not repeated here.
 
-One is missing: how long the machinery around a cell takes is measured, not tested.
+Defect 11, the overhead per cell, is measured by benchmarks instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def ignored(x: Tensor, far: Any) -> Tensor:
     ],
     ids=["integers", "booleans", "without a gradient", "not used", "none"],
 )
-def test_1_any_tensor_may_be_skipped(
+def test_1_skip_of_integer_unused_and_no_grad_tensors(
     value: Value, use: Callable[[Tensor, Any], Tensor], checkpoint: str, door: str
 ) -> None:
     layers = list(plain())
@@ -111,7 +111,7 @@ def test_1_any_tensor_may_be_skipped(
 @each_checkpoint
 @each_door
 def test_2_autocast_reaches_the_workers(runtime: str, checkpoint: str, door: str) -> None:
-    """Forward and recomputation see it, and the numbers are those of the micro-batches."""
+    """Forward and recomputation run under autocast, with the results of the micro-batches."""
     seen: set[torch.dtype] = set()
     model = plain(torch.float32)
     pipe = Pipe(
@@ -122,7 +122,7 @@ def test_2_autocast_reaches_the_workers(runtime: str, checkpoint: str, door: str
     if door == "step":
         with torch.autocast("cpu", torch.bfloat16):
             found = trained(pipe, x, target, door)
-    else:  # it has ended here when the backward recomputes
+    else:  # autocast has ended when the backward recomputes
         with torch.autocast("cpu", torch.bfloat16):
             output = pipe(x)
         loss = in_full_precision(output, target)
@@ -164,7 +164,7 @@ def test_2_inference_mode_reaches_the_workers(runtime: str) -> None:
 # ---- 3. worker threads leaked -------------------------------------------------------------
 
 
-def test_3_fifty_pipes_leave_no_thread() -> None:
+def test_3_deleted_pipes_leave_no_threads() -> None:
     gc.collect()
     before = crews()
     x, _ = batch(4)
@@ -191,7 +191,9 @@ def saved_and_loaded(pipe: Pipe) -> Any:
     ids=["deepcopy", "pickle", "save"],
 )
 @pytest.mark.parametrize("used", [False, True])
-def test_4_a_pipe_can_be_copied(again: Callable[[Pipe], Pipe], used: bool) -> None:
+def test_4_pipe_can_be_deepcopied_pickled_and_saved(
+    again: Callable[[Pipe], Pipe], used: bool
+) -> None:
     layers = list(plain())
     model = nn.Sequential(Stash(), nn.Dropout(0.0), *layers[:1], Do(_narrowed), Pop(), layers[3])
     x, target = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
@@ -217,7 +219,7 @@ def _narrowed(x: Tensor) -> Tensor:
 
 @each_runtime
 @each_checkpoint
-def test_5_a_second_backward_with_retain_graph(checkpoint: str, runtime: str) -> None:
+def test_5_retain_graph_allows_several_backwards(checkpoint: str, runtime: str) -> None:
     x, target = batch(7)
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=4, runtime=runtime)
@@ -247,7 +249,7 @@ def test_5_autograd_grad_of_parameters(checkpoint: str, runtime: str) -> None:
     assert all(p.grad is None for p in pipe.parameters())
 
 
-def test_5_autograd_grad_of_some() -> None:
+def test_5_autograd_grad_of_some_parameters_and_the_input() -> None:
     x, _ = batch(7)
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 3, stages=4)
@@ -262,14 +264,16 @@ def test_5_autograd_grad_of_some() -> None:
 
 @each_runtime
 @pytest.mark.parametrize(
-    ("rows", "asked"), [(3, [True, True, False]), (1, [False]), (8, [True] * 7 + [False])]
+    ("rows", "expected"), [(3, [True, True, False]), (1, [False]), (8, [True] * 7 + [False])]
 )
-def test_6_except_last_means_the_last_there_is(rows: int, asked: list[bool], runtime: str) -> None:
+def test_6_except_last_is_the_last_micro_batch_of_a_small_batch(
+    rows: int, expected: list[bool], runtime: str
+) -> None:
     seen = []
     look = Watch(lambda x: seen.append(is_checkpointing()))
     pipe = Pipe(nn.Sequential(nn.Linear(6, 2), look), 8, stages=2, runtime=runtime)
     pipe(torch.randn(rows, 6))
-    assert seen == asked
+    assert seen == expected
 
 
 # ---- 7. deferred BatchNorm then never updated ---------------------------------------------
@@ -282,7 +286,7 @@ def test_7_a_small_batch_updates_deferred_batch_norm(door: str) -> None:
     pipe = Pipe(
         copy.deepcopy(model), 8, deferred_batch_norm=True, stages=3, loss_fn=functional.mse_loss
     )
-    x, target = batch(6)  # 6 micro-batches of a row would be too small to normalise
+    x, target = batch(6)  # micro-batches of one row would be too small to normalize
     x, target = x.repeat_interleave(2, 0), target.repeat_interleave(2, 0)
     found = trained(pipe, x, target, door)
     model(x)
@@ -305,7 +309,7 @@ def test_8_nested_skippables_are_verified() -> None:
 
 
 @each_door
-def test_8_nested_skippables_work(door: str) -> None:
+def test_8_nested_skippables_train_as_the_unsplit_model(door: str) -> None:
     layers = list(plain())
     model = nn.Sequential(
         nn.Sequential(layers[0], Stash()), nn.Sequential(layers[1], nn.Sequential(Pop())), layers[3]
@@ -344,7 +348,7 @@ class Join(nn.Module):
 
 
 @each_checkpoint
-def test_9_skippables_take_and_give_anything(checkpoint: str) -> None:
+def test_9_skippables_with_several_inputs_dicts_lists_and_keywords(checkpoint: str) -> None:
     model = nn.Sequential(Keyword(Two()), Join())
     pipe = Pipe(model, 3, checkpoint, stages=2)
     a, b = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
@@ -362,7 +366,7 @@ def test_9_skippables_take_and_give_anything(checkpoint: str) -> None:
 # ---- 10. a module with only buffers counted as CPU ----------------------------------------
 
 
-def test_10_buffers_tell_the_device() -> None:
+def test_10_device_of_a_layer_with_only_buffers() -> None:
     layer = nn.Module()
     layer.register_buffer("table", torch.zeros(3, device="meta"))
     assert find_layer_device(layer) == torch.device("meta")
@@ -372,8 +376,8 @@ def test_10_buffers_tell_the_device() -> None:
 # ---- 12. CPU stages never overlapped ------------------------------------------------------
 
 
-def test_12_stages_on_the_cpu_overlap() -> None:
-    """Each stage waits, inside a layer, until the other is inside one too."""
+def test_12_cpu_stages_overlap() -> None:
+    """Each stage waits inside a layer until the other stage is inside one, too."""
     meeting = threading.Barrier(2)
 
     def meet(x: Tensor) -> Tensor:
@@ -381,7 +385,7 @@ def test_12_stages_on_the_cpu_overlap() -> None:
             meeting.wait(timeout=20)
         return x
 
-    # the second micro-batch of the first stage beside the first of the second stage
+    # micro-batch 1 in stage 0 beside micro-batch 0 in stage 1
     first = {"penstock-0": 1, "penstock-1": 0}
     pipe = Pipe(nn.Sequential(Do(meet), Do(meet)), 2, stages=2)
     x = torch.tensor([[0.0], [1.0]])

@@ -1,4 +1,4 @@
-"""Bugs of pipes, each with its story."""
+"""Regression tests of pipes, each with the story of its bug."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 @each_door
 @each_checkpoint
 def test_weights_tied_within_a_stage(checkpoint: str, door: str) -> None:
-    """The parameter stood twice among the stage's, so its gradient came twice."""
+    """The parameter was listed twice for the stage, so its gradient was added twice."""
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
     layers[2].weight = layers[0].weight
     model = nn.Sequential(*layers).double()
@@ -61,8 +61,8 @@ def test_weights_tied_within_a_stage(checkpoint: str, door: str) -> None:
 
 @each_runtime
 @each_checkpoint
-def test_a_hook_of_a_parameter_sees_its_gradient_once(checkpoint: str, runtime: str) -> None:
-    """It saw each micro-batch's besides, and what it made of them it was given again."""
+def test_parameter_hook_sees_its_gradient_once(checkpoint: str, runtime: str) -> None:
+    """The hook also saw the gradient of each micro-batch, and was given its own results again."""
     seen = []
 
     def halved(gradient: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def test_a_hook_of_a_parameter_sees_its_gradient_once(checkpoint: str, runtime: 
 
 
 @each_runtime
-def test_a_backward_leaves_the_callers_random_numbers_alone(runtime: str) -> None:
-    """It set the generator back to where its forward had left it: what was drawn came again."""
+def test_backward_leaves_the_random_state_of_the_caller(runtime: str) -> None:
+    """The backward reset the generator to its state after the forward, so draws were repeated."""
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), 2, stages=2, runtime=runtime)
     y = pipe(torch.randn(4, 6))
     torch.rand(3)
@@ -90,8 +90,8 @@ def test_a_backward_leaves_the_callers_random_numbers_alone(runtime: str) -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_two_forwards_with_dropout_then_two_backwards_then_another() -> None:
-    """The third forward drew the second one's numbers."""
+def test_dropout_after_interleaved_forwards_and_backwards() -> None:
+    """The third forward drew the numbers of the second one."""
     pipe = Pipe(nn.Sequential(nn.Linear(6, 64), nn.Dropout()), 2, stages=2)
     x = torch.randn(4, 6)
     first, second = pipe(x), pipe(x)
@@ -112,8 +112,8 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(2.0), torch.ones(3), torch.ones(1, 3)])
-def test_the_rows_of_a_micro_batch_are_those_of_what_was_cut(scale: Tensor) -> None:
-    """The first tensor was asked, also one that every micro-batch gets whole."""
+def test_rows_of_a_micro_batch_ignore_no_chunk_inputs(scale: Tensor) -> None:
+    """The first tensor gave the number of rows, even if every micro-batch got all of it."""
     x, target = batch(5)
     model = nn.Sequential(Scaled(), nn.Tanh()).double()
     pipe = Pipe(copy.deepcopy(model), 2, stages=2, loss_fn=functional.mse_loss)
@@ -125,7 +125,7 @@ def test_the_rows_of_a_micro_batch_are_those_of_what_was_cut(scale: Tensor) -> N
 
 
 class Both(nn.Module):
-    """Passes its input on, beside what it computes of it."""
+    """A layer that returns its input beside its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,10 +169,10 @@ def changed(pair: tuple[Tensor, Tensor]) -> Tensor:
     ],
     ids=["tuple", "input", "skip"],
 )
-def test_an_input_that_a_later_stage_changes_is_not_recomputed_from(
+def test_input_changed_in_place_by_a_later_stage_is_refused(
     layers: Callable[[], tuple[nn.Module, ...]], door: str, runtime: str
 ) -> None:
-    """It went through as it was, a later stage changed it, and the recomputation read that.
+    """A stage passed its input on, a later stage changed it, and the recomputation read that.
 
     Plain PyTorch refuses such a model, as the pipe does without checkpointing.
     """
@@ -193,8 +193,8 @@ def test_an_input_that_a_later_stage_changes_is_not_recomputed_from(
 
 @each_runtime
 @pytest.mark.parametrize("stages", [1, 4])
-def test_a_target_that_learns(stages: int, runtime: str) -> None:
-    """Its gradient was computed, and dropped."""
+def test_target_that_requires_grad_gets_its_gradient(stages: int, runtime: str) -> None:
+    """The gradient was computed and then dropped."""
     x, target = batch(7)
     model = plain()
     pipe = Pipe(
@@ -209,8 +209,8 @@ def test_a_target_that_learns(stages: int, runtime: str) -> None:
 
 
 @each_runtime
-def test_a_backward_under_autocast_after_a_forward_without(runtime: str) -> None:
-    """Inline, the recomputation took the mode of the backward."""
+def test_backward_under_autocast_recomputes_without_it(runtime: str) -> None:
+    """With the inline runtime, the recomputation took the autocast mode of the backward."""
     seen = set()
     pipe = Pipe(plain(torch.float32), 2, "always", stages=4, runtime=runtime)
     pipe[2].register_forward_hook(lambda module, given, found: seen.add(found.dtype))
@@ -222,8 +222,8 @@ def test_a_backward_under_autocast_after_a_forward_without(runtime: str) -> None
 
 
 @each_runtime
-def test_parameters_that_change_between_forward_and_backward(runtime: str) -> None:
-    """The recomputation took the new ones. Without it, PyTorch refuses that, and so must we."""
+def test_parameters_changed_between_forward_and_backward_are_refused(runtime: str) -> None:
+    """The recomputation used the new values. PyTorch refuses that without recomputation."""
     pipe = Pipe(plain(), 2, "always", stages=4, runtime=runtime)
     x, _ = batch(4)
     loss = pipe(x).sum()
@@ -248,8 +248,8 @@ class Shifted(nn.Module):
 
 @each_runtime
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_buffer_that_changes_between_forward_and_backward(replaced: bool, runtime: str) -> None:
-    """Like a parameter: not recomputed from, or refused."""
+def test_buffer_changed_between_forward_and_backward(replaced: bool, runtime: str) -> None:
+    """As with a parameter, the recomputation uses the old values or is refused."""
     shifted = Shifted()
     pipe = Pipe(nn.Sequential(nn.Identity(), shifted), 2, "always", stages=2, runtime=runtime)
     loss = pipe(torch.zeros(4, 6)).sum()
@@ -264,8 +264,8 @@ def test_a_buffer_that_changes_between_forward_and_backward(replaced: bool, runt
 
 
 @each_runtime
-def test_eval_between_forward_and_backward(runtime: str) -> None:
-    """The recomputation ran without dropout; whether it will is decided in the forward."""
+def test_eval_between_forward_and_backward_keeps_dropout(runtime: str) -> None:
+    """The recomputation ran without dropout. The mode of the forward decides."""
 
     def found(checkpoint: str) -> list[Tensor]:
         layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 3)).double()
@@ -285,7 +285,7 @@ def test_eval_between_forward_and_backward(runtime: str) -> None:
 @each_runtime
 @pytest.mark.parametrize("loss", [torch.sum, lambda y: (y**2).sum()], ids=["linear", "squares"])
 def test_create_graph_is_refused(loss: Callable[[Tensor], Tensor], runtime: str) -> None:
-    """After a loss that is linear, the gradients came without a graph, and without a word."""
+    """After a linear loss, the gradients had no graph, without an error."""
     pipe = Pipe(plain(), 2, stages=4, runtime=runtime)
     x, _ = batch(4)
     with pytest.raises(RuntimeError, match="create_graph"):
@@ -303,7 +303,9 @@ class Queries(nn.Module):
 
 @each_runtime
 @each_checkpoint
-def test_a_parameter_that_is_passed_on_and_changed(checkpoint: str, runtime: str) -> None:
+def test_parameter_passed_to_the_next_stage_is_not_changed_in_place(
+    checkpoint: str, runtime: str
+) -> None:
     """The next stage changed the parameter itself; plain PyTorch refuses that."""
     model = nn.Sequential(Queries(), Do(lambda x: x.add_(1)))
     pipe = Pipe(model, 1, checkpoint, stages=2, runtime=runtime)
@@ -314,8 +316,8 @@ def test_a_parameter_that_is_passed_on_and_changed(checkpoint: str, runtime: str
 
 @each_door
 @each_checkpoint
-def test_a_parameter_that_is_not_registered_with_its_layer(checkpoint: str, door: str) -> None:
-    """Behind the call, only registered ones got their gradients, without a word."""
+def test_unregistered_parameter_gets_its_gradient_or_is_refused(checkpoint: str, door: str) -> None:
+    """Behind a call, only registered parameters got gradients, without an error."""
     hidden = nn.Linear(6, 6).double()
     model = nn.Sequential(nn.Linear(6, 6).double(), Do(lambda x: hidden(x)))
     pipe = Pipe(model, 2, checkpoint, stages=2, loss_fn=lambda y, target: (y - target[:, :1]).sum())
@@ -333,16 +335,16 @@ class Twice(nn.Sequential):
         return once * 2
 
 
-def test_a_sequential_with_a_forward_of_its_own_runs_that() -> None:
-    """Its layers were run one after the other, and what else it does was left out."""
+def test_sequential_subclass_with_its_own_forward() -> None:
+    """The pipe ran the layers one after the other and ignored the forward of the subclass."""
     model, x = Twice(*plain()), torch.randn(4, 6).double()
     pipe = Pipe(copy.deepcopy(model), 2, stages=3, example=x)
     assert torch.allclose(pipe(x), model(x), rtol=0, atol=1e-12)
     PipeSequential(*plain())
 
 
-def test_hooks_of_the_sequential_are_not_lost() -> None:
-    """They were: a pipe is another module. They are refused, and taken on the pipe."""
+def test_hooks_of_the_sequential_are_refused() -> None:
+    """They were lost, because a pipe is another module. Hooks of the pipe itself work."""
     model = plain()
     hook = model.register_forward_hook(lambda module, given, found: found * 2)
     with pytest.raises(ValueError, match="the Sequential itself has hooks"):
@@ -355,8 +357,11 @@ def test_hooks_of_the_sequential_are_not_lost() -> None:
 
 
 @each_door
-def test_a_layer_that_changes_its_own_parameter(door: str) -> None:
-    """An embedding with a largest norm does, in its forward; others may not, before a backward."""
+def test_embedding_with_max_norm_under_recomputation(door: str) -> None:
+    """The embedding changes its parameter in its forward.
+
+    Other changes between forward and backward are refused.
+    """
     layers = [nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 3)]
     pipe = Pipe(nn.Sequential(*layers).double(), 3, "always", stages=2, loss_fn=squared)
     other = Pipe(copy.deepcopy(nn.Sequential(*layers)), 3, "never", stages=2, loss_fn=squared)
@@ -372,8 +377,8 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 # ---- hangs --------------------------------------------------------------------------------
 
 
-def test_a_backward_after_the_pipe_has_gone() -> None:
-    """Its threads had ended with it, and nobody did the work."""
+def test_backward_after_the_pipe_was_deleted() -> None:
+    """The threads had ended with the pipe, so the backward waited forever."""
     x, target = batch(7)
     model = plain()
 
@@ -388,8 +393,8 @@ def test_a_backward_after_the_pipe_has_gone() -> None:
 
 
 @each_checkpoint
-def test_a_pipe_inside_pytorchs_own_checkpoint(checkpoint: str) -> None:
-    """Its hooks went to the workers, and one of them called the pipe that it worked for."""
+def test_pipe_inside_torch_checkpoint(checkpoint: str) -> None:
+    """The hooks of the checkpoint reached the workers, and one of them called its own pipe."""
     x, target = batch(7)
     model = plain()
     pipe = Pipe(copy.deepcopy(model), 3, checkpoint, stages=4)
@@ -402,8 +407,8 @@ def test_a_pipe_inside_pytorchs_own_checkpoint(checkpoint: str) -> None:
     assert all(map(closely, gradients(pipe), gradients(model)))
 
 
-def test_two_threads_use_one_pipe() -> None:
-    """One rank did the first call's work first, another the second's, and each waited."""
+def test_threads_share_one_pipe() -> None:
+    """Two ranks started on different calls, and each waited for the other."""
     pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
     x, target = batch(4)
     losses = []
@@ -428,8 +433,8 @@ def test_two_threads_use_one_pipe() -> None:
     assert len({float(loss) for loss in losses}) == 1
 
 
-def test_a_pipe_called_by_one_of_its_own_workers() -> None:
-    """It waited for itself."""
+def test_pipe_called_by_its_own_worker_is_refused() -> None:
+    """The worker waited for itself."""
     pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
     x, target = batch(4)
 
@@ -453,8 +458,8 @@ def test_a_pipe_called_by_one_of_its_own_workers() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_graph_of_the_parent_process() -> None:
-    """In a fork there are no threads to do its backward; a new forward makes new ones."""
+def test_backward_in_a_forked_process_is_refused() -> None:
+    """A fork has no worker threads for the backward; a new forward starts new ones."""
     pipe = Pipe(plain(), 2, stages=4)
     x, _ = batch(4)
     loss = pipe(x).sum()
@@ -471,10 +476,10 @@ def test_a_graph_of_the_parent_process() -> None:
     assert process.exitcode == 0
 
 
-# ---- the module ---------------------------------------------------------------------------
+# ---- the pipe as a module -----------------------------------------------------------------
 
 
-def test_a_loss_that_is_a_module_is_no_layer() -> None:
+def test_loss_module_is_not_registered_as_a_layer() -> None:
     """As an attribute, it was registered as the first child."""
     model = plain()
     loss_fn = nn.CrossEntropyLoss(weight=torch.ones(3).double())
@@ -498,8 +503,8 @@ def test_a_loss_that_is_a_module_is_no_layer() -> None:
         "_crew",
     ],
 )
-def test_layers_may_be_called_what_they_like(name: str, door: str) -> None:
-    """A layer called like something that the pipe sets later was lost."""
+def test_layers_named_like_attributes_of_the_pipe(name: str, door: str) -> None:
+    """A layer with the name of an attribute that the pipe sets later was lost."""
     one, *others = plain()
     model = nn.Sequential(OrderedDict([(name, one), *((str(i), l) for i, l in enumerate(others))]))
     x, target = batch(4)
@@ -509,8 +514,8 @@ def test_layers_may_be_called_what_they_like(name: str, door: str) -> None:
     assert list(pipe.state_dict()) == list(model.state_dict())
 
 
-def test_deferred_batch_norm_leaves_the_given_model_alone() -> None:
-    """The copy of the Sequential had the Sequential's own table of children."""
+def test_deferred_batch_norm_leaves_the_original_model_unchanged() -> None:
+    """The copy of the Sequential shared the dict of children of the original."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Sequential(nn.BatchNorm1d(6)))
     Pipe(model, deferred_batch_norm=True)
     assert [type(module) for module in model.modules() if "Norm" in type(module).__name__] == [
@@ -519,8 +524,8 @@ def test_deferred_batch_norm_leaves_the_given_model_alone() -> None:
     ]
 
 
-def test_a_pipe_may_be_a_layer_of_another() -> None:
-    """Placing its layers moved it, which it denies, even to where it is."""
+def test_pipe_as_a_layer_of_another_pipe() -> None:
+    """Placing the layers moved the inner pipe, which a pipe refuses even to its own device."""
     model = nn.Sequential(plain(), nn.Linear(3, 3).double())
     inner = Pipe(copy.deepcopy(model[0]), 1, stages=2)
     x, target = batch(7)
@@ -533,12 +538,12 @@ def test_a_pipe_may_be_a_layer_of_another() -> None:
         assert differences(trained(pipe, x, target, door), expected, closely) == []
 
 
-# ---- refusals and surprises ---------------------------------------------------------------
+# ---- errors and other surprises -----------------------------------------------------------
 
 
 @each_runtime
-def test_another_default_device(runtime: str) -> None:
-    """The seed of a call was drawn on the default device, with a generator of the CPU."""
+def test_pipe_under_another_default_device(runtime: str) -> None:
+    """The seed of a call was drawn on the default device, with a CPU generator."""
     pipe = Pipe(plain(), 2, stages=4, runtime=runtime, loss_fn=functional.mse_loss)
     x, target = batch(4)
     with torch.device("meta"):
@@ -549,8 +554,8 @@ def test_another_default_device(runtime: str) -> None:
 
 @each_runtime
 @pytest.mark.parametrize("stages", [1, 4])
-def test_a_target_without_tensors(stages: int, runtime: str) -> None:
-    """It was left out, and the last stage failed with KeyError: -1."""
+def test_target_without_tensors(stages: int, runtime: str) -> None:
+    """The target was left out, and the last stage failed with KeyError: -1."""
     pipe = Pipe(
         plain(), 2, stages=stages, runtime=runtime, loss_fn=lambda y, power: (y**power).mean()
     )
@@ -559,8 +564,8 @@ def test_a_target_without_tensors(stages: int, runtime: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_a_forecast_under_no_grad_is_not_kept_for_training(stages: int) -> None:
-    """The program without recomputation was kept, and the next steps recomputed nothing."""
+def test_forecast_under_no_grad_does_not_disable_recomputation(stages: int) -> None:
+    """The program without recomputation was cached, and later steps recomputed nothing."""
     pipe = Pipe(plain(), 2, "always", stages=stages, loss_fn=functional.mse_loss)
     with torch.no_grad():
         pipe.forecast()
@@ -569,8 +574,8 @@ def test_a_forecast_under_no_grad_is_not_kept_for_training(stages: int) -> None:
     assert Op.R in {span.action.op for lane in spans for span in lane}  # type: ignore[union-attr]
 
 
-def test_a_forecast_after_an_evaluation_knows_that_backwards_take_time() -> None:
-    """It took the costs of the last step, in which there were none."""
+def test_forecast_after_an_evaluation_step_includes_backwards() -> None:
+    """The forecast used the costs of the last step, which had no backwards."""
     pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
     x, target = batch(4)
     pipe.step(x, target=target)
@@ -592,8 +597,8 @@ def test_a_forecast_after_an_evaluation_knows_that_backwards_take_time() -> None
     ],
     ids=["list", "dict", "tensor", "parameter", "none"],
 )
-def test_a_layer_with_an_attribute_p_of_any_kind(p: Any) -> None:
-    """It was taken for a probability, and looked up in a dictionary."""
+def test_layer_with_an_attribute_p_of_any_type(p: Any) -> None:
+    """The attribute was taken for a dropout probability, and used as a dict key."""
     layer = nn.Linear(6, 6)
     layer.p = p
     pipe = Pipe(nn.Sequential(layer, nn.Linear(6, 3)), 2, stages=2)
@@ -602,8 +607,8 @@ def test_a_layer_with_an_attribute_p_of_any_kind(p: Any) -> None:
 
 
 @each_runtime
-def test_a_tensor_made_in_inference_mode(runtime: str) -> None:
-    """Without gradients the model takes it; the pipe asked for its version."""
+def test_inference_mode_tensor_as_input(runtime: str) -> None:
+    """The model accepts it without gradients, but the pipe read its version, which raises."""
     with torch.inference_mode():
         x = torch.randn(4, 6, dtype=torch.float64)
     pipe = Pipe(plain(), 2, stages=4, runtime=runtime, loss_fn=torch.sum, reduction="sum")
@@ -613,8 +618,8 @@ def test_a_tensor_made_in_inference_mode(runtime: str) -> None:
 
 
 @each_runtime
-def test_a_failed_backward_cannot_be_done_again(runtime: str) -> None:
-    """It ended in a KeyError, or in the exception that workers stop each other with."""
+def test_second_backward_after_a_failed_one_is_refused(runtime: str) -> None:
+    """It raised a KeyError, or the exception by which workers stop each other."""
     layers = list(plain())
     fails = Fails()
     pipe = Pipe(nn.Sequential(*layers[:2], fails, *layers[2:]), 2, stages=5, runtime=runtime)
@@ -628,8 +633,8 @@ def test_a_failed_backward_cannot_be_done_again(runtime: str) -> None:
 
 
 @each_door
-def test_a_batch_without_rows(door: str) -> None:
-    """The step divided by them."""
+def test_batch_without_rows(door: str) -> None:
+    """The step divided by the number of rows."""
     x, target = batch(0)
     pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
     model = plain()
@@ -639,15 +644,15 @@ def test_a_batch_without_rows(door: str) -> None:
     assert found.output.shape == expected.output.shape
 
 
-def test_a_program_is_a_schedule_with_messages() -> None:
-    """It was taken for the name of a file. Its messages are written anew, so it may be given."""
+def test_program_as_the_schedule_argument() -> None:
+    """The program was taken for a file name. It is accepted, and its messages are rebuilt."""
     program = lower(schedules.one_f_one_b(4, 2))
     pipe = Pipe(plain(), 2, stages=4, schedule=program)
     assert pipe.forecast().program.schedule.placement == (0, 1, 2, 3)
 
 
-def test_the_result_of_a_step_is_the_callers() -> None:
-    """The pipe kept the last one, with its outputs."""
+def test_pipe_does_not_keep_the_result_of_a_step() -> None:
+    """The pipe kept the last result alive, with its outputs."""
     pipe = Pipe(plain(), 2, stages=4, loss_fn=functional.mse_loss)
     x, target = batch(4)
     result = pipe.step(x, target=target, outputs=True)
@@ -658,10 +663,10 @@ def test_the_result_of_a_step_is_the_callers() -> None:
     assert pipe.forecast().cost.F != (1, 1, 1, 1)
 
 
-def test_an_input_that_is_passed_on_is_protected_from_the_first_call_on() -> None:
-    """In the first call, a stage's inputs enter its graph by another way, and were not known again.
+def test_in_place_change_of_a_passed_on_input_is_refused_in_the_first_call() -> None:
+    """The first call did not recognize an input that a stage passes on.
 
-    So the next stage could change the caller's tensor in place once, and was refused after that.
+    So the next stage could change the tensor of the caller in place once, and was refused later.
     """
     layers = Do(lambda x: (x, 2 * x)), Do(lambda x, y: x.mul_(2) + y), nn.Linear(3, 3)
     pipe = Pipe(PipeSequential(*layers), 1, "never", stages=[1, 2], loss_fn=functional.mse_loss)

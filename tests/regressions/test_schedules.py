@@ -1,4 +1,4 @@
-"""Bugs that were, each with its story."""
+"""Regression tests of schedules, each with the story of its bug."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def refusal(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return capsys.readouterr().err
 
 
-def test_a_binary_file_is_refused_in_one_line(
+def test_verify_of_a_binary_file_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It used to end in a UnicodeDecodeError and its traceback."""
+    """It used to end in the traceback of a UnicodeDecodeError."""
     file = tmp_path / "noise"
     file.write_bytes(bytes(range(256)))
     said = refusal(f"verify {file}", monkeypatch, capsys)
     assert said == f"penstock: this is not a schedule:\n  {file} is not text\n"
 
 
-def test_a_wait_within_a_rank_names_the_compute_not_a_send() -> None:
-    """In a program the wait for a neighbour on the same rank was told as a missing send."""
+def test_verify_reports_a_wait_within_a_rank_as_a_compute() -> None:
+    """A wait for another stage of the same rank was reported as a missing send."""
     program = loads("""
         placement: 0 0 1
         edges: 0>1 1>2
@@ -63,8 +63,8 @@ def test_a_wait_within_a_rank_names_the_compute_not_a_send() -> None:
     assert verify(program)[0] == "rank 0, step 0: 1F0 waits for 0F0 (rank 0, step 1)"
 
 
-def test_errors_survive_a_pickle_and_a_copy() -> None:
-    """Workers send errors to each other: they lost their parts, or could not be made again."""
+def test_errors_can_be_pickled_and_copied() -> None:
+    """Workers send errors to each other. They lost their fields, or could not be unpickled."""
     with pytest.raises(Deadlock) as stuck:
         list(play(loads("0B0 0F0")))
     errors: list[PenstockError] = [
@@ -81,8 +81,8 @@ def test_errors_survive_a_pickle_and_a_copy() -> None:
             assert vars(again) == vars(error)
 
 
-def test_a_typo_in_a_number_is_told_at_once() -> None:
-    """Ranges up to the largest number were gone through, one by one or all in memory."""
+def test_huge_numbers_in_a_schedule_are_reported_at_once() -> None:
+    """All numbers up to the largest one were enumerated, some of them in memory."""
     with pytest.raises(FormatError, match="no rank runs stage 0, 1, 2, so its rank is unknown"):
         loads("999999999F0")
     assert verify(loads("0F0 0B0 0F99999999")) == (
@@ -94,8 +94,8 @@ def test_a_typo_in_a_number_is_told_at_once() -> None:
         loads("0F" + "9" * 5000)
 
 
-def test_what_lies_below_zero_is_not_sound() -> None:
-    """Python counts from the end there, so such actions went unnoticed."""
+def test_verify_reports_negative_stages_and_micro_batches() -> None:
+    """Python counts negative indices from the end, so such actions were not noticed."""
     lane = (Compute(Op.F, 0, 0), Compute(Op.F, -1, 0), Compute(Op.F, 0, -1))
     problems = verify(Schedule((0,), 1, (lane,)))
     assert problems[:2] == (
@@ -106,8 +106,8 @@ def test_what_lies_below_zero_is_not_sound() -> None:
         Schedule((0,), 0, ((),))
 
 
-def test_parts_that_do_not_belong_together_are_refused() -> None:
-    """They ended in an IndexError from the middle of the clock."""
+def test_mismatched_schedule_graph_and_cost_are_refused() -> None:
+    """They ended in an IndexError in the simulator."""
     schedule = schedules.gpipe(2, 1)
     with pytest.raises(ArgumentError, match="edge 0>9 names stage 9, but there are 2"):
         lower(schedule, StageGraph(((0, 9),)))
@@ -129,7 +129,7 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         ("gallery --ranks 0", "ranks=0: each of these must be at least 1"),
     ],
 )
-def test_no_option_is_ignored_and_nothing_is_written(
+def test_inapplicable_cli_options_are_refused_and_write_nothing(
     words: str,
     message: str,
     tmp_path: Path,
@@ -141,12 +141,12 @@ def test_no_option_is_ignored_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_header_is_not_taken_silently() -> None:
+def test_repeated_header_is_refused() -> None:
     with pytest.raises(FormatError, match="line 2: 'chunks:' is given twice"):
         loads("chunks: 1 \n chunks: 2 \n 0F0")
 
 
-def test_recompute_keeps_chains_of_pairs_and_is_done_once() -> None:
+def test_recompute_keeps_chained_overlaps_and_is_idempotent() -> None:
     chained = loads("overlaps: 0F1+0B0 0B0+1B0 \n 0F0 1F0 0F1 0B0 1B0")
     assert isinstance(chained, Schedule)
     once = recompute(chained, lambda stage, microbatch: stage == 1)
@@ -154,7 +154,7 @@ def test_recompute_keeps_chains_of_pairs_and_is_done_once() -> None:
     assert recompute(once, lambda stage, microbatch: stage == 1) == once
 
 
-def test_a_program_that_names_stages_that_are_not_there() -> None:
+def test_verify_reports_unknown_stages_in_a_program() -> None:
     """It ended in an IndexError, or told the user to call what they had called."""
     assert verify(loads("edges: 0>1 \n 0F0 !0>1:0 ?7>0:0 \n ?0>1:0 1F0")) == (
         "rank 0, step 2: ?7>0:0 names stage 7, but there are 2",
@@ -166,15 +166,15 @@ def test_a_program_that_names_stages_that_are_not_there() -> None:
     )
 
 
-def test_a_cap_in_bytes_is_met_exactly() -> None:
-    """Sums of large sizes differ in their last digits; an absolute tolerance refused them."""
+def test_memory_cap_in_bytes_allows_rounding() -> None:
+    """Sums of large sizes differ in their last digits, and an absolute tolerance refused them."""
     for size in (123456789.1, 9876543210.7, 3.3e9 / 7):
         cost = Cost(F=(1,), I=(1,), W=(1,), activation=(size,))
         assert verify(schedules.gpipe(1, 7), memory=7 * size, cost=cost) == ()
 
 
-def test_fit_is_not_worse_where_there_is_no_time_to_try() -> None:
-    """At large sizes the effort was spent on the first way, which lost to named schedules."""
+def test_fit_with_little_effort_is_not_worse_than_named_schedules() -> None:
+    """At large sizes, all effort went into the first strategy, which lost to named schedules."""
     names = [name for name, family in schedules.FAMILIES.items() if family.trains]
     for name in names:
         named = schedules.make(name, 6, 12)
@@ -184,8 +184,8 @@ def test_fit_is_not_worse_where_there_is_no_time_to_try() -> None:
         assert simulate(lower(made), cost).makespan <= timeline.makespan
 
 
-def test_the_lower_bound_knows_branches() -> None:
-    """It assumed a chain, and was above what two stages side by side can do."""
+def test_lower_bound_of_a_graph_with_branches() -> None:
+    """The bound assumed a chain, and was above what two parallel stages can reach."""
     graph = StageGraph(((0, 2), (1, 2)))
     assert schedules.lower_bound((0, 1, 2), 1, Cost.even((0, 1, 2)), graph) == 5.0
 
@@ -196,18 +196,18 @@ def test_fit_refuses_a_placement_with_gaps(placement: tuple[int, ...]) -> None:
         schedules.fit(placement, 3)
 
 
-def test_values_made_from_lists_are_values() -> None:
+def test_schedule_from_lists_is_hashable_and_round_trips() -> None:
     schedule = schedules.fit([0, 1], 4, Cost([1, 1], [1, 1], [1, 1], [1, 1]))  # type: ignore[arg-type]
     assert loads(dumps(schedule)) == schedule
     assert hash(schedule)
 
 
-def test_simulating_a_schedule_says_to_lower_it() -> None:
+def test_simulate_of_a_schedule_asks_to_lower_it() -> None:
     with pytest.raises(ArgumentError, match=r"simulate\(lower\(schedule\)\)"):
         simulate(schedules.gpipe(2, 2))  # type: ignore[arg-type]
 
 
-def test_a_cap_for_each_rank_is_verified() -> None:
+def test_verify_with_a_memory_cap_for_each_rank() -> None:
     schedule = schedules.one_f_one_b(3, 4)
     with pytest.raises(ArgumentError, match="memory has 2 entries for 3 ranks: give one number"):
         verify(schedule, memory=[3, 2])

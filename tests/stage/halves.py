@@ -1,4 +1,7 @@
-"""A backward in two halves, I and W, beside a whole one of the same model."""
+"""Helpers that compare a backward split into I and W with an ordinary backward.
+
+I computes the gradients of the inputs of a stage, and W those of its weights.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ def called(model: nn.Module, *inputs: Any) -> Any:
 
 
 def learning(value: Any) -> list[Tensor]:
-    """The tensors in it that are part of a graph."""
+    """Return the tensors in a nested value that require a gradient."""
     leaves = pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def backward(output: Any) -> None:
-    """From all tensors of an output, each number with a gradient of its own."""
+    """Run a backward from all tensors of an output, with a different gradient for each element."""
     total = torch.zeros((), dtype=torch.float64)
     for tensor in learning(output):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -41,16 +44,16 @@ def backward(output: Any) -> None:
 def forward(
     model: nn.Module, *inputs: Any, compute: Compute = called
 ) -> tuple[Any, list[PendingWeightGrad]]:
-    """The forward of a cell that has a W: its output, and what was put off."""
-    with WeightGradDeferral(list(model.modules())).activate() as later:
+    """Run a forward with weight-gradient deferral; return its output and the pending gradients."""
+    with WeightGradDeferral(list(model.modules())).activate() as pending:
         output = compute(model, *inputs)
-    return output, later
+    return output, pending
 
 
-def names_of(model: nn.Module, later: Sequence[PendingWeightGrad]) -> list[str]:
-    """The parameters that W is left."""
-    waiting = {id(pair.parameter) for pair in later}
-    return [name for name, p in model.named_parameters() if id(p) in waiting]
+def names_of(model: nn.Module, deferred: Sequence[PendingWeightGrad]) -> list[str]:
+    """Return the names of the parameters whose gradients are pending for W."""
+    pending_ids = {id(pending.parameter) for pending in deferred}
+    return [name for name, p in model.named_parameters() if id(p) in pending_ids]
 
 
 def same_gradient(found: Tensor | None, expected: Tensor | None) -> bool:
@@ -65,35 +68,38 @@ def same_gradient(found: Tensor | None, expected: Tensor | None) -> bool:
     return closely(found, expected)
 
 
-def put_off(
+def check_deferred_grads(
     model: nn.Module,
     *inputs: Any,
     compute: Compute = called,
-    copied: Callable[[nn.Module], nn.Module] = copy.deepcopy,
+    make_copy: Callable[[nn.Module], nn.Module] = copy.deepcopy,
 ) -> list[str]:
-    """The parameters that W was left, after outputs and gradients were seen to be the model's."""
+    """Return the parameters whose gradients W computed.
 
-    def own(tensor: Tensor) -> Tensor:
+    Outputs, gradients and buffers are first compared with those of an ordinary backward.
+    """
+
+    def fresh_leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
     model.zero_grad()
-    twin, others = copied(model), pytree.tree_map_only(Tensor, own, inputs)
-    inputs = pytree.tree_map_only(Tensor, own, inputs)
+    reference, reference_inputs = make_copy(model), pytree.tree_map_only(Tensor, fresh_leaf, inputs)
+    inputs = pytree.tree_map_only(Tensor, fresh_leaf, inputs)
     torch.manual_seed(7)
-    expected = compute(twin, *others)
+    expected = compute(reference, *reference_inputs)
     backward(expected)
     torch.manual_seed(7)
-    output, later = forward(model, *inputs, compute=compute)
-    names = names_of(model, later)
+    output, pending = forward(model, *inputs, compute=compute)
+    names = names_of(model, pending)
     for mine, other in zip(learning(output), learning(expected), strict=True):
         assert bitwise(mine.detach(), other.detach()), "an output"
     backward(output)
-    accumulate_weight_grads(later)
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+    accumulate_weight_grads(pending)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert type(p) is type(q), name
         assert same_gradient(p.grad, q.grad), name
-    for mine, other in zip(learning(inputs), learning(others), strict=True):
+    for mine, other in zip(learning(inputs), learning(reference_inputs), strict=True):
         assert same_gradient(mine.grad, other.grad), "the gradient of an input"
-    for (name, mine), other in zip(model.named_buffers(), twin.buffers(), strict=True):
+    for (name, mine), other in zip(model.named_buffers(), reference.buffers(), strict=True):
         assert bitwise(mine, other), name
     return names

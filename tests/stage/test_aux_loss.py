@@ -1,4 +1,4 @@
-"""Losses that layers add from inside are part of the step's loss, wherever they come from."""
+"""Tests of `add_loss`: losses that layers add are part of the loss of the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support import (
 
 
 class Penalised(nn.Linear):
-    """Adds losses of its input, its output and its weight."""
+    """A linear layer that adds losses of its input, its output and its weight."""
 
     def __init__(self, inputs: int, outputs: int, times: int = 1) -> None:
         super().__init__(inputs, outputs)
@@ -45,7 +45,7 @@ class Penalised(nn.Linear):
 
 
 def balanced() -> nn.Sequential:
-    """Five layers, of which the first and last and one between add losses."""
+    """Return five layers, of which the first, the third and the last add losses."""
     torch.manual_seed(0)
     return nn.Sequential(
         Penalised(6, 8), nn.Tanh(), Penalised(8, 8, times=2), nn.Linear(8, 8), Penalised(8, 3)
@@ -53,7 +53,7 @@ def balanced() -> nn.Sequential:
 
 
 def wanted(model: nn.Module, x: Tensor, target: Tensor, chunks: int = 3) -> Tensor:
-    """The mean by rows over micro-batches of the losses, each with what was added."""
+    """Return the row-weighted mean over micro-batches of the loss plus the added losses."""
     total = torch.zeros((), dtype=torch.float64)
     for part, its in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
         with added_losses() as extra:
@@ -85,8 +85,10 @@ def both(model: nn.Sequential | None = None, **options: Any) -> tuple[nn.Sequent
 
 
 @each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
-def test_added_losses_are_part_of_the_loss(schedule: str, checkpoint: str, runtime: str) -> None:
-    """Once each, also where the layer is recomputed, and in several steps that add up."""
+def test_added_losses_count_once_in_loss_and_gradients(
+    schedule: str, checkpoint: str, runtime: str
+) -> None:
+    """Added losses count once each, also where the layer is recomputed and over several steps."""
     model, pipe = both(
         schedule=schedule,
         checkpoint=checkpoint,
@@ -98,14 +100,14 @@ def test_added_losses_are_part_of_the_loss(schedule: str, checkpoint: str, runti
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, [1, 3, 1]])
-def test_from_any_stage(stages: Any) -> None:
+def test_added_losses_with_any_number_of_stages(stages: Any) -> None:
     model, pipe = both(stages=stages)
     assert agrees(model, pipe)
 
 
 @each_checkpoint
 @pytest.mark.parametrize("layer", range(5))
-def test_from_one_stage_alone(layer: int, checkpoint: str) -> None:
+def test_added_loss_from_a_single_stage(layer: int, checkpoint: str) -> None:
     torch.manual_seed(0)
     layers = [*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)]
     layers[layer] = Penalised(6, 3 if layer == 4 else 6)
@@ -114,8 +116,8 @@ def test_from_one_stage_alone(layer: int, checkpoint: str) -> None:
 
 
 @each_checkpoint
-def test_beside_skips_and_layers_in_place(checkpoint: str) -> None:
-    """They take the skip's way; and a layer that works in place may follow."""
+def test_added_losses_beside_skip_connections_and_in_place_layers(checkpoint: str) -> None:
+    """Added losses travel to the last stage as skips do, also where an in-place layer follows."""
     torch.manual_seed(0)
     model = nn.Sequential(
         Penalised(6, 8), Stash(), nn.Linear(8, 8), nn.ReLU(inplace=True), Penalised(8, 8), Pop(),
@@ -126,7 +128,7 @@ def test_beside_skips_and_layers_in_place(checkpoint: str) -> None:
     assert agrees(model, pipe)
 
 
-def test_frozen_layers_add_numbers() -> None:
+def test_added_losses_of_frozen_layers_have_no_gradient() -> None:
     model, pipe = both(checkpoint="always")
     for module in (model, pipe):
         module.requires_grad_(False)
@@ -140,8 +142,8 @@ def test_frozen_layers_add_numbers() -> None:
     assert pipe[0].weight.grad is None
 
 
-def test_what_is_added_alone_has_a_gradient() -> None:
-    """A layer that is used for nothing else learns by it, though nothing after it learns."""
+def test_layer_used_only_for_its_added_loss_gets_a_gradient() -> None:
+    """The layer gets a gradient from its added loss although all later layers are frozen."""
 
     class Aside(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -158,7 +160,7 @@ def test_what_is_added_alone_has_a_gradient() -> None:
     assert same_gradients(pipe[0], model[0])
 
 
-def test_inputs_learn_by_them() -> None:
+def test_added_losses_reach_the_gradient_of_the_input() -> None:
     model, pipe = both()
     x, target = batch(7)
     mine, theirs = (x.clone().requires_grad_() for _ in range(2))
@@ -169,7 +171,7 @@ def test_inputs_learn_by_them() -> None:
     assert closely(mine.grad, theirs.grad)
 
 
-def test_the_loss_itself_may_add() -> None:
+def test_add_loss_inside_the_loss_function() -> None:
     def loss_fn(y: Tensor, target: Tensor) -> Tensor:
         add_loss(y.mean())
         return functional.mse_loss(y, target)
@@ -184,8 +186,10 @@ def test_the_loss_itself_may_add() -> None:
 
 @each_checkpoint
 @each_schedule
-def test_they_count_by_rows_whatever_counts_in_the_loss(checkpoint: str, schedule: str) -> None:
-    """As in the whole batch, where each of them is a mean over all rows."""
+def test_added_losses_are_weighted_by_rows_for_any_loss_reduction(
+    checkpoint: str, schedule: str
+) -> None:
+    """Added losses are averaged over all rows, whatever the loss itself is averaged over."""
     x, _ = batch(7)
     labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
     for loss_fn in (functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")):
@@ -205,7 +209,7 @@ def test_they_count_by_rows_whatever_counts_in_the_loss(checkpoint: str, schedul
 
 
 @each_checkpoint
-def test_they_are_part_of_a_loss_that_gives_its_weight(checkpoint: str) -> None:
+def test_added_losses_with_a_loss_function_that_returns_its_weight(checkpoint: str) -> None:
     x, _ = batch(7)
     labels = torch.tensor([-100, 1, -100, 0, 1, 2, -100])
 
@@ -232,8 +236,8 @@ def test_they_are_part_of_a_loss_that_gives_its_weight(checkpoint: str) -> None:
 
 @pytest.mark.parametrize("first", [False, True], ids=["last stage", "first stage"])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_recomputation_adds_as_its_forward_did(repeated: bool, first: bool) -> None:
-    """A layer may not skip it there to count it once: its gradient would be missing."""
+def test_recomputation_that_adds_other_losses_is_refused(repeated: bool, first: bool) -> None:
+    """A recomputation must add the same losses, or their gradients would be missing."""
 
     def add(x: Tensor) -> Tensor:
         add_loss(x.mean())
@@ -252,11 +256,11 @@ def test_a_recomputation_adds_as_its_forward_did(repeated: bool, first: bool) ->
         pipe.step(batch(7)[0])
 
 
-# ---- where there is no step -----------------------------------------------------------------
+# ---- outside of a training step -------------------------------------------------------------
 
 
 @each_runtime
-def test_without_gradients_a_step_reports_them(runtime: str) -> None:
+def test_added_losses_are_reported_by_a_step_under_no_grad(runtime: str) -> None:
     model, pipe = both(runtime=runtime)
     x, target = batch(7)
     with torch.no_grad():
@@ -265,7 +269,7 @@ def test_without_gradients_a_step_reports_them(runtime: str) -> None:
 
 @each_runtime
 @each_checkpoint
-def test_behind_a_call_there_is_no_loss_to_add_to(checkpoint: str, runtime: str) -> None:
+def test_add_loss_behind_a_pipe_call_is_refused(checkpoint: str, runtime: str) -> None:
     model, pipe = both(checkpoint=checkpoint, runtime=runtime)
     x, _ = batch(7)
     message = r"a layer added a loss inside pipe\(x\)"
@@ -277,7 +281,7 @@ def test_behind_a_call_there_is_no_loss_to_add_to(checkpoint: str, runtime: str)
             pipe(x)
 
 
-def test_a_step_within_takes_its_own() -> None:
+def test_step_inside_added_losses_keeps_its_own_losses() -> None:
     for runtime in ("threads", "inline"):
         _, pipe = both(runtime=runtime)
         x, target = batch(7)
@@ -286,7 +290,7 @@ def test_a_step_within_takes_its_own() -> None:
         assert extra == []
 
 
-def test_nobody_loses_a_loss() -> None:
+def test_add_loss_outside_added_losses_is_refused() -> None:
     model = balanced()
     x, _ = batch(7)
     with pytest.raises(RuntimeError, match="a layer added a loss that nothing collects"):
@@ -306,19 +310,19 @@ def test_nobody_loses_a_loss() -> None:
 @pytest.mark.parametrize(
     ("value", "found"), [(1.0, "<class 'float'>"), (torch.zeros(2), r"shape \(2,\)")]
 )
-def test_one_number(value: Any, found: str) -> None:
+def test_added_loss_must_be_a_scalar_tensor(value: Any, found: str) -> None:
     message = f"penstock.add_loss takes a tensor with one element, not {found}"
     with pytest.raises(TypeError, match=message):
         add_loss(value)
 
 
-def test_the_example_that_a_pipe_measures() -> None:
+def test_add_loss_while_a_pipe_profiles_its_example() -> None:
     x, _ = batch(7)
     Pipe(balanced(), 3, stages=2, devices=["cpu"] * 2, balance="memory", example=x)
     Pipe(balanced(), 3, stages=2, devices=["cpu"] * 2, example=x)
 
 
-# ---- within torch.utils.checkpoint -----------------------------------------------------------
+# ---- inside torch.utils.checkpoint ----------------------------------------------------------
 
 
 def inside(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
@@ -336,8 +340,8 @@ def inside(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
 
 @each_runtime
 @each_checkpoint
-def test_in_a_checkpoint_of_pytorch(checkpoint: str, runtime: str) -> None:
-    """Its repetition adds nothing."""
+def test_add_loss_inside_non_reentrant_torch_checkpoint(checkpoint: str, runtime: str) -> None:
+    """The recomputation by torch.utils.checkpoint adds nothing."""
     model, _ = both()
     pipe = Pipe(
         nn.Sequential(*map(inside(reentrant=False), copy.deepcopy(model))), 3, checkpoint,
@@ -349,8 +353,8 @@ def test_in_a_checkpoint_of_pytorch(checkpoint: str, runtime: str) -> None:
     assert extra == []
 
 
-def test_in_one_that_hides_the_graph() -> None:
-    """Its forward adds a mere number: the gradient would be missing."""
+def test_add_loss_inside_reentrant_torch_checkpoint_is_refused() -> None:
+    """A reentrant checkpoint has no graph, so the gradient of the added loss would be missing."""
     pipe = Pipe(
         nn.Sequential(*map(inside(reentrant=True), balanced())), 3, "never", stages=2,
         loss_fn=functional.mse_loss,

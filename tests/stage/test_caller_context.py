@@ -37,7 +37,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @each_runtime
 @pytest.mark.parametrize("mode", MODES)
-def test_layers_compute_under_the_callers_modes(mode: str, runtime: str) -> None:
+def test_layers_run_under_the_autocast_and_grad_modes_of_the_caller(
+    mode: str, runtime: str
+) -> None:
     seen = []
     layers = [Watch(lambda x: seen.append(state())) for _ in range(2)]
     pipe = Pipe(nn.Sequential(*layers), 2, "never", stages=2, runtime=runtime)
@@ -51,7 +53,7 @@ def test_layers_compute_under_the_callers_modes(mode: str, runtime: str) -> None
 
 
 @each_runtime
-def test_recomputations_are_under_the_modes_of_their_forward(runtime: str) -> None:
+def test_recomputation_runs_under_the_autocast_mode_of_its_forward(runtime: str) -> None:
     seen = []
     linear = nn.Linear(2, 2)
     layers = nn.Sequential(linear, Watch(lambda x: seen.append((x.dtype, *state()[2:]))))
@@ -63,7 +65,7 @@ def test_recomputations_are_under_the_modes_of_their_forward(runtime: str) -> No
 
 
 @each_runtime
-def test_a_layer_may_set_modes_of_its_own(runtime: str) -> None:
+def test_layer_that_enters_no_grad_itself(runtime: str) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -81,7 +83,7 @@ def test_a_layer_may_set_modes_of_its_own(runtime: str) -> None:
     assert [g is None or not g.any() for g in grads] == [True, True, True, True, False, False]
 
 
-def test_the_default_dtype_is_everybodys() -> None:
+def test_default_dtype_of_the_caller_applies_in_stages() -> None:
     seen = []
     pipe = Pipe(nn.Sequential(Watch(lambda x: seen.append(torch.zeros(1).dtype))), 2)
     torch.set_default_dtype(torch.float64)
@@ -92,10 +94,10 @@ def test_the_default_dtype_is_everybodys() -> None:
     assert seen == [torch.float64, torch.float64]
 
 
-# ---- the value ----------------------------------------------------------------------------
+# ---- CallerContext itself -----------------------------------------------------------------
 
 
-def test_here_is_the_state_of_this_thread() -> None:
+def test_caller_context_captures_the_modes_of_the_current_thread() -> None:
     here = CallerContext.current(CPU)
     assert (
         here.grad_enabled,
@@ -113,7 +115,7 @@ def test_here_is_the_state_of_this_thread() -> None:
     assert not here.autocast_cache_enabled
 
 
-def test_forwards_brings_it_back() -> None:
+def test_caller_context_is_applied_for_forward() -> None:
     packed = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers compiled with torch.compile run compiled, below everything that a stage does."""
+"""Tests that layers compiled with `torch.compile` stay compiled inside a pipe."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.model.stage_wrapping import StageFn
 from penstock.stage.compile_support import find_compiled_modules, make_forward_lock
 from tests.support import RUNTIMES, batch, closely, each_runtime
 
-pytestmark = [  # the compiler's own
+pytestmark = [  # warnings that the compiler itself causes
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 
 class Block(nn.Module):
-    """Two layers in one."""
+    """A residual block of two linear layers."""
 
     def __init__(self, size: int = 6) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Backend:
-    """Runs graphs as they are, and counts."""
+    """A compiler backend that runs graphs as they are and counts the runs."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -84,7 +84,9 @@ def _nothing_compiled() -> Iterator[None]:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @each_runtime
-def test_every_call_is_a_compiled_one(runtime: str, schedule: str, checkpoint: str) -> None:
+def test_compiled_layers_run_compiled_in_every_forward(
+    runtime: str, schedule: str, checkpoint: str
+) -> None:
     torch.manual_seed(0)
     blocks = [Block() for _ in WAYS]
     model = nn.Sequential(*copy.deepcopy(blocks))
@@ -107,7 +109,7 @@ def test_every_call_is_a_compiled_one(runtime: str, schedule: str, checkpoint: s
 
 
 @each_way
-def test_what_is_inside_a_compiled_module_is_compiled(way: Callable[..., nn.Module]) -> None:
+def test_find_compiled_modules_includes_submodules(way: Callable[..., nn.Module]) -> None:
     plain, block = Block(), Block()
     compiled = way(block, Backend())
     inside = {*compiled.modules()}
@@ -115,8 +117,8 @@ def test_what_is_inside_a_compiled_module_is_compiled(way: Callable[..., nn.Modu
     assert {block.a, block.b} <= inside
 
 
-def test_what_a_layer_compiled_before_it_was_in_a_pipe_stays_compiled() -> None:
-    """A call below a dispatch mode once kept the compiler from ever compiling its code again."""
+def test_code_compiled_before_the_pipe_stays_compiled() -> None:
+    """A call under a dispatch mode once kept the compiler from compiling the same code again."""
     x, backend = batch(4)[0], Backend()
     in_place(Block(), backend)(x)
     block = in_place(Block(), backend)
@@ -132,8 +134,8 @@ class Drops(Block):
         return nn.functional.dropout(super().forward(x), 0.3)
 
 
-def test_dropout_in_compiled_layers_is_the_same_however_it_is_run() -> None:
-    """And a recomputation repeats it: the graphs that a compiler makes draw from the cell's own."""
+def test_dropout_in_compiled_layers_is_independent_of_schedule_and_runtime() -> None:
+    """Compiled graphs draw from the RNG of the cell, and a recomputation repeats the draws."""
     torch.manual_seed(0)
     model, x = nn.Sequential(Drops(), Drops()), batch(8)[0]
     found: list[list[Tensor]] = []
@@ -165,8 +167,8 @@ WHOLE: dict[str, Callable[[Pipe, Tensor], object]] = {
 
 @each_runtime
 @pytest.mark.parametrize("how", WHOLE)
-def test_a_pipe_that_is_compiled_as_a_whole_runs_as_it_is(how: str, runtime: str) -> None:
-    """The compiler failed with errors of its own, deep inside the library."""
+def test_torch_compile_of_the_whole_pipe_leaves_results_unchanged(how: str, runtime: str) -> None:
+    """The compiler failed with its own errors, deep inside the library."""
     model = nn.Sequential(Block(), Block())
     pipe = Pipe(
         copy.deepcopy(model), 2, stages=2, devices=["cpu"] * 2, loss_fn=mse_loss, runtime=runtime
@@ -182,8 +184,8 @@ def test_a_pipe_that_is_compiled_as_a_whole_runs_as_it_is(how: str, runtime: str
         assert closely(found.grad, wanted.grad)
 
 
-def test_threads_leave_no_flag_behind() -> None:
-    """PyTorch's modes set one flag for all threads, and it stayed set after stages that draw."""
+def test_threads_leave_no_dispatch_mode_flag_set() -> None:
+    """A stage that draws sets a flag of PyTorch that all threads share, and it stayed set."""
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1)) for _ in range(4)]
     pipe = Pipe(nn.Sequential(*layers), 8, stages=4, devices=["cpu"] * 4, schedule="1f1b")
     x = torch.randn(16, 6)
@@ -192,11 +194,11 @@ def test_threads_leave_no_flag_behind() -> None:
     assert not dispatching.is_in_torch_dispatch_mode()
 
 
-# ---- how often is it compiled? ------------------------------------------------------------
+# ---- number of compilations ---------------------------------------------------------------
 
 
 class Counting:
-    """Counts what is compiled, and gives it to a backend of PyTorch's."""
+    """A backend that counts compilations and passes each graph to one of PyTorch's backends."""
 
     def __init__(self, backend: str = "eager") -> None:
         self._backend = lookup_backend(backend)
@@ -208,7 +210,7 @@ class Counting:
 
 
 def compilations(steps: int, rows: int, backend: str = "eager", **options: Any) -> list[int]:
-    """In each step of a pipe whose blocks, or whose stages, are compiled."""
+    """Return the number of compilations in each step of a pipe with compiled blocks or stages."""
     torch._dynamo.reset()
     counting = Counting(backend)
     blocks = [Block() for _ in range(3)]
@@ -231,9 +233,10 @@ def compilations(steps: int, rows: int, backend: str = "eager", **options: Any) 
     return found
 
 
-# By block, the three have one code in common: it is compiled for inputs that learn and that do not,
-# and with recomputation for a forward without gradients. By stage, each has its own. With sizes
-# that differ, one more is made of each, for any size.
+# Expected number of compilations. The three blocks share one code object. It is compiled once for
+# inputs that require a gradient and once for inputs that do not, and with recomputation once more
+# for a forward without gradients. Stages are compiled separately. Where the sizes of micro-batches
+# differ, each of these is compiled once more, for dynamic sizes.
 KINDS = {
     ("block", "never", 16): 2,
     ("block", "always", 16): 3,
@@ -248,30 +251,30 @@ KINDS = {
 
 @pytest.mark.parametrize(("runtime", "schedule"), [("inline", "zb-h1"), ("threads", "1f1b")])
 @pytest.mark.parametrize(("by", "checkpoint", "rows"), KINDS)
-def test_nothing_is_compiled_after_the_first_step(
+def test_no_recompilation_after_the_first_step(
     runtime: str, by: str, checkpoint: str, rows: int, schedule: str
 ) -> None:
     found = compilations(4, rows, by=by, checkpoint=checkpoint, runtime=runtime, schedule=schedule)
     assert found == [KINDS[by, checkpoint, rows], 0, 0, 0]
 
 
-def test_nor_with_threads_and_weights_that_wait() -> None:
+def test_no_recompilation_under_threads_and_zero_bubble() -> None:
     found = compilations(4, 14, by="block", runtime="threads", schedule="zb-h1")
     assert found == [KINDS["block", "always", 14], 0, 0, 0]
 
 
-def test_nor_by_a_backend_that_has_backwards() -> None:
+def test_no_recompilation_with_an_aot_autograd_backend() -> None:
     found = compilations(3, 14, "aot_eager", by="block", runtime="threads", schedule="1f1b")
     assert found == [KINDS["block", "always", 14], 0, 0]
 
 
-def test_threads_do_not_disturb_what_is_compiled() -> None:
-    """The compiler's cache, looked into by several threads, lost what was in it now and then."""
+def test_no_recompilation_over_many_steps_under_threads() -> None:
+    """Several threads reading the compiler's cache at once sometimes lost entries of it."""
     found = compilations(40, 16, by="block", runtime="threads", schedule="1f1b")
     assert found == [3] + [0] * 39
 
 
-def test_threads_take_turns_at_compiled_forwards() -> None:
+def test_compiled_forwards_are_serialized_across_threads() -> None:
     inside: list[int] = []
     most: list[int] = []
 
@@ -294,14 +297,17 @@ def test_threads_take_turns_at_compiled_forwards() -> None:
     assert set(most) == {1}
 
 
-def test_only_threads_with_compiled_modules_take_turns() -> None:
+def test_forward_lock_only_for_compiled_modules() -> None:
     plain, compiled = Block(), in_place(Block(), Backend())
     assert isinstance(make_forward_lock(plain.modules()), nullcontext)
     assert not isinstance(make_forward_lock([*plain.modules(), compiled]), nullcontext)
 
 
-def test_the_compiler_does_not_try_what_gives_cells_their_random_numbers() -> None:
-    """It runs wherever a compiled layer calls what is not: each function was tried, in vain."""
+def test_cell_rng_mode_is_not_traced_by_the_compiler() -> None:
+    """The RNG mode runs below every compiled layer.
+
+    The compiler once tried to compile each of its functions, in vain.
+    """
     layers = [nn.Sequential(Block(), nn.Dropout(0.1)) for _ in range(2)]
     counting = Counting()
     for layer in layers:

@@ -35,7 +35,7 @@ def same_statistics(a: nn.Module, b: nn.Module) -> bool:
     ],
 )
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_statistics_are_those_of_the_whole_batch(
+def test_deferred_batch_norm_statistics_equal_those_of_the_whole_batch(
     norm: nn.BatchNorm1d, shape: tuple[int, ...], chunks: int
 ) -> None:
     torch.manual_seed(0)
@@ -50,14 +50,14 @@ def test_statistics_are_those_of_the_whole_batch(
         assert same_statistics(ours, plain)
 
 
-def test_each_micro_batch_is_normalised_by_itself() -> None:
+def test_deferred_batch_norm_normalizes_each_micro_batch_separately() -> None:
     norm = nn.BatchNorm1d(FEATURES).double()
     ours = deferred(norm, 2)
     for piece in torch.randn(6, FEATURES, dtype=torch.float64).chunk(2):
         assert torch.equal(ours(piece), norm(piece))
 
 
-def test_statistics_wait_for_the_last_micro_batch() -> None:
+def test_deferred_batch_norm_updates_statistics_after_the_last_micro_batch() -> None:
     ours = deferred(nn.BatchNorm1d(FEATURES), 3)
     before = copy.deepcopy(ours.state_dict())
     x = torch.randn(4, FEATURES)
@@ -68,7 +68,7 @@ def test_statistics_wait_for_the_last_micro_batch() -> None:
     assert ours.num_batches_tracked == 1
 
 
-def test_a_recomputation_is_not_counted() -> None:
+def test_deferred_batch_norm_ignores_recomputations() -> None:
     ours = deferred(nn.BatchNorm1d(FEATURES), 2)
     x = torch.randn(4, FEATURES)
     ours(x)
@@ -77,7 +77,7 @@ def test_a_recomputation_is_not_counted() -> None:
     assert ours.num_batches_tracked == 0
 
 
-def test_evaluation_uses_the_statistics_and_leaves_them() -> None:
+def test_deferred_batch_norm_in_eval_mode_keeps_its_statistics() -> None:
     norm = nn.BatchNorm1d(FEATURES)
     norm(torch.randn(5, FEATURES))
     ours = deferred(norm, 2).eval()
@@ -86,18 +86,18 @@ def test_evaluation_uses_the_statistics_and_leaves_them() -> None:
     assert same_statistics(ours, norm)
 
 
-def test_rows_are_not_forgotten_where_there_is_only_one() -> None:
-    """Of one value a channel there is no spread; PyTorch refuses to normalise it."""
+def test_deferred_batch_norm_refuses_one_value_per_channel() -> None:
+    """PyTorch refuses to normalize a single value per channel."""
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         deferred(nn.BatchNorm1d(FEATURES), 1)(torch.randn(1, FEATURES))
 
 
-def test_one_dimension_is_too_few() -> None:
+def test_deferred_batch_norm_refuses_one_dimensional_input() -> None:
     with pytest.raises(ValueError, match="expected at least 2D input"):
         deferred(nn.BatchNorm1d(FEATURES), 1)(torch.randn(FEATURES))
 
 
-def test_conversion_keeps_parameters_names_and_mode() -> None:
+def test_convert_deferred_batch_norm_keeps_parameters_names_and_mode() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
     model[1].eval()
     norm = model[1][0]  # type: ignore[index]
@@ -113,7 +113,7 @@ def test_conversion_keeps_parameters_names_and_mode() -> None:
     ]  # fmt: skip
 
 
-def test_norms_without_statistics_and_other_norms_stay() -> None:
+def test_convert_deferred_batch_norm_leaves_other_norms() -> None:
     plain = nn.BatchNorm1d(3, track_running_stats=False)
     model = nn.Sequential(plain, nn.LayerNorm(3), nn.InstanceNorm1d(3))
     assert list(DeferredStatsBatchNorm.convert_deferred_batch_norm(model).children()) == list(model)
@@ -128,8 +128,13 @@ def test_norms_without_statistics_and_other_norms_stay() -> None:
 @each_runtime
 @each_checkpoint
 @pytest.mark.parametrize("rows", [2, 6, 9])
-def test_a_pipe_counts_mini_batches(rows: int, checkpoint: str, runtime: str) -> None:
-    """However many micro-batches they have; one that failed half-way is not counted."""
+def test_deferred_batch_norm_in_a_pipe_counts_mini_batches(
+    rows: int, checkpoint: str, runtime: str
+) -> None:
+    """Each mini-batch counts once, however many micro-batches it has.
+
+    One that failed half-way does not count.
+    """
     norm = nn.BatchNorm1d(FEATURES).double()
     pipe = Pipe(
         nn.Sequential(nn.Identity(), copy.deepcopy(norm), nn.Linear(3, 1).double()), 3, checkpoint,
@@ -157,7 +162,9 @@ def test_a_pipe_counts_mini_batches(rows: int, checkpoint: str, runtime: str) ->
 
 @each_runtime
 @each_checkpoint
-def test_plain_batch_norm_counts_micro_batches_once(checkpoint: str, runtime: str) -> None:
+def test_plain_batch_norm_in_a_pipe_counts_each_micro_batch_once(
+    checkpoint: str, runtime: str
+) -> None:
     norm = nn.BatchNorm1d(FEATURES).double()
     model = nn.Sequential(nn.Identity(), copy.deepcopy(norm))
     pipe = Pipe(model, 3, checkpoint, stages=2, runtime=runtime)

@@ -1,4 +1,7 @@
-"""Layers that do with their weights what they like: their gradients are the same in two halves."""
+"""Tests that weights may be used in any way under a backward split into I and W.
+
+The gradients are those of an ordinary backward.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
-from penstock.stage import weight_grad as later_of
+from penstock.stage import weight_grad
 from penstock.stage.cell_graph import accumulate_grads
 from penstock.stage.weight_grad import accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
-from tests.stage.halves import backward, forward, names_of, put_off
+from tests.stage.halves import backward, check_deferred_grads, forward, names_of
 from tests.support import without_gc
 
 
@@ -37,11 +40,11 @@ def given(*shape: int, learns: bool = True) -> Tensor:
     return torch.randn(*(shape or (3, 4)), dtype=torch.float64, requires_grad=learns)
 
 
-# ---- the weight is used in other ways, too ------------------------------------------------
+# ---- unusual uses of a weight -------------------------------------------------------------
 
 
-class Scaled(torch.autograd.Function):
-    """A function of a weight that no table knows."""
+class UnknownProduct(torch.autograd.Function):
+    """An autograd function of a weight that the deferral does not know."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -54,8 +57,8 @@ class Scaled(torch.autograd.Function):
         return gradient @ weight.t(), x.t() @ gradient
 
 
-class Anew(torch.autograd.Function):
-    """Computes its forward again in its backward, with the weight it was given."""
+class RecomputedLinear(torch.autograd.Function):
+    """An autograd function that repeats its forward in its backward, with the saved weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -71,8 +74,8 @@ class Anew(torch.autograd.Function):
         return torch.autograd.grad(y, (x, weight), gradient)
 
 
-class Swallows(torch.autograd.Function):
-    """Gives no gradient."""
+class DropsGradient(torch.autograd.Function):
+    """An autograd function whose backward returns no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -163,32 +166,32 @@ def a_call(m: Any, x: Tensor) -> Any:
 
 WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "twice": lambda m, x: m(m(x).tanh()),
-    "twice, and its norm": lambda m, x: m(m(x)) + m.weight.norm(),
-    "beside a function": lambda m, x: Scaled.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
-    "a function that repeats": lambda m, x: Anew.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
-    "a view, a function": lambda m, x: Scaled.apply(m(x), m.weight.t()),  # type: ignore[no-untyped-call]
+    "twice, plus its norm": lambda m, x: m(m(x)) + m.weight.norm(),
+    "in an autograd function": lambda m, x: UnknownProduct.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
+    "in an autograd function that recomputes": lambda m, x: RecomputedLinear.apply(m(x), m.weight),  # type: ignore[no-untyped-call]
+    "a view in an autograd function": lambda m, x: UnknownProduct.apply(m(x), m.weight.t()),  # type: ignore[no-untyped-call]
     "checkpoint": in_checkpoint(False),
     "checkpoint, reentrant": in_checkpoint(True),
     "hooks on saved tensors": under(lambda: saved_tensors_hooks(lambda t: t, lambda t: t)),
     "saved on the CPU": under(save_on_cpu),
     "changed before its use": changed_under_no_grad,
-    "data of its own": replaced_data,
-    "looked at": looked_at,
+    "data replaced": replaced_data,
+    "metadata read": looked_at,
     "initialized": initialized,
-    "given out": lambda m, x: (m(x), m.weight, m.weight.t(), m.weight[1]),
+    "returned": lambda m, x: (m(x), m.weight, m.weight.t(), m.weight[1]),
     "in a list": lambda m, x: torch.cat([m.weight, m(x)]),
     "in a dict": lambda m, x: torch.stack(tensors=[m.weight, m.weight]).sum() * m(x),
     "vmap": by_rows,
     "torch.func.grad": gradient_of,
-    "torch.func.grad beside": gradient_beside,
+    "torch.func.grad of the input": gradient_beside,
     "functional_call": a_call,
     "scripted": lambda m, x: torch.jit.script(scripted)(x, m.weight) + m(x),
     "no grad": lambda m, x: x * m(x).detach() + torch.no_grad()(m)(x),
-    "no gradient comes": lambda m, x: Swallows.apply(m(x)) + x,  # type: ignore[no-untyped-call]
-    "none comes, nor learns x": lambda m, x: Swallows.apply(m(x.data)) + x,  # type: ignore[no-untyped-call]
+    "no gradient arrives": lambda m, x: DropsGradient.apply(m(x)) + x,  # type: ignore[no-untyped-call]
+    "no gradient arrives, input detached": lambda m, x: DropsGradient.apply(m(x.data)) + x,  # type: ignore[no-untyped-call]
     "not used": lambda m, x: x * 2,
     "used for nothing": lambda m, x: (m(x), x * 2)[1],
-    "output thrown away": lambda m, x: m(x).detach() + x,
+    "output detached": lambda m, x: m(x).detach() + x,
     "in place, after the output": lambda m, x: m(x).add_(x).relu_(),
     "in place, on the sum": lambda m, x: (x * 2).add_(m(x)),
 }
@@ -196,29 +199,29 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 @pytest.mark.parametrize("way", WAYS)
-def test_any_use_of_a_weight_is_exact(way: str) -> None:
+def test_split_backward_with_any_use_of_a_weight(way: str) -> None:
     model = linear()
-    put_off(model, given(), compute=WAYS[way])
+    check_deferred_grads(model, given(), compute=WAYS[way])
     assert type(model.weight) is nn.Parameter
 
 
-def test_a_parameter_that_is_replaced_in_the_forward_stays() -> None:
-    model, twin = linear(), linear()
+def test_parameter_replaced_in_the_forward_is_kept() -> None:
+    model, reference = linear(), linear()
     before, x = model.weight, given()
-    output, later = forward(model, x, compute=another_parameter)
+    output, pending = forward(model, x, compute=another_parameter)
     backward(output)
-    accumulate_weight_grads(later)
-    backward(another_parameter(twin, x.detach()))
+    accumulate_weight_grads(pending)
+    backward(another_parameter(reference, x.detach()))
     assert model.weight is not before
     assert type(model.weight) is nn.Parameter
-    assert torch.equal(model.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(model.weight.grad, reference.weight.grad)  # type: ignore[arg-type]
 
 
-# ---- other kinds of weights ---------------------------------------------------------------
+# ---- other types of weights ---------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """Like LoRA: a frozen matrix, and two thin ones that learn."""
+    """A LoRA-like layer: a frozen matrix plus two thin trainable ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,18 +234,18 @@ class Adapted(nn.Module):
         return y + functional.linear(x, self.base.weight + self.b @ self.a)
 
 
-class Mine(nn.Parameter):
-    """A parameter of a kind of its own."""
+class CustomParameter(nn.Parameter):
+    """A subclass of Parameter."""
 
 
-def of_my_kind() -> nn.Module:
+def with_custom_parameter() -> nn.Module:
     model = linear()
-    model.weight = Mine(model.weight.detach())
+    model.weight = CustomParameter(model.weight.detach())
     return model
 
 
 class Sparse(nn.Module):
-    """Learns by a sparse matrix."""
+    """A layer with a sparse weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,11 +278,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "old weight norm": (lambda: weight_norm(linear()), []),
     "old spectral norm": (lambda: nn.utils.spectral_norm(linear()), []),
     "pruned": (lambda: prune.l1_unstructured(linear(), "weight", 3), []),
-    "a kind of its own": (of_my_kind, []),
+    "Parameter subclass": (with_custom_parameter, []),
     "sparse": (Sparse, []),
-    "a hook": (lambda: hooked("register_hook"), []),
-    "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), []),
-    "a leaf of its own": (with_a_leaf_of_its_own, ["weight"]),
+    "tensor hook": (lambda: hooked("register_hook"), []),
+    "post-accumulate-grad hook": (lambda: hooked("register_post_accumulate_grad_hook"), []),
+    "unregistered leaf": (with_a_leaf_of_its_own, ["weight"]),
     "in place": (
         lambda: nn.Sequential(linear(True), nn.ReLU(inplace=True), linear(True)),
         ["0.weight", "2.weight"],
@@ -289,48 +292,48 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("kind", MODELS)
-def test_other_kinds_of_weights_are_exact(kind: str) -> None:
-    made, waits = MODELS[kind]
+def test_split_backward_with_other_types_of_weights(kind: str) -> None:
+    make_model, deferred = MODELS[kind]
 
-    def copied(model: nn.Module) -> nn.Module:
-        twin = made()
-        twin.load_state_dict(model.state_dict())
-        return twin
+    def make_copy(model: nn.Module) -> nn.Module:
+        reference = make_model()
+        reference.load_state_dict(model.state_dict())
+        return reference
 
     torch.manual_seed(0)
-    model = made()
-    assert put_off(model, given(), copied=copied) == waits
-    assert put_off(model, given(learns=False), copied=copied) == waits
+    model = make_model()
+    assert check_deferred_grads(model, given(), make_copy=make_copy) == deferred
+    assert check_deferred_grads(model, given(learns=False), make_copy=make_copy) == deferred
 
 
-def test_a_module_that_is_initialized_in_its_forward() -> None:
+def test_split_backward_of_a_lazy_module() -> None:
     model = nn.LazyLinear(4, dtype=torch.float64)
     x = given()
-    output, later = forward(model, x)
+    output, pending = forward(model, x)
     backward(output)
-    accumulate_weight_grads(later)
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
-    backward(twin(x.detach()))
-    assert torch.equal(model.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
+    accumulate_weight_grads(pending)
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    backward(reference(x.detach()))
+    assert torch.equal(model.weight.grad, reference.weight.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
-def test_scripted_modules_learn_in_i() -> None:
-    made = linear(bias=True)
-    inside: Any = torch.jit.script(linear(bias=True))
-    model = nn.Sequential(inside, linear())
+def test_scripted_modules_get_their_weight_gradients_in_i() -> None:
+    reference = linear(bias=True)
+    scripted_layer: Any = torch.jit.script(linear(bias=True))
+    model = nn.Sequential(scripted_layer, linear())
     x = given()
-    output, later = forward(model, x)
-    assert names_of(model, later) == ["1.weight"]
+    output, pending = forward(model, x)
+    assert names_of(model, pending) == ["1.weight"]
     backward(output)
-    accumulate_weight_grads(later)
-    backward(linear()(made(x.detach())))
-    assert torch.allclose(inside.weight.grad, made.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
+    accumulate_weight_grads(pending)
+    backward(linear()(reference(x.detach())))
+    assert torch.allclose(scripted_layer.weight.grad, reference.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a function"])
-def test_compiled_layers_are_exact(how: str) -> None:
+def test_split_backward_of_compiled_layers(how: str) -> None:
     inner = nn.Sequential(linear(bias=True), nn.Tanh())
     torch._dynamo.reset()
     if how == "wrapped":
@@ -346,9 +349,9 @@ def test_compiled_layers_are_exact(how: str) -> None:
     x = given()
     for _ in range(3):
         model.zero_grad()
-        output, later = forward(model, x)
+        output, pending = forward(model, x)
         backward(output)
-        accumulate_weight_grads(later)
+        accumulate_weight_grads(pending)
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
         backward(model(x.detach()))
@@ -380,24 +383,26 @@ def hook_on_the_input(m: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("compute", [hook_on_the_output, hook_on_the_node, hook_on_the_input])
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
-def test_hooks_that_change_gradients(compute: Any, shape: tuple[int, ...]) -> None:
-    assert put_off(linear(bias=True), given(*shape), compute=compute) == ["weight"]
+def test_split_backward_with_hooks_that_change_gradients(
+    compute: Any, shape: tuple[int, ...]
+) -> None:
+    assert check_deferred_grads(linear(bias=True), given(*shape), compute=compute) == ["weight"]
 
 
-def test_hooks_of_modules() -> None:
+def test_split_backward_with_module_hooks() -> None:
     model = nn.Sequential(linear(bias=True), linear(bias=True))
     before: Any = lambda module, gradients: (gradients[0] * 3,)  # noqa: E731
     after: Any = lambda module, of_inputs, gradients: (of_inputs[0] * 5,)  # noqa: E731
     model[0].register_full_backward_pre_hook(before)
     model[1].register_full_backward_hook(after)
     model[1].register_forward_hook(lambda m, args, output: output * 2)
-    assert put_off(model, given()) == ["0.weight", "1.weight"]
+    assert check_deferred_grads(model, given()) == ["0.weight", "1.weight"]
 
 
-# ---- what must fail -----------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------
 
 
-def test_an_input_that_is_changed_after_its_use_is_an_error_as_ever() -> None:
+def test_input_changed_in_place_after_its_use_is_an_error() -> None:
     def compute(m: Any, x: Tensor) -> Tensor:
         h = x * 2
         y: Tensor = m(h)
@@ -406,13 +411,13 @@ def test_an_input_that_is_changed_after_its_use_is_an_error_as_ever() -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         backward(compute(linear(), given()))
-    output, later = forward(linear(), given(), compute=compute)
+    output, pending = forward(linear(), given(), compute=compute)
     backward(output)
     with pytest.raises(RunError, match=r"shape \(3, 4\).*changed in place by a later operation"):
-        accumulate_weight_grads(later)
+        accumulate_weight_grads(pending)
 
 
-def test_a_gradient_that_is_changed_in_place_is_noticed() -> None:
+def test_gradient_changed_in_place_before_w_is_an_error() -> None:
     class Careless(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -426,10 +431,10 @@ def test_a_gradient_that_is_changed_in_place_is_noticed() -> None:
         beside: Tensor = Careless.apply(x * 2)  # type: ignore[no-untyped-call]
         return beside + m(x)
 
-    output, later = forward(linear(), given(), compute=compute)
+    output, pending = forward(linear(), given(), compute=compute)
     output.backward(torch.ones_like(output))
     with pytest.raises(RunError, match="changed in place by a later operation"):
-        accumulate_weight_grads(later)
+        accumulate_weight_grads(pending)
 
 
 def penalty(m: Any, x: Tensor) -> Any:
@@ -445,21 +450,21 @@ def slope_of_the_weight(m: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("compute", [penalty, slope_of_the_weight])
-def test_gradients_that_a_forward_asks_for_are_refused(compute: Any) -> None:
+def test_autograd_grad_inside_a_forward_is_refused(compute: Any) -> None:
     model = linear()
     with pytest.raises(RunError, match=r"computes gradients in its forward.*1f1b.*checkpoint"):
         forward(model, given(), compute=compute)
     assert type(model.weight) is nn.Parameter
 
 
-def test_gradients_in_a_forward_under_checkpoint_are_exact() -> None:
+def test_autograd_grad_inside_a_checkpointed_forward_is_exact() -> None:
     def compute(m: Any, x: Tensor) -> Any:
         return checkpoint(penalty, m, x, use_reentrant=False)
 
-    assert put_off(linear(), given(), compute=compute) == []
+    assert check_deferred_grads(linear(), given(), compute=compute) == []
 
 
-def test_after_an_error_the_parameters_are_back() -> None:
+def test_parameters_are_restored_after_an_error_in_the_forward() -> None:
     model = nn.Sequential(linear(), nn.Identity(), linear())
     before = dict(model.named_parameters())
     model[1].register_forward_hook(lambda m, args, output: 1 / 0)
@@ -468,10 +473,10 @@ def test_after_an_error_the_parameters_are_back() -> None:
     assert all(p is before[name] for name, p in model.named_parameters())
 
 
-# ---- stand-ins that outlive their forward -------------------------------------------------
+# ---- proxies that outlive their forward ---------------------------------------------------
 
 
-def test_a_view_of_a_weight_that_a_layer_keeps_steps_aside_later() -> None:
+def test_weight_view_kept_by_a_layer_across_forwards() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -484,17 +489,20 @@ def test_a_view_of_a_weight_that_a_layer_keeps_steps_aside_later() -> None:
 
     model, x = Keeps(), given()
     for _ in range(3):
-        output, later = forward(model, x)
+        output, pending = forward(model, x)
         backward(output)
-        accumulate_weight_grads(later)
+        accumulate_weight_grads(pending)
     expected = linear()
     for _ in range(3):
         backward(expected(x.detach()))
     assert torch.equal(model.weight.grad, expected.weight.grad)  # type: ignore[arg-type]
 
 
-def test_a_module_that_two_threads_use_at_once() -> None:
-    """Whoever finds the other's stand-in learns in I; both find the parameter again."""
+def test_module_used_by_two_threads_at_once() -> None:
+    """The thread that meets the proxy of the other computes its weight gradients in I.
+
+    After both forwards the module has its parameter again.
+    """
     model, x = linear(), given()
     other: list[Any] = []
 
@@ -504,12 +512,12 @@ def test_a_module_that_two_threads_use_at_once() -> None:
         thread.join()
         return m(x)
 
-    output, later = forward(model, x, compute=compute)
+    output, pending = forward(model, x, compute=compute)
     assert type(model.weight) is nn.Parameter
-    assert (len(later), len(other[1])) == (1, 0)
-    for made, pairs in ((output, later), other):
-        backward(made)
-        accumulate_weight_grads(pairs)
+    assert (len(pending), len(other[1])) == (1, 0)
+    for result, deferred in ((output, pending), other):
+        backward(result)
+        accumulate_weight_grads(deferred)
     expected = linear()
     for _ in range(2):
         backward(expected(x.detach()))
@@ -519,21 +527,21 @@ def test_a_module_that_two_threads_use_at_once() -> None:
 # ---- memory -------------------------------------------------------------------------------
 
 
-def test_nothing_keeps_a_weight_alive() -> None:
+def test_deferral_does_not_keep_a_weight_alive() -> None:
     with without_gc():
         model, x = linear(), given()
-        gone = weakref.ref(model.weight)
+        weight_ref = weakref.ref(model.weight)
         deferral = WeightGradDeferral([model])
-        with deferral.activate() as later:
+        with deferral.activate() as pending:
             output = model(x)
         backward(output)
-        accumulate_weight_grads(later)
+        accumulate_weight_grads(pending)
         del model, deferral, output
-        assert gone() is None
+        assert weight_ref() is None
     assert gc.isenabled()
 
 
-def test_an_input_and_a_gradient_do_not_keep_what_they_are_a_part_of() -> None:
+def test_pending_weight_grad_does_not_keep_larger_storage_alive() -> None:
     class Narrow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -543,55 +551,60 @@ def test_an_input_and_a_gradient_do_not_keep_what_they_are_a_part_of() -> None:
             wide = torch.cat([x] * 10, 1)
             return torch.cat([self.inner(wide[:, :4]), wide], 1)
 
-    output, later = forward(Narrow(), given())
+    output, deferred = forward(Narrow(), given())
     backward(output)
-    (pair,) = later
-    for kept in (pair._op_input, pair._output_grad):
+    (pending,) = deferred
+    for kept in (pending._op_input, pending._output_grad):
         assert kept is not None
         assert kept.untyped_storage().nbytes() == kept.nbytes
-    assert put_off(Narrow(), given()) == ["inner.weight"]
+    assert check_deferred_grads(Narrow(), given()) == ["inner.weight"]
 
 
-def test_a_stopped_operation_keeps_its_inputs_alone() -> None:
+def test_pending_weight_grad_keeps_only_the_inputs_of_its_operation() -> None:
     model = nn.Embedding(10, 4, dtype=torch.float64)
-    output, later = forward(model, torch.tensor([1, 2]))
-    gone = weakref.ref(output.untyped_storage())
+    output, pending = forward(model, torch.tensor([1, 2]))
+    storage_ref = weakref.ref(output.untyped_storage())
     backward(output * 2)
     del output
-    assert gone() is None
-    accumulate_weight_grads(later)
+    assert storage_ref() is None
+    accumulate_weight_grads(pending)
     assert model.weight.grad is not None
 
 
-def test_large_gradients_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But parts of one gradient do, as each alone would be as large as the whole."""
+def test_large_weight_gradients_are_accumulated_in_separate_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of one gradient are accumulated together.
+
+    Each part alone would need as much memory as the whole gradient.
+    """
     calls: list[int] = []
 
     def counted(roots: Any, gradients: Any, retain_graph: bool) -> None:
         calls.append(len(roots))
         accumulate_grads(roots, gradients, retain_graph)
 
-    monkeypatch.setattr(later_of, "accumulate_grads", counted)
-    monkeypatch.setattr(later_of, "_MAX_BATCHED_ELEMENTS", 20)
+    monkeypatch.setattr(weight_grad, "accumulate_grads", counted)
+    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 20)
     model = nn.Sequential(*(linear() for _ in range(5)))
-    assert len(put_off(model, given())) == 5
+    assert len(check_deferred_grads(model, given())) == 5
     assert calls == [2, 2, 1]
     calls.clear()
     parts = lambda m, x: [functional.linear(x, part) for part in m.weight.chunk(4)]  # noqa: E731
-    monkeypatch.setattr(later_of, "_MAX_BATCHED_ELEMENTS", 1)
-    put_off(linear(), given(), compute=parts)
+    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 1)
+    check_deferred_grads(linear(), given(), compute=parts)
     assert calls == [4]
 
 
-def test_a_part_of_a_weight_that_is_used_again_after_others(
+def test_weight_part_used_twice_with_separate_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its backward is not to free what the next one needs."""
-    monkeypatch.setattr(later_of, "_MAX_BATCHED_ELEMENTS", 1)
+    """The first backward must not free what the second one needs."""
+    monkeypatch.setattr(weight_grad, "_MAX_BATCHED_ELEMENTS", 1)
 
     def compute(m: Any, x: Tensor) -> Any:
         part = m[0].weight[torch.tensor([1, 0, 1, 2])]
         return x @ part @ m[1].weight @ part
 
     model = nn.Sequential(linear(), linear())
-    assert put_off(model, given(), compute=compute) == ["0.weight", "1.weight"]
+    assert check_deferred_grads(model, given(), compute=compute) == ["0.weight", "1.weight"]

@@ -30,7 +30,7 @@ A, B = torch.zeros(1), torch.ones(1)
         ((), []),
     ],
 )
-def test_values_are_taken_apart_and_put_together(
+def test_flatten_and_unflatten_values_round_trip(
     values: tuple[Any, ...], tensors: list[Tensor]
 ) -> None:
     found, layout = flatten_values(values)
@@ -40,12 +40,12 @@ def test_values_are_taken_apart_and_put_together(
     assert type(again) is tuple
 
 
-def test_one_tensor_needs_no_layout() -> None:
+def test_flatten_values_of_a_single_tensor_has_no_layout() -> None:
     assert flatten_values((A,)) == ([A], None)
     assert unflatten_values([B], None) == (B,)
 
 
-def test_other_tensors_can_be_put_in() -> None:
+def test_unflatten_values_with_other_tensors() -> None:
     _, layout = flatten_values(({"a": A, "same": A, "b": [B, 5]},))
     (found,) = unflatten_values([B, A], layout)
     assert found["a"] is found["same"] is B
@@ -53,10 +53,10 @@ def test_other_tensors_can_be_put_in() -> None:
     assert found["b"][1] == 5
 
 
-def test_a_parcel_is_moved_tensor_by_tensor() -> None:
-    parcel = Payload((A, None, B), None, (True, False, False)).map_tensors(lambda t: t + 5)
-    assert [None if t is None else t.item() for t in parcel.tensors] == [5, None, 6]
-    assert parcel.needs_grad == (True, False, False)
+def test_payload_map_tensors() -> None:
+    payload = Payload((A, None, B), None, (True, False, False)).map_tensors(lambda t: t + 5)
+    assert [None if t is None else t.item() for t in payload.tensors] == [5, None, 6]
+    assert payload.needs_grad == (True, False, False)
 
 
 # ---- between stages -----------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Hidden:
 
 
 @each_checkpoint
-def test_stages_pass_on_whatever_is_made_of_tensors(checkpoint: str) -> None:
+def test_stages_pass_nested_values_with_tensors(checkpoint: str) -> None:
     def made(x: Tensor) -> Any:
         return {"point": Point(x, [x * 2, None]), "name": "kept", "count": (x > 0).long()}
 
@@ -88,7 +88,7 @@ def test_stages_pass_on_whatever_is_made_of_tensors(checkpoint: str) -> None:
     assert closely(x.grad, torch.tensor([[3.0], [1.0], [3.0]]))
 
 
-def test_a_tensor_hidden_in_an_object_is_refused() -> None:
+def test_tensor_hidden_in_an_object_between_stages_is_refused() -> None:
     pipe = Pipe(nn.Sequential(Do(Hidden), Do(lambda hidden: hidden.inner)), 2, stages=2)
     with pytest.raises(TypeError, match="a Hidden that goes from one stage to another has a"):
         pipe(torch.zeros(4))

@@ -11,20 +11,23 @@ from penstock.stage.recompute import mark_checkpointing, mark_recomputing
 from tests.support import each_door, each_runtime
 
 
-class Asks(nn.Module):
-    """Notes what it is told, for each micro-batch: the number in its first row."""
+class RecordsRecompute(nn.Module):
+    """A layer that records, for each micro-batch, whether it is checkpointing or recomputing.
+
+    The micro-batch is identified by the number in its first row.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.heard: list[tuple[int, bool, bool]] = []
+        self.records: list[tuple[int, bool, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.heard.append((int(x[0]), is_checkpointing(), is_recomputing()))
+        self.records.append((int(x[0]), is_checkpointing(), is_recomputing()))
         return x * self.weight
 
 
-FORWARD, WATCHED, AGAIN = (False, False), (True, False), (False, True)
+FORWARD, CHECKPOINTED, RECOMPUTED = (False, False), (True, False), (False, True)
 
 
 @each_runtime
@@ -33,32 +36,32 @@ FORWARD, WATCHED, AGAIN = (False, False), (True, False), (False, True)
     ("checkpoint", "chunks", "expected"),
     [
         ("never", 2, [(0, *FORWARD), (1, *FORWARD)]),
-        ("except_last", 2, [(0, *WATCHED), (1, *FORWARD), (0, *AGAIN)]),
-        ("always", 2, [(0, *WATCHED), (1, *WATCHED), (1, *AGAIN), (0, *AGAIN)]),
+        ("except_last", 2, [(0, *CHECKPOINTED), (1, *FORWARD), (0, *RECOMPUTED)]),
+        ("always", 2, [(0, *CHECKPOINTED), (1, *CHECKPOINTED), (1, *RECOMPUTED), (0, *RECOMPUTED)]),
         ("except_last", 1, [(0, *FORWARD)]),
-        ("always", 1, [(0, *WATCHED), (0, *AGAIN)]),
+        ("always", 1, [(0, *CHECKPOINTED), (0, *RECOMPUTED)]),
     ],
 )
-def test_layers_are_told(
+def test_is_checkpointing_and_is_recomputing_in_each_forward(
     checkpoint: str,
     chunks: int,
     expected: list[tuple[int, bool, bool]],
     door: str,
     runtime: str,
 ) -> None:
-    layers = nn.Sequential(Asks(), Asks())
+    layers = nn.Sequential(RecordsRecompute(), RecordsRecompute())
     pipe = Pipe(layers, chunks, checkpoint, stages=2, runtime=runtime, loss_fn=torch.sum)
     x = torch.arange(float(chunks))
     pipe.step(x) if door == "step" else pipe(x).sum().backward()
-    assert [layer.heard for layer in pipe] == [expected, expected]
+    assert [layer.records for layer in pipe] == [expected, expected]
     assert not is_checkpointing()
     assert not is_recomputing()
 
 
 @each_runtime
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
-def test_nothing_is_recomputed_where_nothing_is_learned(mode: str, runtime: str) -> None:
-    pipe = Pipe(nn.Sequential(Asks()), 2, "always", runtime=runtime)
+def test_no_recomputation_in_eval_or_without_gradients(mode: str, runtime: str) -> None:
+    pipe = Pipe(nn.Sequential(RecordsRecompute()), 2, "always", runtime=runtime)
     x = torch.arange(2.0)
     if mode == "eval":
         pipe.eval()
@@ -66,18 +69,21 @@ def test_nothing_is_recomputed_where_nothing_is_learned(mode: str, runtime: str)
     else:
         with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
             pipe(x)
-    assert pipe[0].heard == [(0, *FORWARD), (1, *FORWARD)]
+    assert pipe[0].records == [(0, *FORWARD), (1, *FORWARD)]
 
 
-def test_outside_a_pipe_nobody_is_told() -> None:
-    layer = Asks()
+def test_is_checkpointing_is_false_outside_a_pipe() -> None:
+    layer = RecordsRecompute()
     layer(torch.zeros(1))
-    assert layer.heard == [(0, *FORWARD)]
+    assert layer.records == [(0, *FORWARD)]
 
 
-def test_what_is_told_ends_with_the_forward_also_if_that_fails() -> None:
-    for mode, told in ((mark_checkpointing, is_checkpointing), (mark_recomputing, is_recomputing)):
-        with suppress(ZeroDivisionError), mode():
-            assert told()
+def test_recompute_marks_are_reset_after_an_error() -> None:
+    for mark, is_marked in (
+        (mark_checkpointing, is_checkpointing),
+        (mark_recomputing, is_recomputing),
+    ):
+        with suppress(ZeroDivisionError), mark():
+            assert is_marked()
             raise ZeroDivisionError
-        assert not told()
+        assert not is_marked()

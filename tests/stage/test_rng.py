@@ -1,4 +1,4 @@
-"""Random numbers: the same whoever computes what when, the same again in a recomputation."""
+"""Tests of random numbers: equal for all schedules and runtimes, repeated by recomputation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def model(kind: str) -> nn.Sequential:
 
 
 def learned(pipe: Pipe, door: str = "call") -> list[Tensor]:
-    """Two steps with a seed: output or loss, and gradients."""
+    """Run two seeded steps; return outputs or losses, gradients and the next random numbers."""
     torch.manual_seed(7)
     found = []
     for _ in range(2):
@@ -80,7 +80,9 @@ def learned(pipe: Pipe, door: str = "call") -> list[Tensor]:
 
 @each_door
 @pytest.mark.parametrize("kind", DRAWS)
-def test_recomputations_and_threads_draw_the_same(kind: str, door: str) -> None:
+def test_random_numbers_are_the_same_for_every_checkpoint_mode_and_runtime(
+    kind: str, door: str
+) -> None:
     given = model(kind)
     runs = [
         learned(Pipe(copy.deepcopy(given), 3, checkpoint, stages=[2, 1, 2], runtime=runtime), door)
@@ -93,9 +95,7 @@ def test_recomputations_and_threads_draw_the_same(kind: str, door: str) -> None:
 
 @each_runtime
 @each_checkpoint
-def test_another_seed_gives_other_numbers_and_the_same_the_same(
-    checkpoint: str, runtime: str
-) -> None:
+def test_random_numbers_depend_on_the_seed_of_the_caller(checkpoint: str, runtime: str) -> None:
     pipe = Pipe(nn.Sequential(nn.Dropout(), nn.Dropout()), 2, checkpoint, stages=2, runtime=runtime)
     x = torch.ones(4, 50)
 
@@ -109,7 +109,7 @@ def test_another_seed_gives_other_numbers_and_the_same_the_same(
     assert not torch.equal(pipe(x), pipe(x))
 
 
-def test_every_cell_draws_its_own_numbers() -> None:
+def test_each_cell_draws_different_random_numbers() -> None:
     pipe = Pipe(nn.Sequential(Do(torch.rand_like), Do(torch.rand_like)), 3, stages=2)
     rows = pipe(torch.ones(3, 50))
     assert len({tuple(row.tolist()) for row in rows}) == 3
@@ -119,7 +119,7 @@ def test_every_cell_draws_its_own_numbers() -> None:
 
 
 @each_runtime
-def test_a_model_that_draws_nothing_leaves_the_generator_alone(runtime: str) -> None:
+def test_generator_state_is_unchanged_if_the_model_draws_nothing(runtime: str) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5).eval()), 2, runtime=runtime)
     pipe.eval()
     before = torch.get_rng_state()
@@ -128,7 +128,7 @@ def test_a_model_that_draws_nothing_leaves_the_generator_alone(runtime: str) -> 
 
 
 @each_runtime
-def test_other_generators_are_their_owners_affair(runtime: str) -> None:
+def test_explicit_generators_are_used_as_given(runtime: str) -> None:
     mine = torch.Generator()
     pipe = Pipe(
         nn.Sequential(Do(lambda x: x + torch.rand(x.shape, generator=mine)), nn.Identity()),
@@ -141,8 +141,11 @@ def test_other_generators_are_their_owners_affair(runtime: str) -> None:
 
 
 @each_runtime
-def test_a_layer_that_begins_to_draw_is_noticed(runtime: str) -> None:
-    """The stage was seen to draw nothing, so nobody watched; from the next call on it is right."""
+def test_layer_that_starts_drawing_causes_a_warning(runtime: str) -> None:
+    """A stage that drew nothing before runs without its own RNG.
+
+    The call in which it starts to draw warns; later calls are reproducible.
+    """
 
     class Moody(nn.Module):
         rate = 0.0
@@ -169,7 +172,7 @@ def test_a_layer_that_begins_to_draw_is_noticed(runtime: str) -> None:
 
 
 @each_runtime
-def test_dropout_may_be_switched_and_set(runtime: str) -> None:
+def test_dropout_rate_and_mode_may_change_between_calls(runtime: str) -> None:
     dropout = nn.Dropout(0.0)
     pipe = Pipe(nn.Sequential(dropout, nn.Identity()), 2, "always", stages=2, runtime=runtime)
     x = torch.ones(4, 100, requires_grad=True)
@@ -178,11 +181,11 @@ def test_dropout_may_be_switched_and_set(runtime: str) -> None:
         pipe.train(training)
         y = pipe(x)
         (gradient,) = torch.autograd.grad(y.sum(), x)
-        assert torch.equal(y, gradient)  # each number is the factor that it was multiplied by
+        assert torch.equal(y, gradient)  # the input is 1, so the output is the dropout factor
         assert bool((y == 0).any()) == (training and p > 0)
 
 
-def test_pytorchs_own_checkpoint_around_a_draw_is_refused() -> None:
+def test_torch_checkpoint_around_random_ops_is_refused() -> None:
     def block(x: Tensor) -> Tensor:
         found = checkpointed(functional.dropout, x, 0.5, use_reentrant=False)
         assert isinstance(found, Tensor)
@@ -226,7 +229,7 @@ class Checkpointed(nn.Module):
 
 @each_runtime
 @each_checkpoint
-def test_pytorchs_own_checkpoint_around_anything_else_works(checkpoint: str, runtime: str) -> None:
+def test_torch_checkpoint_without_random_ops(checkpoint: str, runtime: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Checkpointed(), nn.Tanh())
     pipe = Pipe(copy.deepcopy(model), 2, checkpoint, stages=3, runtime=runtime)
     x = torch.randn(4, 4)
@@ -239,8 +242,8 @@ def test_pytorchs_own_checkpoint_around_anything_else_works(checkpoint: str, run
 
 @pytest.mark.parametrize("inside", RUNTIMES)
 @each_runtime
-def test_a_pipe_that_draws_inside_a_pipe_that_recomputes(runtime: str, inside: str) -> None:
-    """Its seed is drawn like any other number of the stage that it is in."""
+def test_nested_pipe_with_dropout_inside_a_recomputing_pipe(runtime: str, inside: str) -> None:
+    """The inner pipe draws its seed like any other random number of the stage that contains it."""
 
     def found(checkpoint: str) -> list[Tensor]:
         torch.manual_seed(0)
@@ -252,10 +255,10 @@ def test_a_pipe_that_draws_inside_a_pipe_that_recomputes(runtime: str, inside: s
     assert all(map(bitwise, found("always"), found("never")))
 
 
-# ---- the mode itself ----------------------------------------------------------------------
+# ---- CellRngMode itself -------------------------------------------------------------------
 
 
-def test_own_random_repeats_itself_and_leaves_the_shared_generator_alone() -> None:
+def test_cell_rng_mode_is_reproducible_and_leaves_the_global_generator() -> None:
     before = torch.get_rng_state()
 
     def draw(seed: int) -> list[float]:
@@ -269,7 +272,7 @@ def test_own_random_repeats_itself_and_leaves_the_shared_generator_alone() -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_own_random_hears_no_draw_where_there_is_none() -> None:
+def test_cell_rng_mode_reports_no_draw_without_random_ops() -> None:
     with CellRngMode(1) as own:
         functional.dropout(torch.ones(3), 0.5, training=False)
         torch.rand(3, generator=torch.Generator())
@@ -277,7 +280,7 @@ def test_own_random_hears_no_draw_where_there_is_none() -> None:
     assert not own.has_drawn
 
 
-def test_the_seed_of_a_call_is_the_callers() -> None:
+def test_peek_seed_follows_the_generator_of_the_caller() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     seed = peek_seed()
@@ -289,7 +292,7 @@ def test_the_seed_of_a_call_is_the_callers() -> None:
     assert peek_seed() == seed
 
 
-def test_pythons_own_numbers_are_left_alone() -> None:
+def test_python_random_state_is_unchanged() -> None:
     random.seed(1)
     state = random.getstate()
     Pipe(nn.Sequential(nn.Dropout(), Watch(lambda x: None)), 2, stages=2)(torch.ones(4, 4))

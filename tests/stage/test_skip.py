@@ -41,30 +41,30 @@ class StashForAll(nn.Module):
 # ---- outside a pipe -----------------------------------------------------------------------
 
 
-def test_a_stash_is_popped_far_below() -> None:
+def test_stash_is_popped_by_a_later_nested_layer() -> None:
     model = nn.Sequential(Stash(), nn.Sequential(Do(lambda x: x + 1), Pop()))
     assert model(torch.ones(1)).tolist() == [4]
     assert model(torch.zeros(1)).tolist() == [1]
 
 
-def test_names_are_popped_in_any_order() -> None:
+def test_skip_names_are_popped_in_any_order() -> None:
     model = nn.Sequential(StashTwo(), PopTwo())
     assert model(torch.zeros(1)).tolist() == [210]
 
 
-def test_a_shared_one_is_popped_several_times() -> None:
+def test_shared_skip_is_popped_several_times() -> None:
     model = nn.Sequential(StashForAll(), Pop(), Pop(), Pop())
     verify_skippables(model)
     assert model(torch.ones(1)).tolist() == [7]
 
 
-def test_a_popped_one_is_gone() -> None:
+def test_skip_popped_twice_at_run_time_is_an_error() -> None:
     model = nn.Sequential(Stash(), Pop(), Pop())
     with pytest.raises(RuntimeError, match="Pop pops 'far', but no layer before it has stashed"):
         model(torch.ones(1))
 
 
-def test_a_forward_without_a_yield_is_fine_if_nothing_is_declared() -> None:
+def test_skippable_forward_without_yield() -> None:
     @skippable()
     class Plain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -73,14 +73,14 @@ def test_a_forward_without_a_yield_is_fine_if_nothing_is_declared() -> None:
     assert Plain()(torch.zeros(1)).tolist() == [1]
 
 
-def test_gradients_flow_through_skips() -> None:
+def test_gradients_flow_through_skip_connections() -> None:
     x = torch.ones(2, requires_grad=True)
     nn.Sequential(Stash(), Do(lambda x: 3 * x), Pop())(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [5, 5]
 
 
-def test_a_skippable_keeps_its_class() -> None:
+def test_skippable_keeps_the_class_name_and_pickles() -> None:
     layer = StashTwo()
     assert type(layer).__name__ == "StashTwo"
     assert isinstance(pickle.loads(pickle.dumps(layer)), StashTwo)
@@ -96,7 +96,7 @@ def isolated(layer: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return found
 
 
-def test_isolate_keeps_equal_names_apart() -> None:
+def test_isolate_separates_equal_skip_names() -> None:
     one, two = Namespace(), Namespace()
     tripled = Do(lambda x: 3 * x)
     layers = [isolated(Stash(), one), tripled, isolated(Stash(), two)]
@@ -105,7 +105,7 @@ def test_isolate_keeps_equal_names_apart() -> None:
     assert model(torch.ones(1)).tolist() == [3 + 2 + 6]
 
 
-def test_isolate_only_some() -> None:
+def test_isolate_only_some_skip_names() -> None:
     space = Namespace()
     layer = StashTwo()
     assert isolated(layer, space, only=["a"]) is layer
@@ -114,19 +114,19 @@ def test_isolate_only_some() -> None:
     verify_skippables(nn.Sequential(layer, isolated(PopTwo(), space, only=["a"])))
 
 
-def test_isolate_what_is_not_declared() -> None:
+def test_isolate_of_an_undeclared_name_is_an_error() -> None:
     with pytest.raises(ValueError, match="Stash cannot isolate 'near'"):
         isolated(Stash(), Namespace(), only=["near"])
 
 
-def test_namespaces_are_values() -> None:
+def test_namespaces_compare_copy_and_pickle() -> None:
     space = Namespace()
     assert space == copy.deepcopy(space) == pickle.loads(pickle.dumps(space))
     assert space != Namespace()
     assert len({space, Namespace(), copy.copy(space)}) == 2
 
 
-# ---- what is declared and what is done ----------------------------------------------------
+# ---- declared names against yielded names ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,9 @@ def test_namespaces_are_values() -> None:
         ({"pop": ["nowhere"]}, lambda: pop("nowhere"), "Odd pops 'nowhere', but no layer before"),
     ],
 )
-def test_names_at_run_time(declared: dict[str, list[str]], does: Any, message: str) -> None:
+def test_undeclared_or_missing_skip_names_at_run_time(
+    declared: dict[str, list[str]], does: Any, message: str
+) -> None:
     @skippable(**declared)
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Forward:
@@ -151,7 +153,7 @@ def test_names_at_run_time(declared: dict[str, list[str]], does: Any, message: s
         Odd()(torch.ones(1))
 
 
-def test_a_name_that_was_not_popped() -> None:
+def test_declared_skip_that_is_never_popped_is_an_error() -> None:
     @skippable(pop=["far"])
     class Lazy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ def test_a_name_that_was_not_popped() -> None:
 
 
 @pytest.mark.parametrize("yielded", [None, torch.ones(1), ("a", 1), "a"])
-def test_yielding_anything_else(yielded: Any) -> None:
+def test_skippable_that_yields_something_else_is_an_error(yielded: Any) -> None:
     @skippable()
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Forward:
@@ -174,26 +176,26 @@ def test_yielding_anything_else(yielded: Any) -> None:
 
 
 @pytest.mark.parametrize("argument", ["stash", "pop", "shared"])
-def test_names_are_given_as_a_list(argument: str) -> None:
+def test_skippable_names_must_be_a_list(argument: str) -> None:
     message = rf"{argument} must be a list of names, not the string 'ab'. Write \['ab'\]"
     with pytest.raises(TypeError, match=message):
         skippable(**{argument: "ab"})
 
 
-def test_shared_names_are_stashed_names() -> None:
+def test_shared_skip_names_must_be_stashed() -> None:
     with pytest.raises(ValueError, match="shared names must also be in stash, but 'b' is not"):
         skippable(stash=["a"], shared=["b"])
 
 
-def test_skippable_is_for_modules() -> None:
+def test_skippable_is_only_for_module_classes() -> None:
     with pytest.raises(TypeError, match=r"@skippable is for subclasses of nn\.Module"):
         skippable()(int)  # type: ignore[type-var]
 
 
-# ---- do the names match? ------------------------------------------------------------------
+# ---- verify_skippables ------------------------------------------------------------------
 
 
-def test_every_mismatch_is_listed_at_once() -> None:
+def test_verify_skippables_lists_every_mismatch() -> None:
     @skippable(stash=["both"], pop=["both"])
     class Both(nn.Module): ...
 
@@ -210,14 +212,14 @@ def test_every_mismatch_is_listed_at_once() -> None:
     ]
 
 
-def test_a_name_popped_twice() -> None:
+def test_verify_skippables_refuses_a_name_popped_twice() -> None:
     with pytest.raises(
         TypeError, match=r"'2' \(Pop\) pops 'far', which an earlier layer pops: isolate"
     ):
         verify_skippables(nn.Sequential(Stash(), Pop(), Pop()))
 
 
-def test_a_pipe_verifies_its_skips() -> None:
+def test_pipe_verifies_its_skippables() -> None:
     with pytest.raises(TypeError, match="no layer pops 'far', which is stashed"):
         Pipe(nn.Sequential(Stash(), nn.ReLU()))
 
@@ -228,9 +230,7 @@ def test_a_pipe_verifies_its_skips() -> None:
 @each_runtime
 @each_checkpoint
 @pytest.mark.parametrize("stages", [[7], [1, 6], [2, 2, 3], [1] * 7])
-def test_a_shared_skip_goes_to_several_stages(
-    stages: list[int], checkpoint: str, runtime: str
-) -> None:
+def test_shared_skip_to_several_stages(stages: list[int], checkpoint: str, runtime: str) -> None:
     def model() -> nn.Sequential:
         torch.manual_seed(0)
         linears = [nn.Linear(3, 3) for _ in range(3)]
@@ -249,7 +249,7 @@ def test_a_shared_skip_goes_to_several_stages(
 
 
 @each_runtime
-def test_names_at_run_time_in_a_pipe(runtime: str) -> None:
+def test_missing_stash_in_a_pipe_names_its_stage(runtime: str) -> None:
     @skippable(stash=["far"])
     class Forgets(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -263,8 +263,8 @@ def test_names_at_run_time_in_a_pipe(runtime: str) -> None:
     ]
 
 
-def test_a_skip_goes_straight_to_its_stage() -> None:
-    """The stages between do not see it: they have no message of it, and no copy."""
+def test_skip_is_sent_directly_to_its_stage() -> None:
+    """The stages between receive no message about the skip and hold no copy of it."""
     pipe = Pipe(nn.Sequential(Stash(), nn.ReLU(), nn.ReLU(), Pop()), 1, stages=4)
     edges = pipe.forecast().program.graph.edges
     assert edges == ((0, 1), (0, 3), (1, 2), (2, 3))

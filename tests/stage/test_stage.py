@@ -15,39 +15,39 @@ def stage(*layers: nn.Module) -> Stage:
     return Stage(1, tuple(map(str, range(len(layers)))), layers, compute)
 
 
-def test_a_stage_says_what_it_is() -> None:
+def test_stage_str_names_its_layers() -> None:
     assert str(stage(nn.ReLU())) == "stage 1 (layer 0: ReLU)"
     assert str(stage(nn.ReLU(), nn.Tanh())) == "stage 1 (layers 0 to 1: ReLU, Tanh)"
 
 
-def test_modules_are_named_once() -> None:
+def test_stage_modules_lists_each_module_once() -> None:
     tied = nn.ReLU()
     inner = nn.Sequential(tied, nn.Tanh())
     assert stage(inner, tied).modules() == [inner, tied, inner[1]]
 
 
-def test_habits_belong_to_how_the_layers_are_set() -> None:
+def test_stage_behavior_is_cached_per_layer_settings() -> None:
     dropout = nn.Dropout(0.5)
     one = stage(nn.Linear(1, 1), dropout)
 
-    def habits() -> Any:
+    def behavior() -> Any:
         return one.behavior_for(one.modules())
 
-    first = habits()
+    first = behavior()
     first.draws_random = True
-    assert habits() is first
+    assert behavior() is first
     dropout.p = 0.0
-    assert habits().draws_random is None
+    assert behavior().draws_random is None
     dropout.p = 0.5
-    assert habits() is first
+    assert behavior() is first
     dropout.eval()
-    assert habits().draws_random is None
+    assert behavior().draws_random is None
     one.reset_behaviors()
     dropout.train()
-    assert habits().draws_random is None
+    assert behavior().draws_random is None
 
 
-def test_a_layer_with_parameters_called_p_has_habits() -> None:
+def test_stage_behavior_with_a_parameter_named_p() -> None:
     layer = nn.Linear(1, 1)
     layer.p = nn.Parameter(torch.ones(1))
     one = stage(layer)

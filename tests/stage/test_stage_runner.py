@@ -1,4 +1,7 @@
-"""Layers that work in place, and layers that write into their buffers: right, or refused."""
+"""Tests of layers that work in place or write into their buffers.
+
+The results are exact, or the layer is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def linear() -> nn.Module:
 
 
 class AddOne(nn.Module):
-    """Adds one: in place, or, as a reference, not."""
+    """Adds one: in place, or out of place as a reference."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class PopAndAdd(AddOne):
 
 Build = Callable[[bool], list[nn.Module]]
 
-ALLOWED: dict[str, Build] = {  # by plain PyTorch
+ALLOWED: dict[str, Build] = {  # plain PyTorch trains these, too
     "in the middle": lambda i: [linear(), AddOne(i), linear()],
     "twice": lambda i: [linear(), AddOne(i), AddOne(i), linear()],
     "at the end": lambda i: [linear(), AddOne(i)],
@@ -101,7 +104,7 @@ ALLOWED: dict[str, Build] = {  # by plain PyTorch
     "one of two": lambda i: [Pair(), AddToFirst(i), linear()],
     "a skip": lambda i: [linear(), StashFresh(), linear(), PopAndAdd(i)],
 }
-REFUSED: dict[str, Build] = {  # for at least one way to cut or to recompute
+REFUSED: dict[str, Build] = {  # with at least one partition or checkpoint mode
     "after tanh": lambda i: [linear(), nn.Tanh(), AddOne(i), linear()],
     "what is stashed": lambda i: [linear(), StashSame(), AddOne(i), PopAndAdd(False)],
     "a stash of others": lambda i: [linear(), StashSame(), linear(), PopAndAdd(i)],
@@ -109,7 +112,7 @@ REFUSED: dict[str, Build] = {  # for at least one way to cut or to recompute
 
 
 def reference(build: Build) -> tuple[nn.Sequential, nn.Sequential]:
-    """The model, in place, and the same with the same numbers, not in place."""
+    """Return the in-place model and an out-of-place one with the same weights."""
     torch.manual_seed(0)
     model, other = nn.Sequential(*build(True)), nn.Sequential(*build(False))
     other.load_state_dict(model.state_dict())
@@ -117,7 +120,7 @@ def reference(build: Build) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def expected(model: nn.Sequential, other: nn.Sequential) -> Outcome:
-    """What the model gives, if PyTorch lets it; else what is meant."""
+    """Return the outcome of the in-place model, or of the other if PyTorch refuses it."""
     x, target = batch(7)
     try:
         return whole(copy.deepcopy(model), x, target.repeat(1, 2), functional.mse_loss)
@@ -132,8 +135,11 @@ def found(pipe: Pipe, door: str) -> Outcome:
 
 
 @each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, door=DOORS, case=ALLOWED)
-def test_layers_may_work_in_place(case: str, door: str, checkpoint: str, runtime: str) -> None:
-    """Each layer a stage, so that each in turn is the first; three times, as habits are learned."""
+def test_in_place_layers_are_exact(case: str, door: str, checkpoint: str, runtime: str) -> None:
+    """Each layer is a stage, so that each one is first in its stage.
+
+    Three steps are run because a stage learns from the first one whether it works in place.
+    """
     model, other = reference(ALLOWED[case])
     right = expected(other, other)
     assert differences(expected(model, other), right, closely) == []
@@ -147,8 +153,10 @@ def test_layers_may_work_in_place(case: str, door: str, checkpoint: str, runtime
 @each_runtime
 @each_checkpoint
 @pytest.mark.parametrize("case", ALLOWED)
-def test_in_place_and_then_backward_again(case: str, checkpoint: str, runtime: str) -> None:
-    """Each recomputation begins with the inputs as they came, not as the last one left them."""
+def test_in_place_layers_with_retain_graph_backwards(
+    case: str, checkpoint: str, runtime: str
+) -> None:
+    """Each recomputation starts from the original inputs, not from those the last one changed."""
     model, other = reference(ALLOWED[case])
     pipe = Pipe(model, 3, checkpoint, stages=len(model), runtime=runtime)
     x, _ = batch(7)
@@ -161,7 +169,7 @@ def test_in_place_and_then_backward_again(case: str, checkpoint: str, runtime: s
 
 
 @each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, door=DOORS, cut=[1, 2, None], case=REFUSED)
-def test_what_is_not_right_is_refused(
+def test_in_place_layers_are_exact_or_refused(
     case: str, cut: int | None, door: str, checkpoint: str, runtime: str
 ) -> None:
     model, other = reference(REFUSED[case])
@@ -180,7 +188,9 @@ def test_what_is_not_right_is_refused(
 
 @each_runtime
 @each_checkpoint
-def test_a_stashed_tensor_that_a_later_stage_changes(checkpoint: str, runtime: str) -> None:
+def test_stashed_tensor_changed_in_place_by_a_later_stage_is_refused(
+    checkpoint: str, runtime: str
+) -> None:
     layers = [linear(), StashSame(), AddOne(True), PopAndAdd(False)]
     pipe = Pipe(nn.Sequential(*layers), 3, checkpoint, stages=4, runtime=runtime)
     for _ in range(2):
@@ -190,7 +200,7 @@ def test_a_stashed_tensor_that_a_later_stage_changes(checkpoint: str, runtime: s
 
 @each_runtime
 @each_checkpoint
-def test_a_tensor_for_all_micro_batches_is_not_changed(checkpoint: str, runtime: str) -> None:
+def test_no_chunk_tensor_changed_in_place_is_refused(checkpoint: str, runtime: str) -> None:
     def add(x: Tensor, mask: Tensor) -> Tensor:
         return x + mask.add_(1)
 
@@ -204,7 +214,7 @@ def test_a_tensor_for_all_micro_batches_is_not_changed(checkpoint: str, runtime:
 @each_runtime
 @each_checkpoint
 @each_door
-def test_an_input_that_needs_a_gradient_is_not_changed(
+def test_input_that_requires_grad_changed_in_place_is_refused(
     door: str, checkpoint: str, runtime: str
 ) -> None:
     pipe = Pipe(
@@ -219,7 +229,9 @@ def test_an_input_that_needs_a_gradient_is_not_changed(
 @each_runtime
 @each_checkpoint
 @pytest.mark.parametrize("which", ["x", "whole"])
-def test_an_input_changed_after_the_forward(which: str, checkpoint: str, runtime: str) -> None:
+def test_input_changed_in_place_before_backward_is_refused(
+    which: str, checkpoint: str, runtime: str
+) -> None:
     layers = nn.Sequential(Do(lambda x, whole: x * whole), linear())
     pipe = Pipe(layers, 2, checkpoint, stages=2, runtime=runtime)
     x, weight = torch.randn(6, 6), torch.randn(6)
@@ -232,7 +244,7 @@ def test_an_input_changed_after_the_forward(which: str, checkpoint: str, runtime
 
 @each_runtime
 @each_checkpoint
-def test_the_output_may_be_changed(checkpoint: str, runtime: str) -> None:
+def test_output_of_a_pipe_may_be_changed_in_place(checkpoint: str, runtime: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     pipe = Pipe(copy.deepcopy(model), 2, checkpoint, stages=2, runtime=runtime)
     x = torch.randn(5, 6)
@@ -246,8 +258,11 @@ def test_the_output_may_be_changed(checkpoint: str, runtime: str) -> None:
     ("checkpoint", "message"),
     [("always", "which they had not done before"), ("never", "in-place")],
 )
-def test_a_layer_that_begins_to_work_in_place(checkpoint: str, message: str) -> None:
-    """What a stage was seen to do saves copies; when it does otherwise, that is refused."""
+def test_layer_that_starts_to_work_in_place_is_refused(checkpoint: str, message: str) -> None:
+    """A stage that never worked in place makes no copies of its inputs.
+
+    If it starts to, that is an error.
+    """
     layers = nn.Sequential(linear(), AddOne(False), linear())
     pipe = Pipe(layers, 2, checkpoint, stages=3)
     pipe(torch.randn(4, 6)).sum().backward()
@@ -260,7 +275,7 @@ def test_a_layer_that_begins_to_work_in_place(checkpoint: str, message: str) -> 
 
 
 class Counts(nn.Module):
-    """Counts its forwards in a buffer, which matters to what it gives."""
+    """Counts its forwards in a buffer, and scales its output by the count."""
 
     def __init__(self, replaces: bool) -> None:
         super().__init__()
@@ -283,7 +298,7 @@ class Counts(nn.Module):
 @each_checkpoint
 @each_door
 @pytest.mark.parametrize("replaces", [False, True], ids=["written", "replaced"])
-def test_a_recomputation_reads_the_buffers_that_its_forward_read(
+def test_recomputation_reads_the_buffers_of_its_forward(
     replaces: bool, door: str, checkpoint: str, runtime: str
 ) -> None:
     torch.manual_seed(0)
@@ -302,7 +317,7 @@ def test_a_recomputation_reads_the_buffers_that_its_forward_read(
 
 
 class Normalizes(nn.Module):
-    """As timm's norms: PyTorch writes the statistics, and their versions do not tell."""
+    """A norm like those of timm: PyTorch updates the statistics without a new tensor version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +335,9 @@ class Normalizes(nn.Module):
 
 @each_checkpoint
 @each_door
-def test_a_recomputation_writes_no_statistics_a_second_time(door: str, checkpoint: str) -> None:
+def test_recomputation_does_not_update_batch_norm_statistics_again(
+    door: str, checkpoint: str
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Normalizes(), Normalizes(), nn.Linear(6, 3).double())
     x, target = batch(9)

@@ -1,4 +1,4 @@
-"""Which operations leave their weights' gradients to W, and that these are what they would be."""
+"""Tests of the operations that defer their weight gradients to W, and of these gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.stage.halves import put_off
+from tests.stage.halves import check_deferred_grads
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def randn(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
-class Own(nn.Module):
-    """Some weights by name, and a function of them and the input."""
+class FunctionModule(nn.Module):
+    """A module with named weights and a function of them and the input."""
 
     def __init__(self, function: Callable[..., Any], **weights: Tensor) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Own(nn.Module):
         return self.function(self, *inputs)
 
 
-def own(function: Callable[..., Any], *shape: int) -> Own:
-    return Own(function, weight=torch.randn(*shape))
+def function_module(function: Callable[..., Any], *shape: int) -> FunctionModule:
+    return FunctionModule(function, weight=torch.randn(*shape))
 
 
 # ---- linear -------------------------------------------------------------------------------
@@ -61,20 +61,23 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("bias", ["learns", "frozen", "none"])
 @pytest.mark.parametrize("learns", [True, False])
-def test_linear(given: str, bias: str, learns: bool) -> None:
+def test_linear_defers_its_weight_gradient(given: str, bias: str, learns: bool) -> None:
     layer = nn.Linear(4, 5, bias=bias != "none")
     if bias == "frozen":
         layer.bias.requires_grad_(False)
     x = INPUTS[given]().detach().requires_grad_(learns)
-    assert put_off(layer, x) == ["weight"]
+    assert check_deferred_grads(layer, x) == ["weight"]
 
 
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_followed_by_work_in_place(given: str, bias: bool) -> None:
-    """The output of a linear may be a view of what was computed: a change of it goes around it."""
+def test_linear_followed_by_in_place_operations(given: str, bias: bool) -> None:
+    """The output of a linear may be a view of the computed result.
+
+    An in-place change must reach the result.
+    """
     model = nn.Sequential(nn.Linear(4, 5, bias=bias), nn.ReLU(inplace=True))
-    assert put_off(model, INPUTS[given]()) == ["0.weight"]
+    assert check_deferred_grads(model, INPUTS[given]()) == ["0.weight"]
 
     def compute(model: Any, x: Tensor) -> Tensor:
         y: Tensor = model[0](x)
@@ -83,18 +86,20 @@ def test_linear_followed_by_work_in_place(given: str, bias: bool) -> None:
         y[..., :2] *= 3
         return y
 
-    assert put_off(model, INPUTS[given](), compute=compute) == ["0.weight"]
+    assert check_deferred_grads(model, INPUTS[given](), compute=compute) == ["0.weight"]
 
 
-def test_linear_by_keywords_and_of_odd_shapes() -> None:
-    named = own(lambda m, x: functional.linear(weight=m.weight, input=x), 5, 4)
-    assert put_off(named, randn(3, 4)) == ["weight"]
-    vector = Own(lambda m, x: functional.linear(x, m.weight[0]), weight=torch.randn(5, 4))
-    assert put_off(vector, randn(3, 4)) == []
-    matrix = own(lambda m, x: functional.linear(x, m.weight, torch.ones(3, 5)), 5, 4)
-    assert put_off(matrix, randn(3, 4)) == ["weight"]
-    empty = own(lambda m, x: functional.linear(x, m.weight), 3, 0)
-    assert put_off(empty, randn(2, 5, 0)) == ["weight"]
+def test_linear_with_keyword_arguments_and_unusual_shapes() -> None:
+    named = function_module(lambda m, x: functional.linear(weight=m.weight, input=x), 5, 4)
+    assert check_deferred_grads(named, randn(3, 4)) == ["weight"]
+    vector = FunctionModule(
+        lambda m, x: functional.linear(x, m.weight[0]), weight=torch.randn(5, 4)
+    )
+    assert check_deferred_grads(vector, randn(3, 4)) == []
+    matrix = function_module(lambda m, x: functional.linear(x, m.weight, torch.ones(3, 5)), 5, 4)
+    assert check_deferred_grads(matrix, randn(3, 4)) == ["weight"]
+    empty = function_module(lambda m, x: functional.linear(x, m.weight), 3, 0)
+    assert check_deferred_grads(empty, randn(2, 5, 0)) == ["weight"]
 
 
 # ---- products -----------------------------------------------------------------------------
@@ -116,18 +121,18 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], 
     "x.bmm": (lambda w, x: x.bmm(w), (2, 4, 5), (2, 3, 4), True),
     "addmm": (lambda w, x: torch.addmm(x[:, :1], x, w), (4, 5), (3, 4), True),
     "addmm of a matrix": (lambda w, x: torch.addmm(x, x, w), (4, 4), (3, 4), True),
-    "addmm to what does not learn": (
+    "addmm to a constant": (
         lambda w, x: torch.addmm(torch.ones(5), x, w), (4, 5), (3, 4), True,
     ),
     "no rows": (lambda w, x: x @ w, (4, 5), (0, 4), True),
     "a vector": (lambda w, x: x @ w, (4, 5), (4,), False),
     "from the left": (lambda w, x: w @ x, (5, 4), (4, 3), False),
     "from the left, 3-D": (lambda w, x: torch.bmm(w, x), (2, 5, 4), (2, 4, 3), False),
-    "one for all": (lambda w, x: x @ w, (1, 4, 5), (2, 3, 4), False),
-    "all for one": (lambda w, x: x @ w, (2, 4, 5), (3, 4), False),
+    "weight broadcast": (lambda w, x: x @ w, (1, 4, 5), (2, 3, 4), False),
+    "input broadcast": (lambda w, x: x @ w, (2, 4, 5), (3, 4), False),
     "4-D": (lambda w, x: x @ w, (2, 2, 4, 5), (2, 2, 3, 4), False),
-    "factors": (lambda w, x: torch.addmm(x, x, w, alpha=2, beta=3), (4, 4), (3, 4), False),
-    "a factor": (lambda w, x: torch.addmm(x, x, w, beta=3), (4, 4), (3, 4), False),
+    "alpha and beta": (lambda w, x: torch.addmm(x, x, w, alpha=2, beta=3), (4, 4), (3, 4), False),
+    "addmm with beta": (lambda w, x: torch.addmm(x, x, w, beta=3), (4, 4), (3, 4), False),
     "baddbmm": (lambda w, x: torch.baddbmm(x, x, w), (2, 4, 4), (2, 3, 4), False),
     "einsum": (lambda w, x: torch.einsum("bi,io->bo", x, w), (4, 5), (3, 4), False),
     "with itself": (lambda w, x: x @ (w @ w), (4, 4), (3, 4), False),
@@ -136,18 +141,20 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], 
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_products(product: str) -> None:
-    function, weight, given, waits = PRODUCTS[product]
-    model = own(lambda m, x: function(m.weight, x), *weight)
-    assert put_off(model, randn(*given)) == ["weight"] * waits
-    still = own(lambda m, x: function(m.weight, x), *weight)
-    assert put_off(still, randn(*given).detach()) == ["weight"] * waits
+def test_matrix_products_that_defer_weight_gradients(product: str) -> None:
+    function, weight, given, is_deferred = PRODUCTS[product]
+    model = function_module(lambda m, x: function(m.weight, x), *weight)
+    assert check_deferred_grads(model, randn(*given)) == ["weight"] * is_deferred
+    without_input_grad = function_module(lambda m, x: function(m.weight, x), *weight)
+    assert (
+        check_deferred_grads(without_input_grad, randn(*given).detach()) == ["weight"] * is_deferred
+    )
 
 
-def test_a_product_into_a_tensor_is_an_error_as_ever() -> None:
-    model = own(lambda m, x: torch.mm(x, m.weight, out=torch.empty(3, 5)), 4, 5)
+def test_matrix_product_with_out_argument_is_an_error() -> None:
+    model = function_module(lambda m, x: torch.mm(x, m.weight, out=torch.empty(3, 5)), 4, 5)
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
-        put_off(model, randn(3, 4))
+        check_deferred_grads(model, randn(3, 4))
 
 
 # ---- convolutions -------------------------------------------------------------------------
@@ -170,36 +177,36 @@ CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("layer", CONVOLUTIONS)
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("rows", [3, 0])
-def test_convolutions(layer: str, learns: bool, rows: int) -> None:
+def test_convolutions_defer_their_weight_gradient(layer: str, learns: bool, rows: int) -> None:
     x = torch.randn(rows, 4, 9, requires_grad=learns)
-    assert put_off(CONVOLUTIONS[layer](), x) == ["weight"]
+    assert check_deferred_grads(CONVOLUTIONS[layer](), x) == ["weight"]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-def test_convolutions_of_more_dimensions(n: int, transposed: bool) -> None:
+def test_convolutions_in_2d_and_3d(n: int, transposed: bool) -> None:
     made = getattr(nn, f"Conv{'Transpose' * transposed}{n}d")
     layer = made(2, 4, 2, stride=2, groups=2)
     model = nn.Sequential(layer, nn.ReLU(inplace=True))
-    assert put_off(model, randn(2, 2, *[4] * n)) == ["0.weight"]
+    assert check_deferred_grads(model, randn(2, 2, *[4] * n)) == ["0.weight"]
     last = torch.channels_last if n == 2 else torch.channels_last_3d
-    assert put_off(layer.to(memory_format=last), randn(2, 2, *[4] * n)) == ["weight"]
+    assert check_deferred_grads(layer.to(memory_format=last), randn(2, 2, *[4] * n)) == ["weight"]
 
 
-def test_convolutions_that_change_their_input_first_are_not_put_off() -> None:
-    assert put_off(nn.Conv1d(4, 6, 3), randn(4, 9)) == []
-    assert put_off(nn.Conv1d(4, 6, 3, padding="same"), randn(3, 4, 9)) == []
+def test_convolutions_that_pad_or_reshape_their_input_are_not_deferred() -> None:
+    assert check_deferred_grads(nn.Conv1d(4, 6, 3), randn(4, 9)) == []
+    assert check_deferred_grads(nn.Conv1d(4, 6, 3, padding="same"), randn(3, 4, 9)) == []
     x = torch.randn(3, 4, 9, dtype=torch.complex128, requires_grad=True)
-    assert put_off(nn.Conv1d(4, 6, 3, dtype=torch.complex128), x) == []
+    assert check_deferred_grads(nn.Conv1d(4, 6, 3, dtype=torch.complex128), x) == []
 
 
-def test_convolutions_by_keywords() -> None:
+def test_convolutions_with_keyword_arguments() -> None:
     def compute(model: Any, x: Tensor) -> Tensor:
         f = functional.conv1d
         a = f(stride=2, bias=None, weight=model.weight, input=x, padding=(1,))
         return a + f(x, model.weight, None, 2, padding=1) + f(x, model.weight, None, 2, (1,))
 
-    assert put_off(own(compute, 6, 4, 3), randn(2, 4, 9)) == ["weight"]
+    assert check_deferred_grads(function_module(compute, 6, 4, 3), randn(2, 4, 9)) == ["weight"]
 
 
 # ---- embeddings ---------------------------------------------------------------------------
@@ -218,13 +225,13 @@ INDICES = torch.tensor([[1, 2, 2], [0, 6, 1]])
     ],
     ids=str,
 )
-def test_embeddings(options: Any) -> None:
+def test_embeddings_defer_their_weight_gradient(options: Any) -> None:
     model = nn.Sequential(nn.Embedding(7, 4, **options), nn.Linear(4, 4))
-    assert put_off(model, INDICES) == ["0.weight", "1.weight"]
-    assert put_off(nn.Embedding(7, 4, **options), INDICES[:, :0]) == ["weight"]
+    assert check_deferred_grads(model, INDICES) == ["0.weight", "1.weight"]
+    assert check_deferred_grads(nn.Embedding(7, 4, **options), INDICES[:, :0]) == ["weight"]
 
 
-def test_an_embedding_that_is_changed_in_place() -> None:
+def test_embedding_output_changed_in_place() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Embedding(7, 4))
 
     def compute(model: Any, indices: Tensor) -> Tensor:
@@ -233,19 +240,23 @@ def test_an_embedding_that_is_changed_in_place() -> None:
         y[:, 0].add_(1)
         return model[1](y) + model[2](indices).relu_()  # type: ignore[no-any-return]
 
-    assert put_off(model, INDICES, compute=compute) == ["0.weight", "1.weight", "2.weight"]
+    assert check_deferred_grads(model, INDICES, compute=compute) == [
+        "0.weight",
+        "1.weight",
+        "2.weight",
+    ]
 
 
-def test_a_tied_embedding() -> None:
-    """One weight: put off as a table, put off as a matrix, and used in a way of its own."""
+def test_tied_embedding_and_linear_defer_one_weight() -> None:
+    """The weight is an embedding table, a matrix, and an input of an undeferred operation."""
     both = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
     both[1].weight = both[0].weight
 
     def compute(model: Any, indices: Tensor) -> Tensor:
         return model(indices) + model[0].weight.norm()  # type: ignore[no-any-return]
 
-    assert put_off(both, INDICES) == ["0.weight"]
-    assert put_off(both, INDICES, compute=compute) == ["0.weight"]
+    assert check_deferred_grads(both, INDICES) == ["0.weight"]
+    assert check_deferred_grads(both, INDICES, compute=compute) == ["0.weight"]
 
 
 # ---- modules ------------------------------------------------------------------------------
@@ -266,12 +277,12 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_modules_learn_in_i(name: str) -> None:
+def test_other_modules_get_their_weight_gradients_in_i(name: str) -> None:
     model, inputs = OTHERS[name]
-    assert put_off(model(), *inputs()) == []
+    assert check_deferred_grads(model(), *inputs()) == []
 
 
-def test_lists_and_dicts_of_parameters() -> None:
+def test_parameter_lists_and_dicts_are_deferred() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -283,7 +294,7 @@ def test_lists_and_dicts_of_parameters() -> None:
                 x = x @ weight
             return functional.linear(x, self.dict["w"])
 
-    assert put_off(Listed(), randn(3, 4)) == ["list.0", "list.1", "dict.w"]
+    assert check_deferred_grads(Listed(), randn(3, 4)) == ["list.0", "list.1", "dict.w"]
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -299,7 +310,7 @@ def test_lists_and_dicts_of_parameters() -> None:
     ],
     ids=str,
 )
-def test_attention(options: Any, need_weights: bool) -> None:
+def test_multihead_attention_defers_its_weight_gradients(options: Any, need_weights: bool) -> None:
     x, y = randn(3, 3, 4), randn(3, 3, 4)
 
     def to_itself(model: Any, x: Tensor) -> Any:
@@ -313,41 +324,44 @@ def test_attention(options: Any, need_weights: bool) -> None:
 
     model = nn.MultiheadAttention(4, 2, **options)
     for compute, given in ((to_itself, (x,)), (to_another, (x, y)), (to_others, (x, y))):
-        assert put_off(model, *given, compute=compute) == ["in_proj_weight", "out_proj.weight"]
+        assert check_deferred_grads(model, *given, compute=compute) == [
+            "in_proj_weight",
+            "out_proj.weight",
+        ]
 
 
-def test_attention_with_weights_apart() -> None:
+def test_multihead_attention_with_separate_projection_weights() -> None:
     model = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
     weights = ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"]
-    assert put_off(model, randn(3, 2, 4), randn(6, 2, 3), randn(6, 2, 5)) == weights
+    assert check_deferred_grads(model, randn(3, 2, 4), randn(6, 2, 3), randn(6, 2, 5)) == weights
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_transformer_layers_leave_all_their_matrices_to_w(
-    norm_first: bool, activation: str
-) -> None:
+def test_transformer_layers_defer_all_their_matrices(norm_first: bool, activation: str) -> None:
     options: Any = {"dropout": 0.2, "norm_first": norm_first, "activation": activation}
     for layer, inputs in (
         (nn.TransformerEncoderLayer(4, 2, 8, **options), (randn(3, 2, 4),)),
         (nn.TransformerDecoderLayer(4, 2, 8, **options), (randn(3, 2, 4), randn(5, 2, 4))),
     ):
         matrices = [name for name, p in layer.named_parameters() if p.dim() > 1]
-        assert put_off(layer, *inputs) == matrices
+        assert check_deferred_grads(layer, *inputs) == matrices
         assert len(matrices) == len(inputs) * 2 + 2
 
 
-def test_attention_asks_for_functions_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may put another in the place of PyTorch's own, at any time."""
+def test_replaced_scaled_dot_product_attention_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another library may replace PyTorch's function at any time."""
     model = nn.MultiheadAttention(4, 2)
     x = randn(3, 2, 4)
     compute = lambda model, x: model(x, x, x, need_weights=False)  # noqa: E731
-    put_off(model, x, compute=compute)
-    own = functional.scaled_dot_product_attention
+    check_deferred_grads(model, x, compute=compute)
+    original = functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        functional, "scaled_dot_product_attention", lambda *given, **more: 2 * own(*given, **more)
+        functional,
+        "scaled_dot_product_attention",
+        lambda *given, **more: 2 * original(*given, **more),
     )
-    assert put_off(model, x, compute=compute) == ["in_proj_weight", "out_proj.weight"]
+    assert check_deferred_grads(model, x, compute=compute) == ["in_proj_weight", "out_proj.weight"]
 
 
 # ---- views --------------------------------------------------------------------------------
@@ -367,13 +381,13 @@ VIEWS: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     "unbind": (lambda w, x: [x @ part.view(4, 1) for part in w.unbind()], True),
     "slices": (lambda w, x: functional.linear(x, w[1:5:2]), True),
     "integers": (lambda w, x: functional.linear(x, w[2]), False),
-    "dots": (lambda w, x: functional.linear(x[..., :2], w[..., 2:]), True),
+    "ellipsis": (lambda w, x: functional.linear(x[..., :2], w[..., 2:]), True),
     "indices": (lambda w, x: functional.linear(x, w[torch.tensor([1, 1, 4])]), True),
     "booleans": (lambda w, x: functional.linear(x, w[torch.tensor([True, False] * 3)]), True),
     "view": (lambda w, x: torch.bmm(x.expand(2, 3, 4), w.view(2, 3, 4).mT), True),
     "reshape": (lambda w, x: x @ w.t().reshape(4, 6), True),
     "to": (lambda w, x: x.float() @ w.to(torch.float32).t(), True),
-    "to the same": (lambda w, x: x @ w.to(x.dtype).t(), True),
+    "to the same dtype": (lambda w, x: x @ w.to(x.dtype).t(), True),
     "a view twice": (lambda w, x: [functional.linear(x, w[1:]) + (x * 2) @ w[1:].t()], True),
     "a copy twice": (
         lambda w, x: (lambda part: [x @ part.t(), 2 * x @ part.t()])(w[torch.tensor([1, 1])]),
@@ -381,31 +395,34 @@ VIEWS: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     ),
     "detached": (lambda w, x: x @ w.detach().t() + w.sum(), False),
     "data": (lambda w, x: x @ w.data.t() + w.sum(), False),
-    "bits": (lambda w, x: x * w.view(torch.int64).sign().sum() + w.sum(), False),
+    "view as integers": (lambda w, x: x * w.view(torch.int64).sign().sum() + w.sum(), False),
     "cloned": (lambda w, x: x @ w.clone().t(), False),
     "scaled": (lambda w, x: x @ (w * 2).t(), False),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_weights(view: str) -> None:
-    function, waits = VIEWS[view]
-    assert put_off(own(lambda m, x: function(m.weight, x), 6, 4), randn(3, 4)) == ["weight"] * waits
+def test_views_of_weights_are_deferred(view: str) -> None:
+    function, is_deferred = VIEWS[view]
+    assert (
+        check_deferred_grads(function_module(lambda m, x: function(m.weight, x), 6, 4), randn(3, 4))
+        == ["weight"] * is_deferred
+    )
 
 
 # ---- dtypes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex128])
-def test_dtypes(dtype: torch.dtype) -> None:
+def test_weight_grad_deferral_with_each_dtype(dtype: torch.dtype) -> None:
     layer = nn.Linear(4, 5, dtype=dtype)
-    assert put_off(layer, randn(3, 4, dtype=dtype)) == ["weight"]
-    assert put_off(layer, randn(2, 3, 4, dtype=dtype)) == ["weight"]
-    product = Own(lambda m, x: x @ m.weight, weight=torch.randn(2, 4, 5, dtype=dtype))
-    assert put_off(product, randn(2, 3, 4, dtype=dtype)) == ["weight"]
+    assert check_deferred_grads(layer, randn(3, 4, dtype=dtype)) == ["weight"]
+    assert check_deferred_grads(layer, randn(2, 3, 4, dtype=dtype)) == ["weight"]
+    product = FunctionModule(lambda m, x: x @ m.weight, weight=torch.randn(2, 4, 5, dtype=dtype))
+    assert check_deferred_grads(product, randn(2, 3, 4, dtype=dtype)) == ["weight"]
     if not dtype.is_complex:
         conv = nn.Conv1d(4, 5, 2, dtype=dtype)
-        assert put_off(conv, randn(2, 4, 6, dtype=dtype)) == ["weight"]
+        assert check_deferred_grads(conv, randn(2, 4, 6, dtype=dtype)) == ["weight"]
 
 
 AUTOCAST: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
@@ -434,7 +451,7 @@ AUTOCAST: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...], tupl
 
 @pytest.mark.parametrize("name", AUTOCAST)
 @pytest.mark.parametrize("learns", [True, False])
-def test_autocast(name: str, learns: bool) -> None:
+def test_weight_grad_deferral_under_autocast(name: str, learns: bool) -> None:
     function, weight, given = AUTOCAST[name]
 
     def compute(model: Any, x: Tensor) -> Tensor:
@@ -443,4 +460,6 @@ def test_autocast(name: str, learns: bool) -> None:
 
     torch.set_default_dtype(torch.float32)
     x = torch.randn(*given, requires_grad=learns)
-    assert put_off(own(function, *weight), x, compute=compute) == ["weight"]
+    assert check_deferred_grads(function_module(function, *weight), x, compute=compute) == [
+        "weight"
+    ]

@@ -1,4 +1,4 @@
-"""A small model beside itself as a pipe: the same numbers, batch after batch."""
+"""Helpers that train a small model and the same model as a pipe, and compare the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 class Four(nn.Module):
-    """Four units, to be used in some way."""
+    """A model of four units, which subclasses use in different ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def piped(model: nn.Module, example: Any, stages: int, runtime: str = "inline") 
 def assert_same(
     kind: type[nn.Module], lengths: Sequence[int] = (5, 7, 5), buffers: bool = True
 ) -> None:
-    """In 2, 3 and 4 stages; gradients and buffers, over several batches."""
+    """Assert equal gradients and buffers with 2, 3 and 4 stages, over several batches."""
     given = batches(*lengths)
     for stages, runtime in ((2, "inline"), (3, "threads"), (4, "inline"), (4, "threads")):
         model, unsplit = made(kind), made(kind)

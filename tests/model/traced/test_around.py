@@ -1,4 +1,7 @@
-"""What is around the units: modes that a forward sets, what it counts, what is replaced later."""
+"""Tests of what surrounds the units of a traced model.
+
+This covers grad modes that the forward sets, state between units, and attributes replaced later.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ WIDTH = 4
 
 
 class Chain(nn.Module):
-    """Four units, and a buffer and a scale around them."""
+    """Four units, with a buffer and a scale around them."""
 
     steps: Tensor
 
@@ -62,7 +65,7 @@ def piped(model: nn.Module, x: Any, **options: Any) -> Pipe:
 @pytest.mark.parametrize("runtime", ["threads", "inline"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("model", [EndsWithoutGrad(), CutInsideWithoutGrad()], ids=["end", "cut"])
-def test_a_stage_that_ends_inside_no_grad_leaves_it(
+def test_stage_that_ends_inside_no_grad_restores_the_grad_mode(
     model: nn.Module, schedule: str, runtime: str
 ) -> None:
     """The next micro-batch of the rank ran without gradients, and its gradients were lost."""
@@ -98,8 +101,8 @@ def longer_list(model: Any) -> None:
 @pytest.mark.parametrize(
     "change", [replaced_parameter, replaced_buffer, loaded_by_assigning, longer_list]
 )
-def test_what_is_around_the_units_may_not_be_replaced(change: Any) -> None:
-    """The pipe went on with what there was before, and said nothing."""
+def test_replaced_parameters_or_buffers_between_units_are_refused(change: Any) -> None:
+    """The pipe silently kept using the old ones."""
     model, x = Chain().double(), torch.randn(8, WIDTH).double()
     pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
     change(model)
@@ -107,7 +110,7 @@ def test_what_is_around_the_units_may_not_be_replaced(change: Any) -> None:
         pipe.step(x)
 
 
-def test_what_is_changed_in_place_is_followed() -> None:
+def test_parameter_between_units_may_change_in_place() -> None:
     model, x = Chain().double(), torch.randn(8, WIDTH).double()
     pipe = Pipe(model, 4, stages=2, example=x, balance="parameters")
     with torch.no_grad():
@@ -127,7 +130,7 @@ class Counting(Chain):
         return super().forward(x)
 
 
-def test_a_forward_that_counts_is_warned_of() -> None:
+def test_forward_that_changes_an_attribute_causes_a_warning() -> None:
     x = torch.randn(8, WIDTH).double()
     with pytest.warns(UserWarning, match="the forward changes calls on modules around the units"):
         piped(Counting(), x, balance="parameters")
@@ -150,7 +153,7 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["alone", "scaled"])
-def test_a_cross_entropy_is_weighed_by_its_targets(kind: str) -> None:
+def test_cross_entropy_inside_the_model_is_weighted_by_its_targets(kind: str) -> None:
     model = Words(kind).double()
     unsplit, ids = copy.deepcopy(model), torch.randint(0, 9, (4, 3))
     labels = ids.clone()
@@ -165,7 +168,7 @@ def test_a_cross_entropy_is_weighed_by_its_targets(kind: str) -> None:
         assert (mine[name].grad - parameter.grad).abs().max() < 1e-12  # type: ignore[operator]
 
 
-def test_another_loss_that_ignores_targets_is_warned_of() -> None:
+def test_other_loss_with_ignored_targets_causes_a_warning() -> None:
     ids = torch.randint(0, 9, (4, 3))
     labels = ids.clone()
     labels[1, 1:] = -100
@@ -176,14 +179,14 @@ def test_another_loss_that_ignores_targets_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize("memory", ["1GB", -1, [1e9, "a"], True])
-def test_memory_is_a_number_of_bytes(memory: Any) -> None:
+def test_memory_must_be_a_number_of_bytes(memory: Any) -> None:
     with pytest.raises(ArgumentError, match="memory must be a number of bytes above 0"):
         split(Chain(), 2, torch.randn(8, WIDTH), memory=memory)
 
 
-def test_memory_bounds_the_cut() -> None:
+def test_memory_limits_the_cut() -> None:
     model, x = Chain(), torch.randn(8, WIDTH)
-    one = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a unit's parameters
+    one = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of the parameters of one unit
     room = [1e9, 4 * one + 2e4]
     assert split(model, 2, x, memory=room).counts[1] <= 3
     with pytest.raises(ArgumentError, match="memory"):
@@ -191,7 +194,7 @@ def test_memory_bounds_the_cut() -> None:
 
 
 class Codes(nn.Module):
-    """Nobody calls it: its methods are called."""
+    """A module that is not called itself; the model calls its methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +211,7 @@ class Codes(nn.Module):
 
 
 class Scales(nn.Module):
-    """The same, and it has no parts."""
+    """A module without submodules, of which only a method is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +233,8 @@ class ByMethods(Four):
         return self.d(self.c(self.codes.decode(self.b(x))))
 
 
-def test_units_whose_methods_are_called() -> None:
-    """All that happened in them was one lump, and stages without it lacked their buffers."""
+def test_modules_whose_methods_are_called_instead_of_forward() -> None:
+    """All their work was one unit, and stages without it lacked their buffers."""
     assert_same(ByMethods)
     partition = split(made(ByMethods), 3, example=batches(5)[0], balance="parameters")
     names = [name for stage in partition.stages for name in stage.names]
@@ -259,7 +262,7 @@ class Placed(nn.Module):
 
 
 class Sharing(nn.Module):
-    """The blocks have a part in common, that the model has as well, and does not call."""
+    """The blocks share a submodule that the model holds as well and does not call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,6 +275,6 @@ class Sharing(nn.Module):
         return x
 
 
-def test_units_that_share_a_part_with_a_list() -> None:
-    """The list's elements are units by the rule, and inside other units: a KeyError."""
+def test_module_list_inside_units_that_share_it() -> None:
+    """The elements of the list were units although they were inside other units: a KeyError."""
     assert_same(Sharing)

@@ -1,4 +1,4 @@
-"""Blocks that are compiled by themselves run compiled, in a pipe and out of it."""
+"""Tests that separately compiled blocks run compiled, inside and outside a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.model.traced.splitting import assert_same, batches, piped
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own
+# The warnings come from PyTorch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
 
 class Block(nn.Module):
@@ -35,8 +36,8 @@ class Stack(nn.Module):
         return x
 
 
-def test_compiled_blocks_run_compiled() -> None:
-    """A dry run that the compiler sees would make it give them up, for good."""
+def test_compiled_blocks_stay_compiled_after_tracing() -> None:
+    """If the compiler saw the dry run, it would never compile the blocks again."""
     runs: Counter[str] = Counter()
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -58,7 +59,7 @@ def test_compiled_blocks_run_compiled() -> None:
 
 
 class Scripted(Stack):
-    """Its blocks are TorchScript: their parameters are in no dict of Python's."""
+    """A model with TorchScript blocks, whose parameters are not in a Python dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +70,6 @@ def _scripted(block: nn.Module, count: int = 4) -> list[nn.Module]:
     return [torch.jit.script(copy.deepcopy(block)) for _ in range(count)]
 
 
-def test_scripted_blocks() -> None:
-    """To leave them as they were was an AttributeError."""
+def test_scripted_blocks_in_a_traced_model() -> None:
+    """Preserving their state raised an AttributeError."""
     assert_same(Scripted)

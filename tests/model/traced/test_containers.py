@@ -1,4 +1,4 @@
-"""What units put into lists and dicts that they are given is there, wherever they run."""
+"""Tests that lists, dicts and dataclasses which units change have the right contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.model.traced.splitting import Four, assert_same
 
 
 class Filling(nn.Module):
-    """Puts what it computes into what it is given."""
+    """A layer that puts its result into a container that it receives."""
 
     def __init__(self, put: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Filling(nn.Module):
 
 
 class Boxed(nn.Module):
-    """Four blocks, which share a box."""
+    """Four blocks that share one container."""
 
     def __init__(self, put: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Boxed(nn.Module):
 
 
 class Lists(Boxed):
-    """A list grows."""
+    """A list that grows."""
 
     def __init__(self) -> None:
         super().__init__(lambda box, y: box.append(y))
@@ -54,7 +54,7 @@ class Lists(Boxed):
 
 
 class Queues(Boxed):
-    """Only the last two are kept."""
+    """A deque that keeps only the last two results."""
 
     def __init__(self) -> None:
         super().__init__(lambda box, y: box.append(y))
@@ -66,7 +66,7 @@ class Queues(Boxed):
 
 
 class Caches(nn.Module):
-    """Keys are kept for the parts of a sequence that are still to come."""
+    """A model that caches keys for the later parts of a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Caches(nn.Module):
 
 
 class Nested(Boxed):
-    """A dict in a dict; what is inside stays the caller's own, and a number is counted."""
+    """A dict in a dict, of which the inner one stays the same object, and a counter."""
 
     def __init__(self) -> None:
         def put(box: Any, y: Tensor) -> None:
@@ -105,14 +105,14 @@ class Nested(Boxed):
 
 @dataclass
 class Carried:
-    """What goes from block to block."""
+    """The record that goes from block to block."""
 
     x: Tensor
     turns: int = 0
 
 
 class Changing(nn.Module):
-    """Sets what it is given, and returns nothing."""
+    """A layer that changes the record that it receives, and returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Changing(nn.Module):
 
 
 class Records(nn.Module):
-    """A dataclass that units change."""
+    """A model whose units change a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ class Records(nn.Module):
 @pytest.mark.parametrize(
     "kind", [Lists, Queues, Caches, Nested, Records], ids=lambda kind: kind.__name__
 )
-def test_what_units_put_into_boxes(kind: type[nn.Module]) -> None:
-    """They were given copies, and what they put there was lost: the numbers were wrong."""
+def test_containers_changed_by_units(kind: type[nn.Module]) -> None:
+    """Units received copies, so their changes were lost and the results were wrong."""
     assert_same(kind)
 
 
 class Compared(Four):
-    """What a stage has is compared with what another one has, in both orders."""
+    """Compares a local tensor with one of another stage, in both orders."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -155,6 +155,9 @@ class Compared(Four):
         return self.d(z + more + 2 * less)
 
 
-def test_comparisons_of_what_is_here_with_what_is_not() -> None:
-    """Of `a < b` Python asks b first, if its class is derived: that was taken for another step."""
+def test_comparison_of_a_local_and_a_remote_tensor() -> None:
+    """Python evaluates `a < b` as `b > a` if the class of b is derived from that of a.
+
+    This was taken for another operation than the traced one.
+    """
     assert_same(Compared)

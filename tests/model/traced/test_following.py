@@ -1,4 +1,4 @@
-"""A pipe goes by the model as it is now, and by what its inputs do now."""
+"""Tests that a pipe follows later changes of the model and the values of its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.architecture import squares
 
 
 class Set(Four):
-    """Goes by attributes of every sort."""
+    """A model whose forward depends on attributes of several types."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ def _in_the_list(model: Any) -> None:
     ],
     ids=["tuple", "another list", "in the list", "function", "tensor"],
 )
-def test_what_is_set_on_the_model_later_counts(change: Any) -> None:
-    """Stages had their own attributes from when the pipe was made, all but the plain ones."""
+def test_attributes_set_on_the_model_after_tracing_are_used(change: Any) -> None:
+    """Stages kept all attributes except plain ones from when the pipe was made."""
     (batch,) = batches(5)
     model = made(Set)
     pipe = piped(model, batch, 3)
@@ -65,7 +65,7 @@ class Scaled(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same unit on two stages."""
+    """A model that calls one unit on two stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Twice(nn.Module):
         return self.twice(self.b(self.twice(self.a(x))))
 
 
-def test_what_is_set_on_a_unit_of_two_stages_counts_on_both() -> None:
-    """The second stage's copy had the attributes of when the pipe was made."""
+def test_attribute_set_on_a_unit_of_two_stages_is_used_on_both() -> None:
+    """The copy on the second stage kept the attributes from when the pipe was made."""
     (batch,) = batches(5)
     model: Any = made(Twice)
     pipe = piped(model, batch, 2)
@@ -85,7 +85,7 @@ def test_what_is_set_on_a_unit_of_two_stages_counts_on_both() -> None:
 
 
 class Late(Four):
-    """With some inputs it changes in place what a stage before has made, and not with others."""
+    """For some inputs only, it changes in place what an earlier stage has made."""
 
     def forward(self, x: Tensor, late: bool = False) -> Any:
         y = self.a(x)
@@ -98,8 +98,8 @@ class Late(Four):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_changes_in_place_that_come_later(checkpoint: str) -> None:
-    """It had been seen that the stage changes no input: with other inputs it does."""
+def test_in_place_change_that_depends_on_the_inputs(checkpoint: str) -> None:
+    """The stage had not changed its inputs before; with other inputs it does."""
     (batch,) = batches(5)
     model, unsplit = made(Late), made(Late)
     pipe = Pipe(
@@ -114,7 +114,7 @@ def test_changes_in_place_that_come_later(checkpoint: str) -> None:
 
 
 class SentAsItWas(Four):
-    """The unit's own result goes to the last stage, and is another on the first."""
+    """Sends the result of a unit to the last stage, and then changes it on the first."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -123,21 +123,21 @@ class SentAsItWas(Four):
         return self.d(z + y)
 
 
-def test_a_copy_of_what_is_sent_is_no_step() -> None:
-    """The copy that a stage makes for another was taken for a step of the forward."""
+def test_copy_of_a_sent_tensor_is_not_a_traced_operation() -> None:
+    """The copy that a stage makes for another stage was taken for an operation of the forward."""
     assert_same(SentAsItWas)
 
 
 class Asking(Four):
-    """Each batch goes its own way."""
+    """Reads a number from each batch."""
 
     def forward(self, x: Tensor) -> Any:
         largest = float(x.abs().max())
         return self.d(self.c(self.b(self.a(x)))) / largest
 
 
-def test_not_every_way_is_remembered() -> None:
-    """One plan was kept for every number that a forward had ever looked at."""
+def test_trace_cache_is_bounded() -> None:
+    """One trace was kept for every number that a forward had ever read."""
     model = made(Asking)
     example, *rest = batches(*[3] * (MAX_TRACES_PER_KIND + 3))
     pipe = piped(model, example, 2)
@@ -153,7 +153,7 @@ def test_not_every_way_is_remembered() -> None:
 
 
 class Filled(Four):
-    """Numbers of one unit fill a tensor that looks like another's result."""
+    """Fills a new tensor with the numbers of one unit, with the dtype of another."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -162,13 +162,13 @@ class Filled(Four):
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
-def test_numbers_that_a_new_tensor_is_filled_with() -> None:
-    """Only the look of the first argument is enough: of the others the numbers count."""
+def test_new_tensor_filled_with_values_of_another_stage() -> None:
+    """Only for the first argument is the metadata enough; of the others the values count."""
     assert_same(Filled)
 
 
 class Picks(nn.Linear):
-    """How much it gives depends on numbers."""
+    """A layer whose output shape depends on its values."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -178,7 +178,7 @@ class Picks(nn.Linear):
 
 
 class Picked(Four):
-    """Nobody asks how much it is."""
+    """A model that does not read the data-dependent shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Picked(Four):
 
 
 class PickedAndMeasured(Picked):
-    """Every stage asks, and all but one saw what the unit gave when the forward was planned."""
+    """A model in which every stage reads the data-dependent shape."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.b(self.a(x))
@@ -203,8 +203,8 @@ class PickedApart(Picked):
         return self.d(self.c(sum(y.unbind(1))))
 
 
-def test_a_shape_that_depends_on_numbers() -> None:
-    """A mean over what a unit had picked was divided by another number than was picked."""
+def test_data_dependent_shape() -> None:
+    """A mean over the values that a unit had picked was divided by the number seen in the trace."""
     assert_same(Picked, lengths=(7, 7, 9))
     model, (example, batch) = made(PickedAndMeasured), batches(7, 7)
     pipe = piped(model, example, 3)
@@ -216,7 +216,7 @@ def test_a_shape_that_depends_on_numbers() -> None:
 
 
 class Anchors(nn.Linear):
-    """Keeps what it has made for the next time, and looks at numbers after that."""
+    """A layer that keeps a tensor for the next call, and then reads its values."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -238,13 +238,13 @@ class Anchored(Four):
         return self.d(self.c(self.b(self.a(x))))
 
 
-def test_what_a_unit_keeps_while_it_is_tried_without_numbers() -> None:
-    """It was tried again with numbers, and found what it had kept: that had none."""
+def test_tensor_kept_by_a_unit_during_the_fake_dry_run() -> None:
+    """The unit ran again with real tensors, and found the fake one that it had kept."""
     assert_same(Anchored)
 
 
 class Heads(nn.Module):
-    """Puts what it gives besides into a list that is the model's, too."""
+    """A layer that puts a second result into a list that it shares with the model."""
 
     def __init__(self, found: list[Tensor]) -> None:
         super().__init__()
@@ -268,6 +268,6 @@ class Supervised(Four):
         return x, x + self.found[0]
 
 
-def test_a_list_that_a_unit_shares_with_the_model() -> None:
-    """The stages had lists of their own, and the model found what was in its list before."""
+def test_list_shared_by_a_unit_and_the_model() -> None:
+    """Stages had copies of the list, and the model read the old contents of its own."""
     assert_same(Supervised)

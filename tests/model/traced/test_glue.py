@@ -1,4 +1,4 @@
-"""Operations between units that are more than one function of PyTorch's own."""
+"""Tests of operations between units that are more than one function of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.architecture import squares
 
 
 class Packed(nn.Module):
-    """Sequences are packed once, and go through three networks; their lengths are asked for."""
+    """Packs sequences once for three networks, and reads their lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Packed(nn.Module):
 
 
 class Mapped(Four):
-    """`vmap` captures what stages before have made; another one answers a question."""
+    """Uses `vmap` over tensors of earlier stages, and for a condition."""
 
     def forward(self, x: Tensor) -> Any:
         signs = torch.vmap(lambda row: row * x.mean() > 0)(x)
@@ -45,7 +45,7 @@ class Mapped(Four):
 
 
 class Rounded(torch.autograd.Function):
-    """With a backward of its own."""
+    """An autograd function with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Asking(Four):
-    """Asks about what such a function makes of the inputs."""
+    """Branches on the result of an autograd function of the inputs."""
 
     def forward(self, x: Tensor) -> Any:
         rounded: Tensor = Rounded.apply(x)  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class Asking(Four):
 
 
 class FromNumpy(Four):
-    """An array becomes a tensor: PyTorch tells nobody of it."""
+    """Converts a NumPy array to a tensor, which PyTorch does not report."""
 
     def forward(self, x: Tensor) -> Any:
         ramp = torch.from_numpy((x.detach() > 0).numpy()).to(x.dtype)
@@ -76,13 +76,13 @@ class FromNumpy(Four):
 @pytest.mark.parametrize(
     "kind", [Packed, Mapped, Asking, FromNumpy], ids=lambda kind: kind.__name__
 )
-def test_glue_is_followed(kind: type[nn.Module]) -> None:
-    """It crashed; or it was taken for another path, where a stage watches what is drawn."""
+def test_traced_operations_between_units(kind: type[nn.Module]) -> None:
+    """Tracing crashed, or a stage that records random draws took it for another path."""
     assert_same(kind)
 
 
 class Forces(Four):
-    """The gradient of what all units compute."""
+    """Returns the gradient of what all units compute."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():
@@ -92,7 +92,7 @@ class Forces(Four):
 
 
 class Transformed(Four):
-    """A unit inside of a transform."""
+    """Calls a unit inside a torch.func transform."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.c(self.b(self.a(x)))
@@ -100,7 +100,7 @@ class Transformed(Four):
 
 
 class Ragged(Four):
-    """Rows of different lengths in one tensor."""
+    """Uses a nested tensor of rows with different lengths."""
 
     def forward(self, x: Tensor) -> Any:
         rows = torch.nested.nested_tensor([*x], layout=torch.jagged)
@@ -108,7 +108,7 @@ class Ragged(Four):
 
 
 class Replaced(Four):
-    """A unit computes with weights that another one has made."""
+    """Calls a unit with weights that another unit has computed."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.b(self.a(x))
@@ -128,15 +128,17 @@ class Replaced(Four):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_glue_that_cannot_be_followed(kind: type[nn.Module], words: str) -> None:
-    """These were errors of PyTorch's, from inside."""
+def test_unsupported_operations_between_units_are_refused(
+    kind: type[nn.Module], words: str
+) -> None:
+    """These raised internal errors of PyTorch."""
     (x,) = batches(5)
     with pytest.raises(CutError, match=words):
         piped(made(kind), x, stages=2)
 
 
 class Penalised(Four):
-    """The gradient of one unit alone."""
+    """Returns the gradient through one unit alone."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.c(self.b(self.a(x)))
@@ -144,8 +146,8 @@ class Penalised(Four):
         return torch.autograd.grad(score, y, create_graph=True)[0] + y
 
 
-def test_a_gradient_on_one_stage() -> None:
-    """There it is; without a recomputation, whose forward has no graph."""
+def test_autograd_grad_within_one_stage() -> None:
+    """It works without recomputation; the forward of a recomputed cell has no graph."""
     (x,) = batches(5)
     model, unsplit = made(Penalised), made(Penalised)
     pipe = Pipe(
@@ -165,7 +167,7 @@ def test_a_gradient_on_one_stage() -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=1e-12)
 
 
-def test_a_lazy_module_has_no_shape_yet() -> None:
+def test_lazy_module_is_refused() -> None:
     (x,) = batches(5)
     lazy = nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)])
     model = Four()
@@ -175,7 +177,7 @@ def test_a_lazy_module_has_no_shape_yet() -> None:
 
 
 class Quiet(nn.Module):
-    """A codebook's way: buffers are written by their `.data`, which no version counts."""
+    """A codebook-like layer that updates a buffer by `.data`, which no version counts."""
 
     mean: Tensor
 
@@ -192,7 +194,7 @@ class Quiet(nn.Module):
 
 
 class Codebooks(nn.Module):
-    """In units, and around them."""
+    """Updates buffers by `.data` inside units and between them."""
 
     calls: Tensor
 
@@ -208,6 +210,6 @@ class Codebooks(nn.Module):
         return x
 
 
-def test_buffers_that_are_written_by_their_data() -> None:
-    """The recomputation wrote them a second time; between units, the step was left out."""
+def test_buffers_written_through_data() -> None:
+    """The recomputation wrote them a second time, and between units the operation was left out."""
     assert_same(Codebooks)

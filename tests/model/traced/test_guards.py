@@ -1,4 +1,4 @@
-"""What a forward keeps in objects, and what units put where others find it."""
+"""Tests of state that a forward keeps in objects, and of objects that units share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 
 
 class Notes:
-    """The author's own."""
+    """A plain object with state."""
 
     def __init__(self) -> None:
         self.last: Any = None
@@ -23,7 +23,7 @@ class Notes:
 
 
 class InAnObject(Four):
-    """State in an object, and not on the module."""
+    """Keeps state in an object instead of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class InAnObject(Four):
 
 
 class Block(nn.Module):
-    """Puts what it computes into something that it holds."""
+    """A layer that puts its result into an object that it holds."""
 
     def __init__(self, put: Any, held: Any) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _set(held: Any, x: Tensor) -> Any:
 
 
 class SharedList(nn.Module):
-    """Blocks and their parent have one list."""
+    """Blocks and their parent share one list."""
 
     def __init__(self, put: Any = _append) -> None:
         super().__init__()
@@ -91,14 +91,14 @@ class SharedList(nn.Module):
 
 
 class SharedObject(SharedList):
-    """Or one object."""
+    """Blocks and their parent share one object."""
 
     def __init__(self) -> None:
         super().__init__(_note)
 
 
 class AmongBlocks(nn.Module):
-    """Blocks tell each other through a dict that nobody else has."""
+    """Blocks communicate through a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class AmongBlocks(nn.Module):
 
 
 class OnTheParent(nn.Module):
-    """Blocks set an attribute of their parent, which goes on without it if there is none."""
+    """Blocks set an attribute of their parent, which is optional there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class OnTheParent(nn.Module):
 
 
 def cached(function: Any) -> Any:
-    """As transformers has it: a cache that a compiler does not see."""
+    """Wrap a cached function as transformers does, so that a compiler does not see the cache."""
     remembering = lru_cache(maxsize=1)(function)
 
     @wraps(function)
@@ -141,7 +141,7 @@ def cached(function: Any) -> Any:
 
 
 class Remembering(Four):
-    """Positions are made once for each length."""
+    """Caches positions by length."""
 
     @cached
     def positions(self, length: int) -> Tensor:
@@ -159,7 +159,7 @@ class Remembering(Four):
 
 
 class ByAClosure(Four):
-    """A function of the module's own knows the module from around it, and itself."""
+    """Holds a recursive function that captures the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class ByAClosure(Four):
 
 
 class Helper:
-    """Has the units, and is no module."""
+    """A plain object that holds the units."""
 
     def __init__(self, *units: nn.Module) -> None:
         self.units = units
@@ -189,7 +189,7 @@ class Helper:
 
 
 class ByAHelper(Four):
-    """Leaves the work to another."""
+    """Delegates its forward to a plain object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,13 +207,13 @@ class ByAHelper(Four):
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_state_of_every_sort(kind: type[nn.Module]) -> None:
-    """Stages shared an object; what units put into a parent's list or attribute was not there."""
+def test_state_in_objects_closures_and_caches(kind: type[nn.Module]) -> None:
+    """Stages shared an object, or missed what units put into a list or attribute of a parent."""
     assert_same(kind)
 
 
 class Whole(nn.Module):
-    """A unit without parts."""
+    """A unit without submodules."""
 
     def __init__(self, held: list[Tensor]) -> None:
         super().__init__()
@@ -225,14 +225,14 @@ class Whole(nn.Module):
 
 
 class SharedWhole(SharedList):
-    """It cannot be opened."""
+    """Shares a list with units that cannot be split further."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Whole(self.notes) for _ in range(4))
 
 
-def test_a_unit_without_parts_that_fills_what_others_have() -> None:
+def test_indivisible_unit_that_fills_a_shared_list_is_refused() -> None:
     (x,) = batches(5)
     with pytest.raises(CutError, match=r"a tensor that unit 'blocks\.0' made but did not return"):
         piped(made(SharedWhole), x, stages=2)

@@ -1,4 +1,4 @@
-"""Tensors that the glue changes in place, on one stage, are right on all the others."""
+"""Tests that in-place changes between units on one stage are seen by all other stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 
 
 class ChangedTwice(Four):
-    """Once it is sent as it was after the first change, once as after the second."""
+    """A tensor is sent once after its first change and once after its second."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -27,7 +27,7 @@ class ChangedTwice(Four):
 
 
 class ChangedByAView(Four):
-    """What is sent before the change is not what it is after it."""
+    """A tensor is sent before and after it is changed through a view."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -40,7 +40,7 @@ class ChangedByAView(Four):
 
 
 class FreeThenChanged(Four):
-    """A stage has the tensor as it was made from nothing, and gets it as another changed it."""
+    """A stage creates a tensor itself, and later receives it as another stage changed it."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -54,7 +54,7 @@ class FreeThenChanged(Four):
 
 
 class Statistics(Four):
-    """PyTorch writes them with no new version; recomputed on its stage, they are written once."""
+    """PyTorch updates batch statistics without a new version; a recomputation must not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Statistics(Four):
 
 
 class Slices(Four):
-    """`x[..., :2] += y` changes a view of what another stage has made."""
+    """Changes a slice of a tensor that another stage has made."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x) * 1.0
@@ -94,7 +94,7 @@ class Gathered(Four):
 
 
 class Selected(Four):
-    """Each writes into a view of what was made from nothing, and changed already."""
+    """Each stage writes into a view of a new tensor that earlier stages have changed."""
 
     def forward(self, x: Tensor) -> Any:
         out = x.new_zeros(3, *x.shape)
@@ -107,7 +107,7 @@ class Selected(Four):
 
 
 class SideBySide(Four):
-    """Two views of what is made from nothing, of which one is changed."""
+    """Changes one of two views of a new tensor."""
 
     def forward(self, x: Tensor) -> Any:
         out = torch.zeros(2, *x.shape, dtype=x.dtype)
@@ -118,7 +118,7 @@ class SideBySide(Four):
 
 
 class Chained(Four):
-    """In-place methods, one after the other, on what the next stage goes on changing."""
+    """Calls several in-place methods on a tensor that the next stage changes, too."""
 
     def forward(self, x: Tensor) -> Any:
         h = self.a(x)
@@ -132,7 +132,7 @@ class Chained(Four):
 
 
 class Counted(Four):
-    """A buffer of the parent goes on, in place and anew."""
+    """Updates buffers of the parent in place and by assignment."""
 
     calls: Tensor
     mean: Tensor
@@ -157,12 +157,12 @@ class Counted(Four):
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_changes_in_place(kind: type[nn.Module]) -> None:
+def test_in_place_changes_between_units(kind: type[nn.Module]) -> None:
     assert_same(kind)
 
 
 class Behind(Four):
-    """A buffer that the first stage reads and the last one changes."""
+    """The first stage reads a buffer that the last one changes."""
 
     mean: Tensor
 
@@ -176,14 +176,14 @@ class Behind(Four):
         return self.d(y)
 
 
-def test_a_buffer_that_two_stages_have_is_not_changed() -> None:
+def test_buffer_of_two_stages_changed_between_units_is_refused() -> None:
     (x,) = batches(5)
     with pytest.raises(PenstockError, match="the forward changes the buffer 'mean' between units"):
         piped(made(Behind), x, stages=3)
 
 
 class Centred(Four):
-    """Each unit's mean is kept in training, and taken away."""
+    """Updates the mean of each unit in training, and subtracts it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,8 +201,8 @@ class Centred(Four):
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_buffer_that_is_written_in_training_is_read_where_it_is(stages: int) -> None:
-    """In eval mode a stage was to read it that does not have it."""
+def test_buffer_written_in_training_is_read_on_the_same_stage_in_eval(stages: int) -> None:
+    """In eval mode, a stage that did not have the buffer was to read it."""
     (x,) = batches(5)
     model = made(Centred)
     pipe = piped(model, x, stages)

@@ -1,4 +1,4 @@
-"""Sequences that are packed between units: their lengths come with the batch."""
+"""Tests of packed sequences between units, with the lengths in the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.architecture import squares
 
 
 class Packed(nn.Module):
-    """As a recurrent encoder is often written."""
+    """A recurrent encoder with packed sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Packed(nn.Module):
 
 
 class PackedByNumbers(Packed):
-    """How long they are follows from a unit."""
+    """The lengths are computed from the output of a unit."""
 
     def lengths(self, lengths: Tensor, x: Tensor) -> Tensor:
         return (x.sum(-1) > 0).sum(-1).clamp(min=1)
@@ -50,8 +50,8 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_packed_sequences(stages: int) -> None:
-    """Units were tried with lengths of 0, and broke; the next batch has other lengths."""
+def test_packed_sequences_train_as_the_unsplit_model(stages: int) -> None:
+    """The dry run of units used lengths of 0 and failed. The next batch has other lengths."""
     torch.manual_seed(0)
     unsplit = Packed().double()
     model = Packed().double()
@@ -75,11 +75,11 @@ def test_packed_sequences(stages: int) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-10)
 
 
-def test_packed_sequences_are_measured_with_their_lengths() -> None:
+def test_packed_sequences_are_profiled_with_their_lengths() -> None:
     partition = split(Packed(), 2, example=_batch(0))
     assert sum(partition.counts) == 5
 
 
-def test_lengths_that_a_unit_computes() -> None:
+def test_packed_sequence_lengths_computed_by_a_unit_are_refused() -> None:
     with pytest.raises(CutError, match="_pack_padded_sequence reads a value"):
         split(PackedByNumbers(), 2, example=_batch(0), balance="parameters")

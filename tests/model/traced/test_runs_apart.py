@@ -1,4 +1,4 @@
-"""What a forward keeps for the next time, or collects by the way, is its run's own."""
+"""Tests that what a forward caches or collects belongs to its own micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mask(length: int, like: Tensor) -> Tensor:
 
 
 class Attribute(Four):
-    """A mask that is kept until another length comes."""
+    """Keeps a mask in an attribute until another length comes."""
 
     kept: Tensor | None = None
 
@@ -28,7 +28,7 @@ class Attribute(Four):
 
 
 class Dict(Four):
-    """Masks that are kept by length."""
+    """Keeps masks in a dict, by length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class Dict(Four):
 
 
 class Cached(Four):
-    """Masks that a method remembers."""
+    """Keeps masks by a cached method."""
 
-    @lru_cache(maxsize=8)  # noqa: B019 (as people write it)
+    @lru_cache(maxsize=8)  # noqa: B019 (a common way to write it)
     def mask(self, length: int) -> Tensor:
         return torch.ones(length, 4, dtype=torch.float64).cumsum(0)
 
@@ -54,7 +54,7 @@ class Cached(Four):
 
 
 class Buffer(Four):
-    """A table that grows with the lengths that come."""
+    """Keeps a table in a buffer that grows with the lengths."""
 
     table: Tensor
 
@@ -70,7 +70,7 @@ class Buffer(Four):
 
 
 class History(Four):
-    """A list that is appended to, and never read."""
+    """Appends to a list that it never reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class History(Four):
 
 
 class ByHooks(Four):
-    """Hooks that know the model, or its dict, fill it; the head reads it."""
+    """Hooks fill a dict of the model, and the head reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def remembered(length: int) -> Tensor:
 
 
 class Remembered(Four):
-    """Masks that a function remembers, for whoever calls it."""
+    """Keeps masks by a cached function of the module."""
 
     def forward(self, x: Tensor) -> Any:
         table = remembered(x.shape[1])
@@ -123,7 +123,7 @@ class Remembered(Four):
 
 
 class Unlearned(Four):
-    """A unit runs without gradients: a stage may end inside that block."""
+    """Runs a unit without gradients, where a stage may end."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -136,12 +136,12 @@ KINDS = [Attribute, Dict, Cached, History, ByHooks, Remembered, Unlearned]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Buffer], ids=lambda kind: kind.__name__)
-def test_each_run_is_by_itself(kind: type[nn.Module]) -> None:
-    assert_same(kind, buffers=kind is not Buffer)  # a table that is kept is the pipe's affair
+def test_cached_state_of_each_micro_batch_is_separate(kind: type[nn.Module]) -> None:
+    assert_same(kind, buffers=kind is not Buffer)  # stages may keep other tables
 
 
 @pytest.mark.parametrize("kind", [Dict, History, ByHooks], ids=lambda kind: kind.__name__)
-def test_nothing_is_left_in_the_model(kind: type[nn.Module]) -> None:
+def test_traced_runs_leave_no_state_in_the_model(kind: type[nn.Module]) -> None:
     model, given = made(kind), batches(5, 7)
     pipe = piped(model, given[0], 3, "threads")
     for batch in given:
@@ -152,11 +152,11 @@ def test_nothing_is_left_in_the_model(kind: type[nn.Module]) -> None:
     assert not left.get("found")
 
 
-# ---- what a dry run leaves alone ----------------------------------------------------------
+# ---- side effects of a dry run ------------------------------------------------------------
 
 
 class Norms(Four):
-    """A count in a unit, which is one number; an LSTM, whose attributes are lists of tensors."""
+    """Has a batch counter in a unit, and an LSTM, whose attributes are lists of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Norms(Four):
 
 
 class Caching(nn.Module):
-    """A block that keeps its mask by length, for itself."""
+    """A block that caches its mask by length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,11 +192,11 @@ class Blocks(nn.Module):
         return x
 
 
-def test_a_dry_run_leaves_nothing_in_a_block() -> None:
+def test_dry_run_leaves_no_cache_in_a_block() -> None:
     assert_same(Blocks)
 
 
-def test_a_dry_run_counts_no_batches() -> None:
+def test_dry_run_does_not_count_batches() -> None:
     model, given = made(Norms), batches(5, 7)
     pipe = piped(model, given[0], 3)
     norm = model.get_submodule("norm")
