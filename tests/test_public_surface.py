@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def signature_of(value: Any) -> str:
 
 def describe(value: Any) -> Any:
     """Return the signature of a function; for a class also its public members."""
+    if isinstance(value, EnumMeta):  # the signature of Enum itself differs between versions
+        return [member.name for member in value]
     if not inspect.isclass(value):
         return signature_of(value) if callable(value) else type(value).__name__
     members = {

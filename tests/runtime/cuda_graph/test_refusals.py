@@ -117,7 +117,7 @@ def test_an_error_if_it_is_insisted_on(name: str) -> None:
     gradients = [p.grad for p in pair.graph.parameters()]
     before, state = copy.deepcopy(gradients), torch.get_rng_state()
     for _ in range(2):
-        with pytest.raises(CaptureError, match=f"{text}.*runtime='auto' takes threads"):
+        with pytest.raises(CaptureError, match=f"{text}.*Use runtime='auto', which runs"):
             pair.graph.step(x, target=y)
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is g for p, g in zip(pair.graph.parameters(), gradients, strict=True))
