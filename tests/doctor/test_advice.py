@@ -1,4 +1,4 @@
-"""What is found, and what is said about it: a row each."""
+"""The advice that `penstock doctor` prints for each problem it finds, one case each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GPU = {"gpu": "one", "gpus": 1, "device": "cuda:0 H200"}
 
 
 def found(*changes: dict[str, Any], **more: Any) -> SurveyResult:
-    """Ranks on hosts a, b, ... that differ in this from one that is well."""
+    """Return the survey of ranks on hosts a, b, c, d that differ from a healthy one as given."""
     facts = {
         rank: replace(WELL, rank=rank, host="abcd"[rank], **change)
         for rank, change in enumerate(changes)
@@ -182,12 +182,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_said(case: str) -> None:
+def test_advice_for_survey(case: str) -> None:
     given, expected = CASES[case]
     assert [str(advice) for advice in advise(given)] == expected
 
 
-def test_facts_travel_as_text() -> None:
+def test_rank_info_survives_json() -> None:
     facts = collect_rank_info(SINGLE_PROCESS)
     assert parse_rank_info(facts.to_json()) == facts
     assert facts.versions["python"].startswith("3.")
