@@ -1,4 +1,4 @@
-"""What must hold of every fault."""
+"""Assertions that hold for every fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock import saved
 from tests.faults.course import resumed, unsplit
 from tests.faults.throwaway import Fate
 
-SOON = 10.0  # seconds in which an error is heard of; a tenth of one, if nothing else runs
+# seconds within which every rank must raise; on an idle machine it takes a tenth of a second
+SOON = 10.0
 
 
 def others(size: int, rank: int) -> list[int]:
@@ -21,7 +22,10 @@ def others(size: int, rank: int) -> list[int]:
 def check_cause(
     fates: list[Fate], ranks: Iterable[int], kind: str, rank: int, within: float
 ) -> str:
-    """These raised the same RemoteError in time, and failed, with no thread left; its text."""
+    """Return the text of the RemoteError that all these ranks raised in time.
+
+    Check that the errors are equal, that the processes failed, and that no thread was left.
+    """
     began = max(fate.told.get("fault", 0.0) for fate in fates)
     assert began
     texts = set()
@@ -39,7 +43,7 @@ def check_cause(
 
 
 def check_checkpoint(folder: Path, fates: list[Fate]) -> None:
-    """The one that was saved after step 0 can be gone on with, to the numbers of plain PyTorch."""
+    """Check that training resumes after step 0 with the losses of plain PyTorch."""
     assert saved(folder) is not None, fates
     last, losses = resumed(folder)
     assert last == 0

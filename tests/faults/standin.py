@@ -1,4 +1,4 @@
-"""A stand-in for a pipe's step, over a plain gloo group, and what can go wrong in it."""
+"""A substitute for a pipe's step over a plain gloo group, with faults at several places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fault = Callable[[Stage, str], None]
 
 
 class Burst(Exception):
-    """What goes wrong."""
+    """The error that a fault raises."""
 
 
 def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watchdog:
@@ -38,7 +38,7 @@ def nothing(stage: Stage, place: str) -> None:
 
 
 def step(watch: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> None:
-    """Agreement, two micro-batches down the ranks and back, and an exchange at the end."""
+    """Run an agreement, two micro-batches forward and backward, and a final exchange."""
     rank, last = stage.rank, stage.size - 1
     with watch.guarded(f"step {number}"):
         fault(stage, "agreement")
@@ -68,7 +68,7 @@ def step(watch: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> 
 
 
 def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
-    """Some steps; the fault is in the second."""
+    """Run some steps. The fault happens in the second."""
     watch = watched(stage)
     for number in range(steps):
         step(watch, stage, number, fault if number == 1 else nothing)
@@ -78,7 +78,7 @@ def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
 
 
 class At:
-    """A fault at one place of one rank."""
+    """A fault at one place on one rank."""
 
     def __init__(self, rank: int, place: str, fail: Callable[[], object]) -> None:
         self.rank, self.place, self.fail = rank, place, fail
