@@ -1,6 +1,6 @@
-"""`Pipe(mesh=mesh)` with the dims dp and pp: copies that train together, each on its own rows.
+"""`Pipe(mesh=mesh)` with the dims dp and pp: replicas train together, each on its own rows.
 
-The oracle is the unsplit model on the rows of all copies.
+The expected values come from the unsplit model on the rows of all replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.meshes.meshed import (
 from tests.support import batch, closely
 
 FINE: list[list[str]] = [[], [], [], []]
-UNEVEN = (9, 7)  # rows of each copy
+UNEVEN = (9, 7)  # rows of each replica
 
 
 def mine(tensor: Tensor, rows: Sequence[int] = UNEVEN) -> Tensor:
@@ -46,7 +46,7 @@ def mine(tensor: Tensor, rows: Sequence[int] = UNEVEN) -> Tensor:
 
 
 def classes(rows: int) -> tuple[Tensor, Tensor]:
-    """The second copy has fewer targets that count."""
+    """Return a batch in which the second replica has fewer targets that count."""
     x, _ = batch(rows)
     target = torch.arange(rows) % 3
     target[UNEVEN[0] + 1 :: 2] = -100
@@ -60,7 +60,7 @@ def none_for_one(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def weighted(output: Tensor, target: Tensor) -> dict[str, Any]:
-    """A mean over the rows whose first target is positive, how many they are, and metrics."""
+    """Return a mean over the rows whose first target is positive, their number, and metrics."""
     counts = (target[:, 0] > 0).double()
     per_row = (output - target).square().mean(dim=1)
     loss = (per_row * counts).sum() / counts.sum()
@@ -106,7 +106,7 @@ LOSSES: dict[str, tuple[Any, str | None, Callable[[int], tuple[Tensor, Tensor]]]
 
 
 def read(found: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The loss that a loss_fn has given, and numbers beside it."""
+    """Return the loss that a loss_fn has computed, and the other values beside it."""
     if not isinstance(found, dict):
         return found, {}
     rest = {n: v for n, v in found.items() if n in ("far", "both") or n == "rows"}
@@ -126,7 +126,7 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
         pipe_of(model(), None, schedule, loss_fn=loss_fn, reduction=reduction, chunks=3),
     )
     wrong = []
-    for at in range(2):  # the second step adds to the first, its rows are the other way round
+    for at in range(2):  # the second step accumulates gradients, with the row counts swapped
         rows = UNEVEN if at == 0 or "copy" in kind else UNEVEN[::-1]
         x, y = data(16)
         loss, beside = read(loss_fn(expected(x), y))
@@ -138,7 +138,7 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
         wrong += [] if (found.own, found.of_group) == (1, 0) else [f"{found.own} reductions"]
         for name, value in beside.items():
             if name == "rows" and kind != "sum":
-                value = value.split(list(rows))[copy_here()]  # of this copy alone
+                value = value.split(list(rows))[copy_here()]  # only this replica's rows
             wrong += [] if is_same(result.metrics[name], value) else [f"step {at}: {name}"]
     known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
     wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
@@ -146,17 +146,17 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_loss_metrics_and_gradients_are_those_of_the_whole_batch(kind: str) -> None:
+def test_replicas_loss_metrics_and_gradients_match_the_whole_batch(kind: str) -> None:
     assert ranks(4).run(of_the_whole_batch, kind, "zb-h1") == FINE
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
-def test_under_every_family_of_schedules(schedule: str) -> None:
+def test_replicas_under_every_schedule_family(schedule: str) -> None:
     assert ranks(4).run(of_the_whole_batch, "rows", schedule) == FINE
 
 
 class Adds(nn.Module):
-    """Adds a loss from inside."""
+    """A layer that adds an auxiliary loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         add_loss(x.square().mean())
@@ -178,15 +178,18 @@ def added(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rows", "ignored targets"])
-def test_what_layers_add_counts_by_rows(kind: str) -> None:
+def test_replicas_weight_auxiliary_losses_by_rows(kind: str) -> None:
     assert ranks(4).run(added, kind) == FINE
 
 
-# ---- steps that wait, ties, inputs, scalers -----------------------------------------------
+# ---- no_sync, tied weights, inputs, grad scalers ------------------------------------------
 
 
 def steps_that_wait(kind: str) -> list[str]:
-    """Each counts for its own rows, though they are reduced together. A tied weight is one."""
+    """Steps under no_sync count for their own rows, though they are reduced later.
+
+    A weight is tied.
+    """
     loss_fn, reduction, data = LOSSES[kind]
     expected = model(tied=True)
     pipe = pipe_of(model(tied=True), None, "zb-h1", loss_fn=loss_fn, reduction=reduction)
@@ -207,7 +210,7 @@ def steps_that_wait(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rows", "sum", "weights", "ignored targets"])
-def test_steps_that_wait_for_one_that_reduces(kind: str) -> None:
+def test_replicas_no_sync_steps_are_reduced_by_the_next_step(kind: str) -> None:
     assert ranks(4).run(steps_that_wait, kind) == FINE
 
 
@@ -227,7 +230,7 @@ def gradients_of_inputs(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rows", "weights"])
-def test_gradients_of_inputs_are_those_of_the_whole_loss(kind: str) -> None:
+def test_replicas_input_gradients_match_the_whole_loss(kind: str) -> None:
     assert ranks(4).run(gradients_of_inputs, kind) == FINE
 
 
@@ -244,7 +247,7 @@ class _Spoilt(torch.autograd.Function):
 
 
 class Spoils(nn.Module):
-    """Has a weight whose gradient is what you like, and harms no other."""
+    """A layer with a weight whose gradient can be set, without effect on other gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +260,7 @@ class Spoils(nn.Module):
 
 
 def spoiled() -> tuple[nn.Sequential, list[Spoils]]:
-    """One on each rank."""
+    """Return a model with one such layer on each rank."""
     layers, found = model(), [Spoils(), Spoils()]
     layers[1] = nn.Sequential(nn.ReLU(), found[0])
     layers[4] = nn.Sequential(nn.Tanh(), found[1])
@@ -265,7 +268,7 @@ def spoiled() -> tuple[nn.Sequential, list[Spoils]]:
 
 
 def scaled(wrap: str | None, where: int) -> list[str]:
-    """An overflow on one rank of one copy, then accumulation over two that have none."""
+    """Let one rank of one replica overflow, then accumulate two steps that do not."""
     (expected, known), (layers, own) = spoiled(), spoiled()
     pipe = pipe_of(layers, wrap, "zb-h1")
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
@@ -294,15 +297,17 @@ def scaled(wrap: str | None, where: int) -> list[str]:
 
 @pytest.mark.parametrize("where", [0, 3])
 @pytest.mark.parametrize("wrap", [None, "ddp", "fsdp"])
-def test_an_overflow_on_one_rank_is_one_on_all(wrap: str | None, where: int) -> None:
+def test_grad_scaler_overflow_on_one_rank_skips_the_step_on_all_replicas(
+    wrap: str | None, where: int
+) -> None:
     assert ranks(4).run(scaled, wrap, where) == FINE
 
 
-# ---- what the copies have in common -------------------------------------------------------
+# ---- state that replicas share ------------------------------------------------------------
 
 
 def begun_differently() -> list[str]:
-    """Parameters, buffers: those of the first copy."""
+    """Return the tensors that differ between replicas after different initializations."""
     torch.manual_seed(dist.get_rank())
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
     layers[1].register_buffer("drawn", torch.randn(3))
@@ -316,21 +321,21 @@ def begun_differently() -> list[str]:
         pipe.step(mine(x), target=mine(y))
     found: list[Any] = [None] * 4
     dist.all_gather_object(found, states)
-    twin = found[(dist.get_rank() + 2) % 4]
+    peer = found[(dist.get_rank() + 2) % 4]
     return [
         name
         for at, state in enumerate(states)
         for name, value in state.items()
-        if not torch.equal(value, twin[at][name])
+        if not torch.equal(value, peer[at][name])
     ]
 
 
-def test_copies_begin_alike() -> None:
+def test_replicas_start_with_the_state_of_the_first() -> None:
     assert ranks(4).run(begun_differently) == FINE
 
 
 def statistics() -> list[str]:
-    """As in DistributedDataParallel: before each step, those of the first copy."""
+    """Check the running statistics: before each step, those of the first replica, as in DDP."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     expected = nn.BatchNorm1d(6).double()
@@ -347,12 +352,12 @@ def statistics() -> list[str]:
     return [name for name, b in pipe.named_buffers() if not closely(b, theirs[name])]
 
 
-def test_buffers_are_those_of_the_first_copy_before_each_step() -> None:
+def test_replicas_take_buffers_of_the_first_before_each_step() -> None:
     assert ranks(4).run(statistics) == FINE
 
 
 def reduced_by_wrappers(wrap: str) -> list[str]:
-    """What reduces over the same processes is left to it; the rest, to the pipe."""
+    """Let wrappers reduce some modules over the same processes; the pipe reduces the rest."""
 
     def around(module: nn.Module, index: int) -> nn.Module:
         if wrap == "ddp, half" and index == 0:
@@ -382,12 +387,12 @@ def reduced_by_wrappers(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "ddp, half", "fsdp", "fsdp, blocks"])
-def test_what_stage_fn_reduces_is_not_reduced_again(wrap: str) -> None:
+def test_replicas_do_not_reduce_again_what_stage_fn_reduces(wrap: str) -> None:
     assert ranks(4).run(reduced_by_wrappers, wrap) == FINE
 
 
 def evaluated() -> list[str]:
-    """Under no_grad, a step's loss is that of all copies; a call is of this one alone."""
+    """Under no_grad, a step returns the loss of all replicas; `pipe(x)` concerns this one only."""
     expected, pipe = model(), pipe_of(model(), None, outputs="all")
     x, y = batch(16)
     with torch.no_grad():
@@ -401,12 +406,12 @@ def evaluated() -> list[str]:
     return wrong
 
 
-def test_evaluation() -> None:
+def test_replicas_evaluation_under_no_grad() -> None:
     assert ranks(4).run(evaluated) == FINE
 
 
 def the_other_way_round() -> list[str]:
-    """The order of the dims, a mesh of strange order, and data on the first rank alone."""
+    """Use another order of dims, an unusual order of ranks, and data on the first rank only."""
     wrong = []
     strange = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "pp"))
     turned = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pp", "dp"))
@@ -433,12 +438,12 @@ def the_other_way_round() -> list[str]:
     return wrong
 
 
-def test_meshes_of_other_orders() -> None:
+def test_replicas_on_meshes_with_other_dim_and_rank_orders() -> None:
     assert ranks(4).run(the_other_way_round) == FINE
 
 
 def three_dims() -> list[str]:
-    """Layers are split over a third dim, which is none of the pipe's: it averages over dp."""
+    """Split layers over a third dim that the pipe does not know; it averages over dp only."""
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
 
     def plan(module: nn.Module, _: int) -> nn.Module:
@@ -467,7 +472,7 @@ def three_dims() -> list[str]:
     return wrong + ([] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"])
 
 
-def test_two_dims_of_three() -> None:
+def test_replicas_on_two_dims_of_a_three_dim_mesh() -> None:
     assert ranks(4).run(three_dims) == FINE
 
 
@@ -475,7 +480,7 @@ def test_two_dims_of_three() -> None:
 
 
 def disagreeing() -> list[str]:
-    """Copies that are not alike: each error is raised on all four ranks."""
+    """Make replicas differ in several ways; each error is raised on all four ranks."""
     told = []
 
     def tell(act: Callable[[], object]) -> None:
@@ -501,13 +506,13 @@ def disagreeing() -> list[str]:
 
     def clipping() -> None:
         pipe.clip_grad_norm_(scale)
-        pipe.step(mine(x), target=mine(y))  # here the other copy hears of it
+        pipe.step(mine(x), target=mine(y))  # the other replica learns of the error in this step
 
     tell(clipping)
     return told
 
 
-def test_copies_that_disagree_are_told_how() -> None:
+def test_replicas_that_disagree_raise_an_error_that_says_how() -> None:
     for alike, scaler, waiting, metrics, clipped in ranks(4).run(disagreeing):
         assert "the copies disagree about the pipe" in alike
         assert "on copy 0; Head" in alike

@@ -1,4 +1,4 @@
-"""Checkpoints of copies: each tensor is written once, and read by any other arrangement."""
+"""Checkpoints of replicas: each tensor is written once, and any other arrangement can load it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVED = 2
 
 
 def arranged(copies: int, kind: str) -> tuple[Pipe, int]:
-    """A pipe over so many copies, all processes together; and which copy this is."""
+    """Return a pipe with this many replicas over all processes, and the index of this replica."""
     options: dict[str, Any] = {"chunks": 2, "loss_fn": nn.MSELoss()}
     layers = model(tied=kind == "own")
     if not dist.is_initialized():
@@ -74,7 +74,7 @@ def gone_on_with(folder: Path, copies: int, kind: str) -> tuple[list[Tensor], An
 
 
 def unsplit(tied: bool) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
-    """Losses, what there is when it is saved, and at the end."""
+    """Return the losses, the state at the time of the save, and the final state."""
     expected = model(tied)
     optimizer = AdamW(expected.parameters(), lr=0.05)
     losses, saved = [], {}
@@ -104,7 +104,7 @@ def check_written_once(folder: Path) -> None:
     starts = [(path, offset) for path, offset, _ in spans]
     assert len(starts) == len(set(starts))
     names = metadata.state_dict_metadata
-    kept = [name for name in names if "7.first." not in name]  # which is tied
+    kept = [name for name in names if "7.first." not in name]  # the tied weight
     pieces = sum(len(getattr(names[name], "chunks", [None])) for name in kept)
     assert len(spans) == pieces
 
@@ -112,7 +112,9 @@ def check_written_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "after"), [("own", 1), ("own", 4), ("own", 0), ("fsdp", 2), ("fsdp", 0)]
 )
-def test_written_once_and_read_by_others(kind: str, after: int, tmp_path: Path) -> None:
+def test_checkpoint_of_replicas_is_written_once_and_loads_into_other_arrangements(
+    kind: str, after: int, tmp_path: Path
+) -> None:
     losses, _, state = unsplit(tied=kind == "own")
     random = ranks(4).run(begun, tmp_path, 2, kind, after == 1)
     check_written_once(tmp_path)
@@ -132,7 +134,7 @@ def test_written_once_and_read_by_others(kind: str, after: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["own", "ddp"])
-def test_plain_pytorch_reads_what_copies_have_saved(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_of_replicas_can_be_read_by_plain_pytorch(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     from safetensors.torch import load_file
 
