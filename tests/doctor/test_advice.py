@@ -58,7 +58,7 @@ def with_version(name: str, version: str) -> dict[str, Any]:
 
 
 CASES = {
-    "well": (found({}, {}), []),
+    "nothing wrong": (found({}, {}), []),
     "a rank is missing": (
         found({}, {}, world_size=4),
         [
@@ -117,19 +117,19 @@ CASES = {
         found({}, with_version("python", "3.12.1")),
         ["look: python differs: 3.11 on rank 0, 3.12 on rank 1"],
     ),
-    "python differs a little": (found({}, with_version("python", "3.11.9")), []),
-    "one has no GPU": (
+    "python differs in the patch version": (found({}, with_version("python", "3.11.9")), []),
+    "one rank without a GPU": (
         found(GPU, {}),
         ["look: no GPU on rank 1: all ranks would compute on the CPU"],
     ),
-    "two share a GPU": (
+    "two ranks on one GPU": (
         found(GPU, GPU),
         [
             "look: ranks 0 and 1 share a GPU: NCCL refuses that, so a pipe computes on the CPU, "
             "unless it is given devices=[...]; start one rank for each GPU"
         ],
     ),
-    "a build for CPUs": (
+    "a CPU build of torch": (
         found(with_version("driver", "570.1")),
         ["look: rank 0: a has GPUs, and torch is a build for CPUs"],
     ),
@@ -153,14 +153,14 @@ CASES = {
         found({"disk": {"/home": FreeSpace(GIB // 4, 8 * GIB)}}),
         ["look: a has 0.25 GiB left on the disk of /home"],
     ),
-    "clocks": (
+    "clocks differ": (
         found({}, {}, {}, clock_offsets={1: (-3.21, 0.01), 2: (0.4, 0.01)}),
         [
             "look: the clock of rank 1 on b is 3.2 s behind rank 0's: logs will not line up; "
             "synchronise the hosts' clocks (chrony, ntpd)"
         ],
     ),
-    "a setting that costs": (
+    "a slow setting": (
         found(*[{"settings": {"NCCL_P2P_DISABLE": "1"}}] * 2),
         [
             "look: NCCL_P2P_DISABLE=1 on ranks 0 and 1 sends between GPUs through the host: unset "
