@@ -95,13 +95,13 @@ LOSSES: dict[str, tuple[Any, str | None, Callable[[int], tuple[Tensor, Tensor]]]
     "rows": (nn.functional.mse_loss, None, batch),
     "metrics": (with_metrics, None, batch),
     "sum": (summing, "sum", batch),
-    "a sum of PyTorch's": (nn.MSELoss(reduction="sum"), None, batch),
+    "a sum by PyTorch": (nn.MSELoss(reduction="sum"), None, batch),
     "ignored targets": (cross_entropy, None, classes),
-    "weights of classes": (by_class, None, classes),
-    "a copy without targets": (cross_entropy, None, none_for_one),
-    "weights of classes, a copy without targets": (by_class, None, none_for_one),
+    "class weights": (by_class, None, classes),
+    "a replica without targets": (cross_entropy, None, none_for_one),
+    "class weights, a replica without targets": (by_class, None, none_for_one),
     "weights": (weighted, None, batch),
-    "a copy without weights": (weighted, None, weightless_copy),
+    "a replica without weights": (weighted, None, weightless_copy),
 }
 
 
@@ -127,7 +127,7 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
     )
     wrong = []
     for at in range(2):  # the second step accumulates gradients, with the row counts swapped
-        rows = UNEVEN if at == 0 or "copy" in kind else UNEVEN[::-1]
+        rows = UNEVEN if at == 0 or "replica" in kind else UNEVEN[::-1]
         x, y = data(16)
         loss, beside = read(loss_fn(expected(x), y))
         loss.backward()
