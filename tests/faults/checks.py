@@ -26,18 +26,18 @@ def check_cause(
 
     Check that the errors are equal, that the processes failed, and that no thread was left.
     """
-    began = max(fate.told.get("fault", 0.0) for fate in fates)
+    began = max(fate.facts.get("fault", 0.0) for fate in fates)
     assert began
     texts = set()
     for survivor in ranks:
         fate = fates[survivor]
-        assert fate.told.get("error") == "RemoteError", (survivor, fate)
-        fields = fate.told["fields"]
+        assert fate.facts.get("error") == "RemoteError", (survivor, fate)
+        fields = fate.facts["fields"]
         assert (fields["kind"], fields["rank"]) == (kind, rank), (survivor, fate)
-        assert fate.told["now"] - began < within, (survivor, fate.told["now"] - began)
-        assert fate.told["threads"] == [], survivor
+        assert fate.facts["now"] - began < within, (survivor, fate.facts["now"] - began)
+        assert fate.facts["threads"] == [], survivor
         assert fate.code == 1, (survivor, fate)
-        texts.add(fate.told["text"])
+        texts.add(fate.facts["text"])
     assert len(texts) == 1, texts
     return str(texts.pop())
 

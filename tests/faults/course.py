@@ -71,16 +71,16 @@ class Trap:
     `began` is the time when it happened.
     """
 
-    def __init__(self, rank: int, fault: Fault, tell: Callable[..., None] | None = None) -> None:
-        self._rank, self.fault, self._tell = rank, fault, tell
+    def __init__(self, rank: int, fault: Fault, report: Callable[..., None] | None = None) -> None:
+        self._rank, self.fault, self._report = rank, fault, report
         self.step, self.began = 0, 0.0
 
     def __call__(self, place: str, microbatch: int = 1) -> None:
         here = self._rank, place, self.step, microbatch
         if here == (self.fault.rank, self.fault.place, 1, 1) and not self.began:
             self.began = time.monotonic()
-            if self._tell is not None:
-                self._tell(fault=self.began)
+            if self._report is not None:
+                self._report(fault=self.began)
             self.fault.fail()
 
 
@@ -175,7 +175,7 @@ def pipe_of(trap: Tripped, **options: Any) -> Pipe:
 
 def course(stage: Stage, fault: Fault, folder: Path) -> None:
     """Run the training on one rank."""
-    trap = Trap(stage.rank, fault, stage.tell)
+    trap = Trap(stage.rank, fault, stage.report)
     with_traps(trap)
     pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)

@@ -85,7 +85,7 @@ class At:
 
     def __call__(self, stage: Stage, place: str) -> None:
         if (stage.rank, place) == (self.rank, self.place):
-            stage.tell(fault=time.monotonic())
+            stage.report(fault=time.monotonic())
             self.fail()
 
 

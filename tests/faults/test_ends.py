@@ -58,7 +58,7 @@ def test_ctrl_c_on_one_rank_is_reported_by_its_peer(tmp_path: Path) -> None:
     for (place, rank), fates in perform_all(given).items():
         text = check_cause(fates, [1 - rank], "interrupted", rank, SOON)
         assert f"rank {rank} was interrupted by KeyboardInterrupt, in " in text
-        assert fates[rank].told["error"] == "KeyboardInterrupt"
+        assert fates[rank].facts["error"] == "KeyboardInterrupt"
         assert fates[rank].code == 128 + signal.SIGINT
         check_checkpoint(tmp_path / f"{place}-{rank}", fates)
 
@@ -70,7 +70,7 @@ def interrupted_together(stage: Stage, folder: Path) -> None:
     pipe.save(folder, extra=0)
     trap.step = 1
     x, target = batch(1)
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
     stage.interrupt_soon(range(stage.size), signal.SIGINT, 0.3)
     for _ in range(2):
         pipe.step(x, target=target)
@@ -78,9 +78,9 @@ def interrupted_together(stage: Stage, folder: Path) -> None:
 
 def test_ctrl_c_on_all_ranks_raises_keyboard_interrupt_everywhere(tmp_path: Path) -> None:
     fates = perform(3, interrupted_together, tmp_path)
-    assert [fate.told.get("error") for fate in fates] == ["KeyboardInterrupt"] * 3, fates
+    assert [fate.facts.get("error") for fate in fates] == ["KeyboardInterrupt"] * 3, fates
     assert [fate.code for fate in fates] == [128 + signal.SIGINT] * 3
-    assert all(fate.told["now"] - fate.told["fault"] < SOON for fate in fates)
+    assert all(fate.facts["now"] - fate.facts["fault"] < SOON for fate in fates)
 
 
 def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) ->
 
 def fails_in_building(stage: Stage, rank: int) -> None:
     if stage.rank == rank:
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
         raise Burst("no such file")
     pipe_of(no_trap)
 
@@ -119,12 +119,12 @@ def test_rank_that_fails_before_constructing_the_pipe(rank: int) -> None:
     fates = perform(3, fails_in_building, rank)
     text = check_cause(fates, [r for r in range(3) if r != rank], "died", rank, SOON)
     assert text.startswith(f"rank {rank} ended before it came to make the pipe")
-    assert fates[rank].told["error"] == "Burst"
+    assert fates[rank].facts["error"] == "Burst"
 
 
 def does_not_come(stage: Stage) -> None:
     patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 0.5).start()
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
     if stage.rank == 1:
         time.sleep(4)
     else:
@@ -142,7 +142,7 @@ def one_step_less(stage: Stage, rank: int) -> None:
     x, target = batch(1)
     for _ in range(2 if stage.rank != rank else 1):
         pipe.step(x, target=target)
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -154,7 +154,7 @@ def test_rank_that_leaves_one_step_early(rank: int) -> None:
 
 
 def tries_again(stage: Stage) -> None:
-    trap = Trap(stage.rank, Fault(1, "backward", kill), stage.tell)
+    trap = Trap(stage.rank, Fault(1, "backward", kill), stage.report)
     pipe = pipe_of(trap)
     x, target = batch(1)
     trap.step = 1
@@ -190,7 +190,7 @@ def test_hosts_with_different_restart_counts_can_connect() -> None:
 
 
 def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
-    trap = Trap(stage.rank, fault, stage.tell)
+    trap = Trap(stage.rank, fault, stage.report)
     with_traps(trap)
     pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)
@@ -254,13 +254,13 @@ def slow(stage: Stage, folder: Path) -> None:
     pipe.step(x, target=target)
     with patch.object(CheckpointWriter, "write_data", slowly):
         pipe.save(folder)
-    stage.tell(came=True)
+    stage.report(came=True)
     trap.fault, trap.began = Fault(1, "forward", stall), 0.0
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
     pipe.step(x, target=target)
 
 
 def test_slow_first_step_and_slow_save_are_not_stalls(tmp_path: Path) -> None:
     fates = perform(2, slow, tmp_path)
-    assert [fate.told.get("came") for fate in fates] == [True, True], fates
+    assert [fate.facts.get("came") for fate in fates] == [True, True], fates
     check_cause(fates, [0], "stalled", 1, HEARTBEAT + SOON)

@@ -63,7 +63,7 @@ def check_cell(place: str, rank: int, size: int, fates: list[Fate]) -> None:
     layers = tuple(map(str, range(rank * share, (rank + 1) * share)))
     action = f"{rank}{'B' if place == 'backward' else 'F'}1"
     for fate in fates:
-        fields = fate.told["fields"]
+        fields = fate.facts["fields"]
         found = fields["stage"], fields["layers"], fields["microbatch"], fields["action"]
         assert found == (rank, layers, 1, action)
 
@@ -79,7 +79,7 @@ def test_exception_on_one_rank_is_raised_on_all_ranks(place: str, tmp_path: Path
         assert "Burst: all wrong" in text
         if place in ("forward", "backward", "loss"):
             check_cell(place, rank, size, fates)
-        assert fates[rank].told["error" if place == "between" else "came_from"] == "Burst"
+        assert fates[rank].facts["error" if place == "between" else "came_from"] == "Burst"
 
 
 @each_place

@@ -63,7 +63,7 @@ class Stage(NamedTuple):
         if self.rank == ranks[0]:
             threading.Timer(after, send).start()
 
-    def tell(self, **facts: Any) -> None:
+    def report(self, **facts: Any) -> None:
         """Report facts to the test.
 
         Later values replace earlier ones. The time is added as `now`.
@@ -76,7 +76,7 @@ class Fate:
     """The fate of a rank: its exit code, the facts it reported, and what it wrote."""
 
     code: int | None  # None if it had to be killed because its time was over
-    told: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     written: str = ""
 
 
@@ -111,7 +111,7 @@ def perform(
             if fate.code is None:
                 process.kill()
                 process.join()
-            fate.told = _told(pipe)
+            fate.facts = _collect_facts(pipe)
             fate.written = (Path(folder) / f"{rank}.log").read_text()
             process.close()
         return fates
@@ -124,7 +124,7 @@ def perform_all(cases: Mapping[T, Sequence[Any]], at_once: int = 6) -> dict[T, l
     return {case: one.result() for case, one in begun.items()}
 
 
-def _told(pipe: Connection) -> dict[str, Any]:
+def _collect_facts(pipe: Connection) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         while pipe.poll():
@@ -171,11 +171,11 @@ def _play(
     code = 0
     try:
         function(stage, *arguments)
-        stage.tell(done=True, threads=_threads())
+        stage.report(done=True, threads=_threads())
     except BaseException as error:
-        _tell_of(stage, error)
+        _report_error(stage, error)
         code = _ended_by(error)
-    stage.tell(cpu=time.process_time())
+    stage.report(cpu=time.process_time())
     _end(code)
 
 
@@ -204,9 +204,9 @@ def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
 
 
-def _tell_of(stage: Stage, error: BaseException) -> None:
+def _report_error(stage: Stage, error: BaseException) -> None:
     names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
-    stage.tell(
+    stage.report(
         threads=_threads(),
         error=type(error).__name__,
         text=str(error),

@@ -44,9 +44,9 @@ from tests.faults.throwaway import Fate, Stage, perform, perform_all
 
 def same_cause(fates: list[Fate], ranks: list[int], kind: str, rank: int, within: float) -> str:
     """Check that these ranks raised the same RemoteError in time, and return its text."""
-    began = max(fate.told.get("fault", 0) for fate in fates)
+    began = max(fate.facts.get("fault", 0) for fate in fates)
     assert began
-    found = [fates[r].told for r in ranks]
+    found = [fates[r].facts for r in ranks]
     assert [facts.get("error") for facts in found] == ["RemoteError"] * len(ranks), fates
     assert {(facts["fields"]["kind"], facts["fields"]["rank"]) for facts in found} == {(kind, rank)}
     assert len({facts["text"] for facts in found}) == 1
@@ -110,12 +110,12 @@ def test_watchdog_raises_the_error_of_one_rank_on_every_rank(rank: int, hosted: 
     assert "Burst: all wrong" in text
     assert "in burst" in text  # part of the traceback
     assert "catch RemoteError on every rank" in text
-    fields = fates[0].told["fields"]
+    fields = fates[0].facts["fields"]
     assert (fields["stage"], fields["layers"]) == (1, ("a", "b"))
     assert (fields["microbatch"], fields["action"]) == (3, "1F3")
-    assert [fate.told["came_from"] == "Burst" for fate in fates] == [r == rank for r in range(3)]
+    assert [fate.facts["came_from"] == "Burst" for fate in fates] == [r == rank for r in range(3)]
     assert (
-        f"This is rank 2 of 3; it was {'in step 1' if rank != 2 else ''}" in fates[2].told["whole"]
+        f"This is rank 2 of 3; it was {'in step 1' if rank != 2 else ''}" in fates[2].facts["whole"]
     )
 
 
@@ -178,7 +178,7 @@ def leaves_early(stage: Stage, rank: int) -> None:
     step(watchdog, stage, 0)
     if stage.rank == rank:
         watchdog.close()
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
         time.sleep(3)  # alive, but done
     else:
         step(watchdog, stage, 1)
@@ -203,7 +203,7 @@ def interrupted(
     step(watchdog, stage, 0)
     stage.interrupt_soon(ranks, number, 0.8)
     if stage.rank in ranks:
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
     fail = partial(time.sleep, 2.5 if place == "forward" else 0)
     if place == "forward" or stage.rank in ranks:
         step(watchdog, stage, 1, At(0, "forward", fail))
@@ -216,16 +216,16 @@ def interrupted(
 def test_watchdog_ctrl_c_on_several_ranks_ends_all(place: str) -> None:
     ranks = [0, 1, 2] if place == "forward" else [0, 1]
     fates = perform(3, interrupted, ranks, place, signal.SIGINT)
-    assert [fates[r].told["error"] for r in ranks] == ["KeyboardInterrupt"] * len(ranks)
+    assert [fates[r].facts["error"] for r in ranks] == ["KeyboardInterrupt"] * len(ranks)
     assert all(fate.code not in (0, None) for fate in fates)
-    began = min(fates[r].told["fault"] for r in ranks)
-    assert all(fates[r].told["now"] - began < SOON for r in ranks)
-    assert place == "forward" or fates[2].told["fields"]["kind"] == "interrupted"
+    began = min(fates[r].facts["fault"] for r in ranks)
+    assert all(fates[r].facts["now"] - began < SOON for r in ranks)
+    assert place == "forward" or fates[2].facts["fields"]["kind"] == "interrupted"
 
 
 def test_watchdog_ctrl_c_on_one_rank_ends_all() -> None:
     fates = perform(2, interrupted, [0], "forward", signal.SIGINT)
-    assert fates[0].told["error"] == "KeyboardInterrupt"
+    assert fates[0].facts["error"] == "KeyboardInterrupt"
     text = same_cause(fates, [1], "interrupted", 0, within=SOON)
     assert "rank 0 was " in text
     assert "in step 1, at 0F1" in text
@@ -244,7 +244,7 @@ def receives_sigterm(stage: Stage) -> None:
     watchdog = watched(stage, heartbeat=20)
     if stage.rank == 0:
         threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
     else:
         time.sleep(6)
     step(watchdog, stage, 1)
@@ -263,7 +263,7 @@ def held_up(stage: Stage) -> None:
     watchdog = watched(stage)
     step(watchdog, stage, 0)
     if stage.rank == 0:
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
     else:
         ctypes.PyDLL(None).usleep(500_000)  # holds the GIL, so nothing else runs in this process
     step(watchdog, stage, 1, At(0, "agreement", burst))
@@ -285,13 +285,13 @@ def comes_through(stage: Stage) -> None:
             time.sleep(0.5)
         watchdog.mark_computing("its end")
     watchdog.mark_outside_call()
-    stage.tell(through=True)
+    stage.report(through=True)
     step(watchdog, stage, 1, At(0, "agreement", burst))
 
 
 def test_failure_in_the_next_call_lets_others_finish_the_current_one() -> None:
     fates = perform(2, comes_through)
-    assert [fate.told.get("through") for fate in fates] == [True, True]
+    assert [fate.facts.get("through") for fate in fates] == [True, True]
     same_cause(fates, [0, 1], "raised", 0, within=SOON)
 
 
@@ -330,17 +330,17 @@ def fails_as(rank: int) -> None:
 
 def test_simultaneous_failures_raise_the_same_error_on_all_ranks() -> None:
     fates = perform(3, all_at_once)
-    rank = fates[0].told["fields"]["rank"]
+    rank = fates[0].facts["fields"]["rank"]
     text = same_cause(fates, [0, 1, 2], "raised", rank, within=SOON)
     assert f"Burst: on {rank}" in text
-    assert [fate.told["came_from"] for fate in fates] == ["Burst"] * 3
+    assert [fate.facts["came_from"] for fate in fates] == ["Burst"] * 3
 
 
 def hears_between_steps(stage: Stage) -> None:
     watchdog = watched(stage)
     step(watchdog, stage, 0)
     if stage.rank == 1:
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
         step(watchdog, stage, 1, At(1, "agreement", burst))
     time.sleep(0.5)
     step(watchdog, stage, 1)
