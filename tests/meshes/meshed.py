@@ -74,12 +74,12 @@ def model(tied: bool = False) -> nn.Sequential:
 
 
 @cache
-def mesh(other: str = "dp", copies: int = 2) -> DeviceMesh:
-    size = copies, dist.get_world_size() // copies
+def mesh(other: str = "dp", replicas: int = 2) -> DeviceMesh:
+    size = replicas, dist.get_world_size() // replicas
     return init_device_mesh("cpu", size, mesh_dim_names=(other, "pp"))
 
 
-def copy_here() -> int:
+def replica_here() -> int:
     return mesh().get_local_rank("dp")
 
 

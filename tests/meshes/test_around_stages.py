@@ -16,11 +16,11 @@ from tests.meshes.meshed import (
     COMPILED,
     FAMILIES,
     WRAPS,
-    copy_here,
     counted,
     differing,
     model,
     pipe_of,
+    replica_here,
 )
 from tests.support import Fails, batch, closely
 
@@ -31,7 +31,7 @@ def parts(wrap: str, *tensors: Tensor) -> list[Tensor]:
     """Return this replica's part of the batch, or all of it under tensor parallelism."""
     if wrap == "tensor parallel":
         return list(tensors)
-    return [tensor.chunk(2)[copy_here()] for tensor in tensors]
+    return [tensor.chunk(2)[replica_here()] for tensor in tensors]
 
 
 def two_steps(wrap: str, families: tuple[str, ...]) -> list[str]:
@@ -126,7 +126,7 @@ def a_step_that_fails(wrap: str) -> list[str]:
     x, y = parts(wrap, *batch(16))
     broken.broken = False
     pipe.step(x, target=y)
-    broken.broken = copy_here() == 1
+    broken.broken = replica_here() == 1
     with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of copy 1, in st"):
         pipe.step(x, target=y)
     broken.broken = False

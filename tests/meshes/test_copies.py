@@ -24,12 +24,12 @@ from tests.distributed.ranks import ranks
 from tests.meshes.meshed import (
     FAMILIES,
     Block,
-    copy_here,
     counted,
     differing,
     mesh,
     model,
     pipe_of,
+    replica_here,
 )
 from tests.support import batch, closely
 
@@ -38,7 +38,7 @@ UNEVEN = (9, 7)  # rows of each replica
 
 
 def mine(tensor: Tensor, rows: Sequence[int] = UNEVEN) -> Tensor:
-    part: Tensor = tensor.split(list(rows))[copy_here()]
+    part: Tensor = tensor.split(list(rows))[replica_here()]
     return part
 
 
@@ -73,7 +73,7 @@ def weighted(output: Tensor, target: Tensor) -> dict[str, Any]:
     }
 
 
-def weightless_copy(rows: int) -> tuple[Tensor, Tensor]:
+def weightless_replica(rows: int) -> tuple[Tensor, Tensor]:
     x, y = batch(rows)
     y[UNEVEN[0] :, 0] = -1
     return x, y
@@ -101,7 +101,7 @@ LOSSES: dict[str, tuple[Any, str | None, Callable[[int], tuple[Tensor, Tensor]]]
     "a replica without targets": (cross_entropy, None, none_for_one),
     "class weights, a replica without targets": (by_class, None, none_for_one),
     "weights": (weighted, None, batch),
-    "a replica without weights": (weighted, None, weightless_copy),
+    "a replica without weights": (weighted, None, weightless_replica),
 }
 
 
@@ -138,7 +138,7 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
         wrong += [] if (found.own, found.of_group) == (1, 0) else [f"{found.own} reductions"]
         for name, value in beside.items():
             if name == "rows" and kind != "sum":
-                value = value.split(list(rows))[copy_here()]  # only this replica's rows
+                value = value.split(list(rows))[replica_here()]  # only this replica's rows
             wrong += [] if is_same(result.metrics[name], value) else [f"step {at}: {name}"]
     known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
     wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
@@ -281,7 +281,9 @@ def scaled(wrap: str | None, where: int) -> list[str]:
             mine_too = kind == "inf" and dist.get_rank() == where
             own[mesh().get_local_rank("pp")].gradient = inf if mine_too else 0.0
             scalers[0].scale(nn.functional.mse_loss(expected(x), y)).backward()
-            pipe.step(x.chunk(2)[copy_here()], target=y.chunk(2)[copy_here()], scaler=scalers[1])
+            pipe.step(
+                x.chunk(2)[replica_here()], target=y.chunk(2)[replica_here()], scaler=scalers[1]
+            )
         for scaler, optimizer in zip(scalers, optimizers, strict=True):
             scaler.step(optimizer)
             scaler.update()
@@ -346,8 +348,8 @@ def statistics() -> list[str]:
         if at < 2:
             expected(x.chunk(2)[0])
         else:
-            expected(x.chunk(2)[copy_here()])
-        pipe.step(x.chunk(2)[copy_here()], target=y.chunk(2)[copy_here()])
+            expected(x.chunk(2)[replica_here()])
+        pipe.step(x.chunk(2)[replica_here()], target=y.chunk(2)[replica_here()])
     theirs = dict(expected.named_buffers(prefix="0"))
     return [name for name, b in pipe.named_buffers() if not closely(b, theirs[name])]
 
@@ -401,7 +403,7 @@ def evaluated() -> list[str]:
         found = pipe.step(mine(x), target=mine(y), outputs=True)
         wrong = [] if closely(found.loss, loss) else ["the loss"]
         wrong += [] if closely(found.outputs, mine(output)) else ["outputs of a step"]
-        if copy_here() == 0:
+        if replica_here() == 0:
             wrong += [] if closely(pipe(mine(x)), mine(output)) else ["outputs"]
     return wrong
 
@@ -429,8 +431,8 @@ def the_other_way_round() -> list[str]:
         x, y = batch(16)
         loss = nn.functional.mse_loss(expected(x), y)
         loss.backward()
-        copy = pipe._engine.groups.topology.replica_index  # type: ignore[attr-defined]
-        rows = [part.split(list(UNEVEN))[copy] for part in (x, y)]
+        replica = pipe._engine.groups.topology.replica_index  # type: ignore[attr-defined]
+        rows = [part.split(list(UNEVEN))[replica] for part in (x, y)]
         first = pipe._engine.groups.rank == 0  # type: ignore[attr-defined]
         result = pipe.step(rows[0], target=rows[1]) if first else pipe.step()
         wrong += [f"{at}: {name}" for name in differing(pipe, expected)]
@@ -488,21 +490,21 @@ def disagreeing() -> list[str]:
             act()
         told.append(str(error.value))
 
-    copy = copy_here()
-    tell(lambda: pipe_of(model(tied=copy == 1), None))
+    replica = replica_here()
+    tell(lambda: pipe_of(model(tied=replica == 1), None))
     pipe = pipe_of(model(), None)
     x, y = batch(16)
-    scaler = torch.amp.GradScaler("cpu") if copy else None
+    scaler = torch.amp.GradScaler("cpu") if replica else None
     tell(lambda: pipe.step(mine(x), target=mine(y), scaler=scaler))
 
     def waiting() -> None:
-        with pipe.no_sync() if copy else nullcontext():
+        with pipe.no_sync() if replica else nullcontext():
             pipe.step(mine(x), target=mine(y))
 
     tell(waiting)
-    metrics = with_metrics if copy else weighted
+    metrics = with_metrics if replica else weighted
     tell(lambda: pipe.step(mine(x), target=mine(y), loss_fn=metrics))
-    scale = 0.5 if copy == 1 and mesh().get_local_rank("pp") == 1 else 1.0
+    scale = 0.5 if replica == 1 and mesh().get_local_rank("pp") == 1 else 1.0
 
     def clipping() -> None:
         pipe.clip_grad_norm_(scale)

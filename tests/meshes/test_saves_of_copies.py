@@ -25,13 +25,13 @@ STEPS = 5
 SAVED = 2
 
 
-def arranged(copies: int, kind: str) -> tuple[Pipe, int]:
+def arranged(replicas: int, kind: str) -> tuple[Pipe, int]:
     """Return a pipe with this many replicas over all processes, and the index of this replica."""
     options: dict[str, Any] = {"chunks": 2, "loss_fn": nn.MSELoss()}
     layers = model(tied=kind == "own")
     if not dist.is_initialized():
         return Pipe(layers, stages=1, devices=["cpu"], **options), 0
-    here = mesh(copies=copies)
+    here = mesh(replicas=replicas)
     pipe = (
         Pipe(layers, mesh=here, **options)
         if kind == "own"
@@ -40,10 +40,12 @@ def arranged(copies: int, kind: str) -> tuple[Pipe, int]:
     return pipe, here.get_local_rank("dp")
 
 
-def learned(pipe: Pipe, optimizer: Optimizer, steps: range, copies: int, copy: int) -> list[Tensor]:
+def learned(
+    pipe: Pipe, optimizer: Optimizer, steps: range, replicas: int, replica: int
+) -> list[Tensor]:
     losses = []
     for step in steps:
-        x, y = (part.roll(step, dims=0).chunk(copies)[copy] for part in batch(16))
+        x, y = (part.roll(step, dims=0).chunk(replicas)[replica] for part in batch(16))
         optimizer.zero_grad()
         losses.append(pipe.step(x, target=y).loss)
         optimizer.step()
@@ -54,22 +56,22 @@ def full(state: dict[str, Any]) -> dict[str, Any]:
     return {n: whole(v) if isinstance(v, Tensor) else v for n, v in state.items()}
 
 
-def begun(folder: Path, copies: int, kind: str, background: bool) -> Tensor:
-    pipe, copy = arranged(copies, kind)
+def begun(folder: Path, replicas: int, kind: str, background: bool) -> Tensor:
+    pipe, replica = arranged(replicas, kind)
     optimizer = AdamW(pipe.parameters(), lr=0.05)
-    learned(pipe, optimizer, range(SAVED), copies, copy)
-    torch.manual_seed(copy)
+    learned(pipe, optimizer, range(SAVED), replicas, replica)
+    torch.manual_seed(replica)
     pipe.save(folder, optimizer=optimizer, extra=SAVED, background=background).wait()
     pipe.export(folder / "model.safetensors")
     return torch.get_rng_state()
 
 
-def gone_on_with(folder: Path, copies: int, kind: str) -> tuple[list[Tensor], Any, Tensor]:
-    pipe, copy = arranged(copies, kind)
+def gone_on_with(folder: Path, replicas: int, kind: str) -> tuple[list[Tensor], Any, Tensor]:
+    pipe, replica = arranged(replicas, kind)
     optimizer = AdamW(pipe.parameters(), lr=0.5)
     step = pipe.load(folder, optimizer=optimizer)
     random = torch.get_rng_state()
-    losses = learned(pipe, optimizer, range(step, STEPS), copies, copy)
+    losses = learned(pipe, optimizer, range(step, STEPS), replicas, replica)
     return losses, full(state_of(pipe, optimizer)), random
 
 
@@ -128,9 +130,9 @@ def test_checkpoint_of_replicas_is_written_once_and_loads_into_other_arrangement
             torch.testing.assert_close(mine, losses[SAVED:], rtol=0, atol=1e-10)
         for name, value in held.items():
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-10)
-        copy = 0 if not after else rank * after // 4
-        if copy < 2:
-            assert torch.equal(drawn, random[2 * copy])
+        replica = 0 if not after else rank * after // 4
+        if replica < 2:
+            assert torch.equal(drawn, random[2 * replica])
 
 
 @pytest.mark.parametrize("kind", ["own", "ddp"])
