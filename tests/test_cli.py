@@ -167,21 +167,21 @@ def test_memory_that_suffices(run: Run) -> None:
 
 def test_memory_that_does_not_suffice(run: Run) -> None:
     assert refused(run("show gpipe -p 2 -m 8 --memory 2")).splitlines() == [
-        "gpipe does not fit in 2 micro-batches a rank:",
+        "gpipe does not fit in 2 micro-batches per rank:",
         "  rank 0, step 7: 0F7 brings live memory to 8, over 2",
         "  rank 1, step 7: 1F7 brings live memory to 8, over 2",
-        "What fits: naive, 1f1b, interleaved-zb, zb-h1, zb-v, v-half, v-min; or fit --memory M, "
-        "from M = 1 on",
+        "Schedules that fit: naive, 1f1b, interleaved-zb, zb-h1, zb-v, v-half, v-min; or fit "
+        "--memory M, with M >= 1",
     ]
 
 
 def test_memory_that_nothing_fits(run: Run) -> None:
     message = refused(run("show 1f1b -p 2 -m 2 --memory 0.5"))
-    assert message.endswith("What fits: nothing; or fit --memory M, from M = 1 on")
+    assert message.endswith("Schedules that fit: none; or fit --memory M, with M >= 1")
 
 
 def test_what_is_said_to_fit_fits(run: Run) -> None:
-    said = refused(run("show gpipe -p 4 -m 8 --memory 3")).split("What fits: ")[1]
+    said = refused(run("show gpipe -p 4 -m 8 --memory 3")).split("Schedules that fit: ")[1]
     names = said.split(";")[0].split(", ")
     assert names == ["naive", "v-half", "v-min"]
     for name in names:
@@ -344,7 +344,7 @@ def test_verify_takes_skips(run: Run, tmp_path: Path) -> None:
 def test_verify_takes_the_skips_of_a_program_from_its_edges(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("edges:\n0F0\n")
     assert refused(run("verify mine.txt --skip 0:1")) == (
-        "a program has its own edges: write the skip there, not as --skip"
+        "a program lists its own edges. Write the skip there instead of using --skip"
     )
 
 
@@ -388,7 +388,7 @@ def test_gallery_shows_every_schedule_and_saves_its_picture(run: Run, tmp_path: 
 # ---- what was asked wrongly ---------------------------------------------------------------
 
 SIZES = "must be at least 1"
-COST = "such as F=1,I=1,W=1,send=0; not"
+COST = "such as F=1,I=1,W=1,send=0, not"
 
 
 @pytest.mark.parametrize(
@@ -415,11 +415,11 @@ COST = "such as F=1,I=1,W=1,send=0; not"
         ),
         (
             "show 1f1b -p 2 -m 2 --skip x",
-            "--skip takes SRC:DST, two stages, such as 0:3; not 'x'",
+            "--skip takes two stages as SRC:DST, such as 0:3, not 'x'",
         ),
         (
             "show 1f1b -p 2 -m 2 --skip 0:1:2",
-            "--skip takes SRC:DST, two stages, such as 0:3; not '0:1:2'",
+            "--skip takes two stages as SRC:DST, such as 0:3, not '0:1:2'",
         ),
         (
             "show 1f1b -p 2 -m 2 --skip 1:0 --skip 0:5",
@@ -433,10 +433,10 @@ COST = "such as F=1,I=1,W=1,send=0; not"
         ("show fit -p 2 -m 2 --placement w", "--placement is loop or v, not 'w'"),
         (
             "show fit -p 2 -m 2 --placement v -v 3",
-            "a V has 2 stages a rank, not 3: use --stages-per-rank 2",
+            "--placement v needs --stages-per-rank 2, not 3",
         ),
-        ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: a name that ends in .svg is needed here"),
-        ("show 1f1b -p 2 -m 2 --png a", "a: a name that ends in .png is needed here"),
+        ("show 1f1b -p 2 -m 2 --svg a.png", "a.png: the file name must end in .svg"),
+        ("show 1f1b -p 2 -m 2 --png a", "a: the file name must end in .png"),
     ],
 )
 def test_what_was_asked_wrongly_is_told_in_one_message(run: Run, words: str, message: str) -> None:
@@ -554,9 +554,7 @@ def test_a_file_that_is_not_sound_is_not_shown(run: Run, tmp_path: Path) -> None
 
 
 def test_a_name_without_sizes_is_asked_for_them(run: Run) -> None:
-    assert refused(run("show zb-v")) == (
-        "how large? zb-v needs --ranks and --chunks, such as -p 4 -m 8"
-    )
+    assert refused(run("show zb-v")) == ("zb-v needs --ranks and --chunks, for example -p 4 -m 8")
 
 
 def test_fit_is_planned_for_recomputation_too(run: Run) -> None:
@@ -570,7 +568,7 @@ def test_fit_is_planned_for_recomputation_too(run: Run) -> None:
 def test_no_option_is_ignored_for_a_file(run: Run, tmp_path: Path) -> None:
     run(f"show 1f1b -p 2 -m 3 --save {tmp_path}/mine.txt")
     assert refused(run(f"show {tmp_path}/mine.txt --checkpoint always")) == (
-        "--checkpoint and --stages-per-rank are for named schedules"
+        "--checkpoint and --stages-per-rank apply to named schedules only"
     )
     assert refused(run(f"show {tmp_path}/mine.txt --memory 1")) == (
         "this schedule must not run:\n  rank 0, step 1: 0F1 brings live memory to 2, over 1"
@@ -680,17 +678,17 @@ def test_check_prints_json(run: Run, given: str) -> None:
     ("words", "message"),
     [
         ("no_such_module:make", "there is no module 'no_such_module'"),
-        ("GIVEN", "give MODULE:FACTORY, such as my_model:make, not 'GIVEN'"),
+        ("GIVEN", "expected MODULE:FACTORY, such as my_model:make, not 'GIVEN'"),
         (
             "GIVEN:nothing",
-            "GIVEN has no factory 'nothing': it is not there; it has layers, Across, ",
+            "GIVEN has no factory 'nothing', which is not defined. The module defines layers, ",
         ),
-        ("GIVEN:count", "GIVEN has no factory 'count': it is no function"),
+        ("GIVEN:count", "GIVEN has no factory 'count', which is not a function"),
         ("GIVEN:failing", "GIVEN:failing failed: KeyError: 'no data'"),
-        ("GIVEN:number", "a dict with 'model' and 'batch', not a int"),
+        ("GIVEN:number", "a dict with 'model' and 'batch', not an object of type int"),
         ("GIVEN:less", "a dict with 'model' and 'batch', not a dict with model"),
-        ("GIVEN:more", "returns a dict with optimizer: it may have model, batch, "),
-        ("GIVEN:strings", "the model is an nn.Module, not a str"),
+        ("GIVEN:more", "returns a dict with unknown keys: optimizer. It may have model, batch, "),
+        ("GIVEN:strings", "the model must be an nn.Module, not an object of type str"),
         ("GIVEN:narrow", "the unsplit model fails, so there is nothing to compare with: Runtime"),
         ("GIVEN:pair --schedules 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
         ("GIVEN:pair --stages 9", "9 stages"),

@@ -162,8 +162,11 @@ def test_other_schedules_and_sizes(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--devices cpu", "a pipeline has at least two devices: --devices cpu,cpu, not 'cpu'"),
-        ("--devices cpu,gpu7", "--devices takes names such as cpu,cpu; 'cpu,gpu7': "),
+        (
+            "--devices cpu",
+            "a pipeline needs at least two devices, such as --devices cpu,cpu, not 'cpu'",
+        ),
+        ("--devices cpu,gpu7", "--devices takes names such as cpu,cpu, not 'cpu,gpu7': "),
         ("--chunks 0", "chunks=0: each of these must be at least 1"),
         ("--schedule 1f2b", "there is no schedule '1f2b'; did you mean 1f1b?"),
         ("--schedule forward-only", "has no backwards"),

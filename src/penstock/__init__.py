@@ -1,7 +1,11 @@
 """Penstock: pipeline parallelism for PyTorch that computes what your model computes, and proves it.
 
-A schedule is a value: make one (`schedules`), write its messages in (`lower`), check it
-(`verify`), time it (`simulate`), draw it (`draw`).
+`Pipe` splits a model into stages and trains it. Everything else on this page helps to choose, check
+and understand what it does. A schedule is a value: generate one (`schedules`), add its messages
+(`lower`), check it (`verify`), simulate it (`simulate`), draw it (`draw`).
+
+Names that need torch are imported when they are first used, so `import penstock` takes a fraction
+of a second and works without torch.
 
 >>> import penstock
 >>> schedule = penstock.schedules.one_f_one_b(ranks=4, chunks=8)
@@ -127,7 +131,8 @@ __all__ = [
     "virtual_devices",
 ]
 
-# The names that need torch, each with the module that has it: loaded when first asked for.
+# The names that need torch, each with its module. `__getattr__` imports the module when the name is
+# first used.
 _ON_DEMAND = {
     "Chunk": "microbatch",
     "Memory": "runtime.memory",

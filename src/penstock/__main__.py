@@ -1,4 +1,7 @@
-"""`penstock`, and `python -m penstock`: the command line, if its libraries are there."""
+"""The entry point of `penstock` and `python -m penstock`, the command line.
+
+The command line needs typer and rich, which come with the extra `cli`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from penstock.errors import MissingExtra
 
 
 def main() -> None:
-    """The entry point; without the extra, one line that says how to get it."""
+    """Run the command line, or print how to install its libraries if they are missing."""
     if any(find_spec(library) is None for library in ("typer", "rich")):
         missing = MissingExtra("typer and rich", "cli", "the command line")
         print(f"penstock: {missing}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """The errors that Penstock raises on purpose.
 
     PenstockError
-    ├── ArgumentError          (ValueError)     an argument is invalid; the message says what would work
+    ├── ArgumentError          (ValueError)     an argument is invalid
     │   └── BatchShapeError    (RunError)       inputs cannot be split into the same micro-batches
     ├── PenstockTypeError      (TypeError)      an argument has the wrong type
     ├── RunError               (RuntimeError)   a pipe cannot continue; the message says why
@@ -14,8 +14,10 @@
     ├── Deadlock               (RuntimeError)   ranks of a schedule wait for each other for ever
     └── MissingExtra           (ImportError)    an optional library is not installed
 
-`CaptureError` is defined in `runtime/cuda_graph/capture_guard.py`, `Mismatch` in `checker/report.py` and
-`Deadlock` in `schedules/simulator.py`, next to the code that raises them.
+Each class also inherits from the built-in error in brackets, so `except ValueError` works, too.
+
+`CaptureError` is defined in `runtime/cuda_graph/capture_guard.py`, `Mismatch` in
+`checker/report.py` and `Deadlock` in `schedules/simulator.py`, next to the code that raises them.
 """
 
 from __future__ import annotations
@@ -27,49 +29,75 @@ from typing import Literal
 
 
 class PenstockError(Exception):
-    """The root of the tree above."""
+    """The base class of all errors that Penstock raises on purpose.
+
+    >>> import penstock
+    >>> try:
+    ...     penstock.schedules.one_f_one_b(ranks=0, chunks=1)
+    ... except penstock.PenstockError as error:
+    ...     print(type(error).__name__)
+    ArgumentError
+    """
 
 
 class ArgumentError(PenstockError, ValueError):
-    """What was asked for cannot be. The message says what would work."""
+    """Raised if an argument has an invalid value. The message says which values work."""
 
 
 class PenstockTypeError(PenstockError, TypeError):
-    """A value of the wrong kind."""
+    """Raised if an argument has the wrong type."""
 
 
 class RunError(PenstockError, RuntimeError):
-    """A pipe cannot go on."""
+    """Raised if a pipe cannot run or continue. The message says why and what to do."""
 
 
 class CutError(RunError):
-    """A model's forward cannot be cut into stages as it is."""
+    """Raised if the forward of a model cannot be cut into these stages."""
 
 
 @dataclass(frozen=True)
 class ErrorLocation:
-    """Where in a pipe an error was raised: a worker leaves it on the error, as `.whereabouts`."""
+    """The place in a pipe where an error was raised.
+
+    A worker attaches it to the error, as the attribute `whereabouts`.
+    """
 
     stage: int
     layers: tuple[str, ...]
     microbatch: int
     action: str
-    stage_label: str  # the stage, with its layers, for people
+    stage_label: str  # the stage with its layers, as text
 
     def __str__(self) -> str:
         return f"in {self.stage_label}, micro-batch {self.microbatch}, action {self.action}"
 
 
+#   raised       it raised an exception
+#   died         its process ended without a word, for example by a signal
+#   stalled      it is alive and makes no progress
+#   left         its program ended, or its pipe was dropped, while others wait for it
+#   disagreed    the ranks were about to do different things
+#   interrupted  it got Ctrl-C, SystemExit or SIGTERM
 FailureKind = Literal["raised", "died", "stalled", "left", "disagreed", "interrupted"]
 
 
 class RemoteError(RunError):
-    """A rank failed, and with it every rank of its pipe: each raises this, with the same text.
+    """Raised on every rank, with the same text, if one rank of a pipe over processes fails.
 
-    `kind` says what happened to `rank` (None: to none alone, as when they disagree) while it was
-    `doing` something. If it was in a stage, `stage`, `layers`, `microbatch` and
-    `action` say where. `traceback` is the text of the original error's. On the rank that
-    raised it, that error is the `__cause__` of this one.
+    On the rank that raised the original error, that error is the `__cause__` of this one.
+
+    Attributes:
+        message: The text without the original traceback.
+        kind: What happened: "raised", "died", "stalled", "left", "disagreed" or "interrupted".
+        rank: The rank that failed, or None if no single rank did.
+        doing: The call that the rank was in.
+        where: An `ErrorLocation` if the rank was computing a stage, otherwise None.
+        stage: The stage, or None.
+        layers: The names of the layers of the stage, or an empty tuple.
+        microbatch: The micro-batch, or None.
+        action: The action, such as "1F3", or None.
+        traceback: The text of the original traceback, or an empty string.
     """
 
     def __init__(
@@ -96,7 +124,7 @@ class RemoteError(RunError):
 
 
 class _ProblemListError(PenstockError, ValueError):
-    """Several problems under one headline, each also in `.problems`."""
+    """An error with a headline and a list of problems, which is also in `problems`."""
 
     def __init__(self, headline: str, problems: Sequence[str]) -> None:
         self.headline = headline
@@ -108,19 +136,36 @@ class _ProblemListError(PenstockError, ValueError):
 
 
 class BatchShapeError(_ProblemListError, ArgumentError, RunError):
-    """Inputs that cannot be cut alike. A RuntimeError, too: with PyTorch's pipes it was one."""
+    """Raised if inputs cannot be split into the same micro-batches.
+
+    It is also a RuntimeError, because PyTorch's old `Pipe` raised one.
+
+    Attributes:
+        headline: The first line of the message.
+        problems: One line for each input that does not fit.
+    """
 
 
 class FormatError(_ProblemListError):
-    """Text that is not a schedule."""
+    """Raised if a text is not a schedule.
+
+    Attributes:
+        headline: The first line of the message.
+        problems: One line for each problem, with its place in the text.
+    """
 
 
 class InvalidScheduleError(_ProblemListError):
-    """A schedule or program that must not run."""
+    """Raised if a schedule or program must not run: incomplete, out of order, or deadlocking.
+
+    Attributes:
+        headline: The first line of the message.
+        problems: One line for each problem.
+    """
 
 
 class MissingExtra(PenstockError, ImportError):
-    """An optional library is not installed."""
+    """Raised if an optional library is not installed. The message has the pip command."""
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
         self._init_args = (library, extra, purpose)

@@ -1,4 +1,8 @@
-"""`Pipe`: the object people touch."""
+"""`Pipe`: a model split into stages that run as a pipeline. The class that users construct.
+
+`Pipe` checks arguments and hands every call to an engine: `LocalEngine` if all ranks are in this
+process, `DistributedEngine` if each rank is a process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from penstock.model.placement import (
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
 from penstock.model.stage_wrapping import StageFn, wrap_stages
-from penstock.model.traced.units import UnitSelector as AskedUnits
+from penstock.model.traced.units import UnitSelector
 from penstock.runtime.distributed.call_setup import DataPolicy
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
 from penstock.runtime.distributed.session import DistributedEngine
@@ -62,6 +66,7 @@ from penstock.schedules.verify import require_sound
 from penstock.stage.compile_support import disable_compile
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.loss import LossFn
+from penstock.torch_compat import DDP_IGNORED_NAMES
 
 if TYPE_CHECKING:
     from penstock.checkpoint.local_state import OptimizerArgument
@@ -69,32 +74,65 @@ if TYPE_CHECKING:
 
 
 class Pipe(nn.Module):
-    """A model whose stages work on several devices at once, micro-batch by micro-batch.
+    """A model split into stages that run on several devices at once, micro-batch by micro-batch.
 
-    A Sequential is cut between its layers. Of any other module, each stage runs the forward, and of
-    that its part: it needs an example, to find out what that is.
+    A pipe computes what the unsplit model computes: the same outputs, loss and gradients. It keeps
+    the model's own parameters under their own names, so `pipe.parameters()` goes to an optimizer
+    and `pipe.state_dict()` equals that of the model.
 
-    chunks               micro-batches that a batch is cut into
-    checkpoint           which of them are recomputed: always, except_last, never
-    deferred_batch_norm  running statistics advance once a batch
-    stages, devices      how many stages, or the layers of each; a device for each rank. Without
-                         both, neighbours on one device are a stage of a Sequential
-    balance, example     cut by time, memory or parameters, as measured on the example, a batch
-    units, memory        of any other module: what a stage takes whole (a path, a class, a function
-                         of name and module); the bytes that each device may have
-    schedule             a name, a Schedule or a file; gpipe if left out
-    loss_fn, reduction   of `step`: loss_fn(output, target), mean or sum
-    runtime              threads; inline for a debugger; graph: each step is one launch, captured
-                         as a CUDA graph; auto: graph where that can be, else threads
-    stage_fn             stage_fn(module, index) gives what computes in the place of a stage's
-                         layers: the module in fully_shard, DistributedDataParallel, torch.compile
-    mesh, group          one dim of a DeviceMesh, or a ProcessGroup: each rank is a process, and
-                         holds its own stages alone. With the dims pp and dp, there are copies that
-                         train together. The rest is for that:
-    data                 given on all ranks, or on the first alone
-    outputs              on the last rank, or on all
-    shapes               of messages: learned in the first call with such inputs, or sent always
-    heartbeat            seconds after which a rank that does not come on is given up
+    An `nn.Sequential` is cut between its layers. Any other module needs an `example` batch. Its
+    forward is traced once, and each stage then runs only its part of that forward.
+
+    There are two ways to use a pipe:
+
+    - `pipe(x)` behaves like the model, and `loss.backward()` works.
+    - `pipe.step(x, target=y)` runs forward, loss and backward under any schedule.
+
+    Args:
+        module: The model. An `nn.Sequential`, or any other module together with `example`.
+        chunks: The number of micro-batches that a batch is split into.
+        checkpoint: Which micro-batches are recomputed in the backward instead of keeping their
+            activations: "always", "except_last" or "never".
+        deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of
+            once per micro-batch.
+        stages: The number of stages, or a list with the number of layers of each stage. Without
+            `stages` and `devices`, neighbouring layers on the same device form a stage.
+        devices: One device for each rank. Without it, ranks use the GPUs of the machine, or the
+            CPU if there are none.
+        schedule: The name of a schedule, such as "1f1b" or "zb-v", a `Schedule`, or the path of a
+            file with one. Defaults to "gpipe".
+        loss_fn: The loss of `step`, called as `loss_fn(output, target)`.
+        reduction: How the losses of the micro-batches are combined: "mean" or "sum". By default
+            that of `loss_fn`, or "mean".
+        runtime: "threads" runs each rank in a thread; "inline" runs everything in the caller's
+            thread, for debuggers; "graph" captures a whole step as a CUDA graph and launches it at
+            once; "auto" uses "graph" where it is possible, and "threads" elsewhere.
+        balance: What the cut balances: "time", "memory" or "parameters".
+        example: A batch: a tensor, a tuple of inputs, or a dict of inputs by name. It is used to
+            trace the model and to measure its layers.
+        units: For a traced model, the submodules that are never cut: a path, a class, a function
+            of name and module, or a list of these.
+        memory: For a traced model, the bytes that a device may use: one number, or one for each
+            rank.
+        stage_fn: Called as `stage_fn(module, index)` for each stage. It returns the module that
+            computes the stage, for example `module` wrapped in `fully_shard`,
+            `DistributedDataParallel` or `torch.compile`.
+        mesh: A `DeviceMesh`. Each rank is then a process, which holds its own stages only. A mesh
+            with the dims "pp" and "dp" makes several replicas that train together.
+        group: A `ProcessGroup` whose processes are the ranks, instead of `mesh`.
+        data: With processes, which ranks pass the batch: "all", or "first" for the first rank only.
+        outputs: With processes, which ranks receive outputs: "last", or "all".
+        shapes: With processes, whether shapes of messages are "learned" in the first call with
+            inputs of certain shapes, or "sent" with every message.
+        heartbeat: With processes, the seconds without progress after which a rank is considered
+            dead.
+
+    Raises:
+        ArgumentError: If an argument is invalid or arguments contradict each other.
+        PenstockTypeError: If an argument has the wrong type.
+        CutError: If the forward of a traced model cannot be cut into these stages.
+        InvalidScheduleError: If the schedule could deadlock or is incomplete.
+        RemoteError: With processes, if another rank fails.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
@@ -119,7 +157,7 @@ class Pipe(nn.Module):
         runtime: str = "threads",
         balance: str | None = None,
         example: Any = None,
-        units: AskedUnits = None,
+        units: UnitSelector = None,
         memory: float | Sequence[float] | None = None,
         stage_fn: StageFn | None = None,
         mesh: DeviceMesh | None = None,
@@ -130,12 +168,14 @@ class Pipe(nn.Module):
         heartbeat: float = 10.0,
     ) -> None:
         super().__init__()
-        standing = resolve_topology(mesh, group)
-        team = None if standing is None else open_process_groups(standing, devices, heartbeat)
+        topology = resolve_topology(mesh, group)
+        groups = None if topology is None else open_process_groups(topology, devices, heartbeat)
+        # Among processes, an error in the arguments of one rank must be raised on all of them, so
+        # even the checks run inside the guard.
         with (
             nullcontext("")
-            if team is None
-            else team.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as name
+            if groups is None
+            else groups.guarded_call("making the pipe", SLOW_CALL_TIMEOUT_FACTOR) as call_name
         ):
             check_model(module)
             check_chunks(chunks)
@@ -144,41 +184,53 @@ class Pipe(nn.Module):
             check_loss_fn(loss_fn)
             self.chunks, self.checkpoint = chunks, checkpoint
             self.reduction, self.runtime = reduction, runtime
-            self.__dict__["loss_fn"] = loss_fn  # not a child, if it is a module
+            # `nn.Module.__setattr__` would register a loss that is a module as a child.
+            self.__dict__["loss_fn"] = loss_fn
             if deferred_batch_norm:
                 module = DeferredStatsBatchNorm.convert_deferred_batch_norm(module)
-            asked = resolve_schedule(schedule)
-            wish = SplitRequest(stages, devices, balance, example, chunks, units, memory)
-            sharing = DataPolicy(data, outputs, shapes)
-            facts = {} if team is None else describe_layers(module)  # before stage_fn changes it
-            placed = place_model(
-                module, wish, asked, None if team is None else build_process_context(team)
+            requested_schedule = resolve_schedule(schedule)
+            split_request = SplitRequest(stages, devices, balance, example, chunks, units, memory)
+            data_policy = DataPolicy(data, outputs, shapes)
+            # The ranks compare the layers as they are before stage_fn changes them.
+            facts = {} if groups is None else describe_layers(module)
+            placed_partition = place_model(
+                module,
+                split_request,
+                requested_schedule,
+                None if groups is None else build_process_context(groups),
             )
-            arranged = self._prepare(placed, asked, stage_fn)
-            if team is None:
-                self._engine: Engine = LocalEngine(arranged)
+            prepared_pipe = self._prepare(placed_partition, requested_schedule, stage_fn)
+            if groups is None:
+                self._engine: Engine = LocalEngine(prepared_pipe)
             else:
                 facts |= {
                     "schedule": dumps(self._schedule_choice(chunks)),
                     "reduction": f"{reduction}",
                 }
                 check_same_pipe(
-                    team, name, self._get_call_options(), sharing, self._placed_partition, facts
+                    groups,
+                    call_name,
+                    self._get_call_options(),
+                    data_policy,
+                    self._placed_partition,
+                    facts,
                 )
-                sync_initial_state(team, self._placed_partition.tied_tensors, self._replicas)
-                self._engine = DistributedEngine(team, arranged, sharing)
+                sync_initial_state(groups, self._placed_partition.tied_tensors, self._replicas)
+                self._engine = DistributedEngine(groups, prepared_pipe, data_policy)
         self._enclosing_ddp = EnclosingDDP()
         self._pending_saves = PendingSave()
         self.training = module.training
-        # The children are the model's own, under their own names, whatever those are: from here on
-        # no attribute is set.
+        # The children of the pipe are the model's own, under the model's names. A child may be
+        # called "chunks" or "training", so no attribute is set from here on: it would replace it.
         self._modules.update(
             self._placed_partition.partition.children(self._placed_partition.local_stages)
         )
         self._placed_partition.partition.begin()
-        own = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+        # Parameters and buffers of the model itself, outside of any child. The dictionaries are
+        # shared with the model, so that both see later changes.
+        registries = ("_parameters", "_buffers", "_non_persistent_buffers_set")
         root = vars(self._placed_partition.partition.root(module))
-        self.__dict__.update((key, root[key]) for key in own)
+        self.__dict__.update((key, root[key]) for key in registries)
 
     def _prepare(
         self,
@@ -186,21 +238,21 @@ class Pipe(nn.Module):
         schedule: str | Schedule | None,
         stage_fn: StageFn | None,
     ) -> PreparedPipe:
-        """What runs, and in which order."""
-        here = [stage.index for stage in placed_partition.local_stages]
+        """Wrap the stages with `stage_fn`, build the schedule and verify it."""
+        local_indices = [stage.index for stage in placed_partition.local_stages]
         self._placed_partition = replace(
             placed_partition,
             partition=wrap_stages(
-                placed_partition.partition, stage_fn, here, placed_partition.tied_tensors
+                placed_partition.partition, stage_fn, local_indices, placed_partition.tied_tensors
             ),
         )
         graph = self._placed_partition.partition.graph
         self._schedule_choice = build_schedule_factory(
             schedule, self._placed_partition.placement, self.chunks, graph
         )
-        made = self._schedule_choice(self.chunks)
-        check_has_backward(made, self._schedule_choice.name)
-        require_sound(made, graph)
+        first_schedule = self._schedule_choice(self.chunks)
+        check_has_backward(first_schedule, self._schedule_choice.name)
+        require_sound(first_schedule, graph)
         self._replicas = Replicas(self._placed_partition.partition.computing())
         return PreparedPipe(
             self._placed_partition,
@@ -214,15 +266,37 @@ class Pipe(nn.Module):
             self.chunks, self.checkpoint, self.training, self.runtime, self.reduction
         )
 
-    # ---- the two doors --------------------------------------------------------------------
+    # ---- training and inference -----------------------------------------------------------
 
     @disable_compile
-    def forward(self, *inputs: Any, **side: Any) -> Any:
-        """What the model computes of a batch; `loss.backward()` runs the backwards.
+    def forward(self, *inputs: Any, **keyword_inputs: Any) -> Any:
+        """Return the output of the model for a batch. `loss.backward()` runs the backwards.
 
-        Inputs by name go to every layer whose forward names them.
+        The batch is split into `chunks` micro-batches and the outputs are put together again. All
+        forwards run before the first backward, whatever the schedule is. To train under another
+        order, use `step`.
+
+        Args:
+            *inputs: The inputs of the model, on the device of the first stage. Tensors are split
+                along dim 0; see `Chunk` and `NoChunk` for others.
+            **keyword_inputs: Inputs by name. In a Sequential they go to every layer whose forward
+                has a parameter of that name.
+
+        Returns:
+            The output for the whole batch, on the device of the last stage. With processes, None on
+            ranks that receive no outputs.
+
+        Raises:
+            BatchShapeError: If the inputs cannot be split into the same micro-batches.
+            RunError: If the pipe cannot run, for example with gradients over several processes.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
+        >>> pipe(torch.ones(6, 4)).sum().backward()
+        >>> pipe[0].weight.grad.shape
+        torch.Size([8, 4])
         """
-        return self._engine.forward(self._get_call_options(), Batch(inputs, side))
+        return self._engine.forward(self._get_call_options(), Batch(inputs, keyword_inputs))
 
     @disable_compile
     def step(
@@ -233,34 +307,61 @@ class Pipe(nn.Module):
         loss_fn: LossFn | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        **side: Any,
+        **keyword_inputs: Any,
     ) -> StepResult:
-        """Forward, loss and backward of a batch under the schedule; adds to `.grad`.
+        """Run forward, loss and backward of a batch under the schedule, and add to `.grad`.
 
-        The loss is `loss_fn(output, target)` of each micro-batch, and their mean (or their sum).
-        It may come with a weight, as a tuple, or with a weight and metrics, as a dict. Under
-        `torch.no_grad()` there is no backward. With `outputs`, the result has them. A `scaler`
-        scales the gradients, and not the loss. An `optimizer` takes its step, too: in a captured
-        step, in the same launch. Without a `loss_fn` the loss is the model's own, and `target` an
-        input of its forward, if that names it.
+        The loss of the step is the mean (or the sum) of `loss_fn(output, target)` over the
+        micro-batches. `loss_fn` returns a scalar tensor, or a tuple `(loss, weight)`, or a dict
+        with "loss", perhaps "weight", and metrics under other names. Without weights, a mean counts
+        the micro-batches by their rows.
+
+        Under `torch.no_grad()` there is no backward and `.grad` stays as it is.
+
+        Args:
+            *inputs: The inputs of the model, as for `pipe(x)`.
+            target: The target, split like the inputs and moved to the last stage. Without a
+                `loss_fn`, it is the model's own input of that name, if it has one.
+            outputs: Whether the result has the outputs of the model.
+            loss_fn: A loss for this step, in the place of the pipe's. Without any, the model
+                computes the loss itself.
+            scaler: A GradScaler. It scales the gradients, not the loss of the result.
+            optimizer: An optimizer whose `step()` is called after the backwards. With
+                `runtime="graph"` it becomes part of the captured step.
+            **keyword_inputs: Inputs by name, as for `pipe(x)`.
+
+        Returns:
+            A `StepResult` with the loss, outputs, metrics and the measured timeline.
+
+        Raises:
+            BatchShapeError: If the inputs cannot be split into the same micro-batches.
+            ArgumentError: If `optimizer` cannot be used here.
+            RunError: If the pipe cannot run the step.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"], schedule="1f1b")
+        >>> x, y = torch.ones(6, 4), torch.zeros(6, 2)
+        >>> result = pipe.step(x, target=y, loss_fn=nn.MSELoss())
+        >>> result.loss.shape, pipe[0].weight.grad.shape
+        (torch.Size([]), torch.Size([8, 4]))
         """
         self._enclosing_ddp.check_step_allowed()
         check_loss_fn(loss_fn)
-        lesson = StepRequest(loss_fn or self.loss_fn, outputs, scaler, optimizer)
-        lesson.validate()
+        request = StepRequest(loss_fn or self.loss_fn, outputs, scaler, optimizer)
+        request.validate()
         return self._engine.step(
-            self._get_call_options(), self._build_batch(inputs, side, target, lesson), lesson
+            self._get_call_options(),
+            self._build_batch(inputs, keyword_inputs, target, request),
+            request,
         )
 
     def _build_batch(
         self, inputs: Any, keyword_inputs: dict[str, Any], target: Any, request: StepRequest
     ) -> Batch:
         targets = () if target is None else (target,)
+        # A model that computes its own loss may have an input called "target".
         if targets and request.loss_fn is None and self._placed_partition.partition.takes("target"):
-            keyword_inputs, targets = (
-                {**keyword_inputs, "target": target},
-                (),
-            )  # the model's own input of that name
+            keyword_inputs, targets = {**keyword_inputs, "target": target}, ()
         return Batch(inputs, keyword_inputs, targets, uses_model_loss=request.loss_fn is None)
 
     def clip_grad_norm_(
@@ -270,39 +371,112 @@ class Pipe(nn.Module):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip by the norm over all stages, a tied parameter once; gives the norm before."""
-        how = ClipGradOptions(norm_type, error_if_nonfinite, foreach)
-        return self._engine.clip_grad_norm(list(self.parameters()), max_norm, how)
+        """Clip the gradients by their norm over all stages and ranks.
+
+        `nn.utils.clip_grad_norm_` on each rank would use the norm of that rank's stages only. A
+        tied parameter counts once. With processes, every rank calls this.
+
+        Args:
+            max_norm: The largest norm that the gradients may have afterwards.
+            norm_type: The order of the norm; `inf` is allowed.
+            error_if_nonfinite: Raise if the norm is NaN or infinite.
+            foreach: Passed on to PyTorch's functions.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            RunError: If `error_if_nonfinite` is set and the norm is not finite.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"])
+        >>> pipe(torch.ones(6, 4)).sum().backward()
+        >>> norm = pipe.clip_grad_norm_(1.0)
+        >>> bool(torch.isclose(pipe.clip_grad_norm_(1.0), torch.tensor(1.0)))
+        True
+        """
+        options = ClipGradOptions(norm_type, error_if_nonfinite, foreach)
+        return self._engine.clip_grad_norm(list(self.parameters()), max_norm, options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, steps do not reduce the gradients of replicas: the first one after it does."""
-        before, self._replicas.sync_enabled = self._replicas.sync_enabled, False
+        """Keep steps in the context from reducing the gradients of replicas.
+
+        The gradients are accumulated, and the first step after the context reduces all of them.
+        Without replicas it has no effect.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, stages=2, devices=["cpu", "cpu"], loss_fn=nn.MSELoss())
+        >>> x, y = torch.ones(6, 4), torch.zeros(6, 2)
+        >>> with pipe.no_sync():
+        ...     result = pipe.step(x, target=y)
+        >>> result = pipe.step(x, target=y)  # with replicas, this one reduces
+        """
+        sync_enabled, self._replicas.sync_enabled = self._replicas.sync_enabled, False
         try:
             yield
         finally:
-            self._replicas.sync_enabled = before
+            self._replicas.sync_enabled = sync_enabled
 
     def forecast(self, cost: Cost | None = None) -> Timeline:
-        """The timeline of a training step on paper: with the costs of the last step, if any."""
+        """Simulate a training step.
+
+        Args:
+            cost: The seconds and bytes of each action. By default the measured costs of the last
+                step; before the first step, equal costs for all stages.
+
+        Returns:
+            The simulated timeline.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=8, checkpoint="never", stages=2, devices=["cpu", "cpu"])
+        >>> f"{pipe.forecast().bubble:.1%} idle"
+        '11.1% idle'
+        """
         return self._engine.forecast(self._get_call_options(), cost)
 
     @disable_compile
     def memory(
-        self, *inputs: Any, target: Any = None, loss_fn: LossFn | None = None, **side: Any
+        self, *inputs: Any, target: Any = None, loss_fn: LossFn | None = None, **keyword_inputs: Any
     ) -> Memory:
-        """The bytes alive on each rank over the actions of a step, beside the forecast's.
+        """Measure the bytes alive on each rank during a step.
 
-        Two steps are taken in the caller's thread to find out, and leave no trace: gradients,
-        buffers, attributes, inputs and random states stay as they are.
+        Two steps run in the caller's thread, and their effects are undone: gradients, buffers,
+        attributes, inputs and random states stay as they are.
+
+        Args:
+            *inputs: The inputs of the model, as for `step`.
+            target: The target, as for `step`.
+            loss_fn: The loss, as for `step`.
+            **keyword_inputs: Inputs by name, as for `step`.
+
+        Returns:
+            A `Memory` with the measured and the forecast bytes.
+
+        Raises:
+            RunError: If ranks are processes, or a stage is wrapped for data parallelism.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"], loss_fn=nn.MSELoss())
+        >>> len(pipe.memory(torch.ones(6, 4), target=torch.zeros(6, 2)).peak)
+        2
         """
         check_loss_fn(loss_fn)
-        lesson = StepRequest(loss_fn or self.loss_fn, return_outputs=False, scaler=None)
-        batch = self._build_batch(inputs, side, target, lesson)
-        return self._engine.measure_memory(self._get_call_options(), batch, lesson)
+        request = StepRequest(loss_fn or self.loss_fn, return_outputs=False, scaler=None)
+        batch = self._build_batch(inputs, keyword_inputs, target, request)
+        return self._engine.measure_memory(self._get_call_options(), batch, request)
 
     def summary(self) -> str:
-        """What each stage has, takes and gives; the slowest, and a line of advice."""
+        """Describe the stages: their layers, parameters and messages, and the slowest one.
+
+        Returns:
+            A table as text, with a line of advice.
+
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, stages=2, devices=["cpu", "cpu"])
+        >>> "2 stages" in pipe.summary()
+        True
+        """
         return str(self._placed_partition.partition)
 
     # ---- checkpoints ----------------------------------------------------------------------
@@ -314,11 +488,34 @@ class Pipe(nn.Module):
         extra: Any = None,
         background: bool = False,
     ) -> SaveHandle:
-        """Write a checkpoint that counts only when it is whole, and replaces the one before.
+        """Write a checkpoint that any pipe of the same model can load, however it is split.
 
-        Parameters, buffers and the optimizers' state, by the names of the unsplit model, and the
-        generator of random numbers; `extra` is given back by `load`. In the background, training
-        may go on at once: the next save, or `wait` of what this returns, waits for it.
+        It has parameters, buffers and optimizer states under the names of the unsplit model, and
+        the state of the random generator. The new checkpoint replaces the last one only when it is
+        complete. With processes, every rank calls this.
+
+        Args:
+            folder: The folder of the checkpoints of a run.
+            optimizer: An optimizer, or several, whose state is saved.
+            extra: Numbers, strings, tensors, and lists and dicts of them, which `load` returns.
+            background: Write in a background thread, so that training can go on at once. The next
+                save waits for it.
+
+        Returns:
+            A handle whose `wait()` waits until the checkpoint is written.
+
+        Raises:
+            ArgumentError: If an optimizer has parameters that are not the pipe's.
+            PenstockTypeError: If `optimizer` or `extra` has the wrong type.
+            RemoteError: If a rank fails to write.
+
+        >>> import tempfile
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, stages=2, devices=["cpu", "cpu"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pipe.save(folder, extra={"epoch": 3})
+        ...     pipe.load(folder)
+        {'epoch': 3}
         """
         with self._engine.guard_call(
             "saving", folder=Path(folder).absolute(), background=background
@@ -326,35 +523,76 @@ class Pipe(nn.Module):
             return self._build_saver().save(folder, optimizer, extra, background)
 
     def load(self, path: PathLike, optimizer: OptimizerArgument = None) -> Any:
-        """Read a checkpoint, however it was split; gives its `extra`.
+        """Read a checkpoint, however the model was split when it was saved.
 
-        `path` is a folder of `save`, `save_pretrained` or torch.distributed.checkpoint, or a
-        .safetensors file or its index. With optimizers, random numbers go on where they were, too.
+        Args:
+            path: A folder of `save`, `save_pretrained` or torch.distributed.checkpoint, a
+                .safetensors file, or the index of several.
+            optimizer: An optimizer, or several, whose state is read. The state of the random
+                generator is then restored, too.
+
+        Returns:
+            The `extra` that was given to `save`, or None.
+
+        Raises:
+            ArgumentError: If the checkpoint does not exist or belongs to another model.
+
+        See `save` for an example.
         """
         with self._engine.guard_call("loading", path=Path(path).absolute()):
             return self._build_saver().load(path, optimizer)
 
     def export(self, file: PathLike) -> Path:
-        """Write parameters and buffers to one .safetensors file."""
+        """Write parameters and buffers to one .safetensors file, under the model's names.
+
+        Args:
+            file: The file to write. Its name ends in .safetensors.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ArgumentError: If the name does not end in .safetensors.
+
+        >>> import tempfile
+        >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> pipe = Pipe(layers, stages=2, devices=["cpu", "cpu"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pipe.export(f"{folder}/model.safetensors").name
+        'model.safetensors'
+        """
         with self._engine.guard_call("exporting", file=Path(file).absolute()):
             return self._build_saver().export(file)
 
     def save_pretrained(self, folder: PathLike) -> Path:
-        """Write what `from_pretrained` reads: of a model of transformers, or adapters of peft."""
+        """Write a folder that `from_pretrained` of transformers or peft can read.
+
+        Args:
+            folder: The folder to write.
+
+        Returns:
+            The path of the folder.
+
+        Raises:
+            PenstockTypeError: If the model is not one of transformers or peft.
+        """
         with self._engine.guard_call("saving", folder=Path(folder).absolute()):
             return self._build_saver().save_pretrained(folder)
 
     def _build_saver(self) -> Saver:
-        from penstock.checkpoint.saver import build_saver  # its import takes a second
+        # Importing torch.distributed.checkpoint takes a second, so it waits for the first save.
+        from penstock.checkpoint.saver import build_saver
 
         return build_saver(
             self, self._placed_partition, self._engine.get_checkpoint_peers(), self._pending_saves
         )
 
-    # ---- a module like any other ----------------------------------------------------------
+    # ---- nn.Module ------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        if name == "_ddp_params_and_buffers_to_ignore":  # DDP asks it of the module that it wraps
+        # DistributedDataParallel reads this attribute of the module that it wraps. There is no
+        # other way for a module to learn that it is being wrapped.
+        if name == DDP_IGNORED_NAMES:
             self._enclosing_ddp.is_wrapped = True
         return super().__getattr__(name)
 
@@ -364,12 +602,21 @@ class Pipe(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.children())
 
-    def __getitem__(self, at: int | slice) -> Any:
-        layers = list(self)[at]
+    def __getitem__(self, index: int | slice) -> Any:
+        layers = list(self)[index]
         return nn.Sequential(*layers) if isinstance(layers, list) else layers
 
     def side_names(self, first: bool) -> frozenset[str]:
-        """The inputs by name that its layers take."""
+        """Return the names of the keyword inputs that the layers take.
+
+        A pipe may be a layer of another pipe, which then passes these inputs on.
+
+        Args:
+            first: Whether the pipe is the first layer, which takes positional inputs, too.
+
+        Returns:
+            The names.
+        """
         return frozenset().union(*find_side_names_per_layer(self, first))
 
     def __repr__(self) -> str:
@@ -381,27 +628,49 @@ class Pipe(nn.Module):
         )
 
     def train(self, mode: bool = True) -> Pipe:
-        """Also what is around the stages."""
+        """Set training mode for all layers, and for the modules around the stages.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            The pipe.
+        """
         super().train(mode)
         for module in self._placed_partition.partition.around:
             module.training = mode
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Casting only: the stages stay where they are."""
+        """Cast parameters and buffers. The stages stay on their devices.
+
+        Args:
+            *args: The arguments of `nn.Module.to`, without a device.
+            **kwargs: The same by name.
+
+        Returns:
+            The pipe.
+
+        Raises:
+            PenstockTypeError: If a device is given.
+
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), devices=["cpu"])
+        >>> pipe.to(torch.float64)[0].weight.dtype
+        torch.float64
+        """
         check_no_device_argument(args, kwargs)
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Pipe:
-        """Denied."""
+        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
         raise build_move_error()
 
     def cpu(self) -> Pipe:
-        """Denied."""
+        """Raise a PenstockTypeError: the stages of a pipe stay on their devices."""
         raise build_move_error()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
-        """What every other conversion comes to, also that of a module with the pipe in it."""
+        """Apply a conversion such as `half()`, also if a module around the pipe was converted."""
         check_keeps_device(fn, self._placed_partition.devices.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._placed_partition.partition.refresh(fn)

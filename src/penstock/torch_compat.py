@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import module as _torch_module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -151,9 +153,13 @@ def mark_as_not_compilable(function: Any) -> None:
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
+# The class of autograd nodes that are written in Python, as a `torch.autograd.Function`.
+PythonNode: type = torch._C._FunctionBase
+
+
 def is_python_node(grad_fn: Any) -> bool:
     """Return whether an autograd node was written in Python, as a `torch.autograd.Function`."""
-    return isinstance(grad_fn, torch._C._FunctionBase)
+    return isinstance(grad_fn, PythonNode)
 
 
 def keeps_graph() -> bool:
@@ -167,6 +173,13 @@ def keeps_graph() -> bool:
 def is_in_backward() -> bool:
     """Return whether this thread is running a node of a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+# PyTorch's own functions behind `get_saved_tensor_hooks` and `is_functorch_active`, for code that
+# runs for each operation. The first one is called with True: with False, PyTorch hides the hooks
+# while it traces.
+top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+peek_functorch_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def get_saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -184,9 +197,9 @@ def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
     return hooks is not None and sys.modules.get(hooks[0].__module__) is _torch_checkpoint
 
 
-def is_torch_checkpoint_frame(frame: Any) -> bool:
-    """Return whether a stack frame runs code of `torch.utils.checkpoint`."""
-    return frame.f_globals is _torch_checkpoint.__dict__
+# The `f_globals` of stack frames that run code of `torch.utils.checkpoint`. A walk of the stack
+# compares it with each frame; a function call per frame would double the time of the walk.
+TORCH_CHECKPOINT_GLOBALS: dict[str, Any] = _torch_checkpoint.__dict__
 
 
 def is_autograd_multithreaded() -> bool:
@@ -197,9 +210,8 @@ def is_autograd_multithreaded() -> bool:
     return torch._C._is_multithreading_enabled()
 
 
-def is_any_autocast_enabled() -> bool:
-    """Return whether autocast is on for any type of device."""
-    return torch._C._is_any_autocast_enabled()
+# Whether autocast is on for any type of device. It is called for each operation.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def is_functorch_active() -> bool:
@@ -207,18 +219,20 @@ def is_functorch_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def get_saved_setting(grad_fn: Any, name: str) -> Any:
-    """Return what an autograd node saved under a name, such as the stride of a convolution."""
-    return getattr(grad_fn, f"_saved_{name}")
+def make_saved_settings_reader(*names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads what an autograd node saved under these names.
+
+    An example is the stride of a convolution. There is no public way to read these settings.
+    """
+    return attrgetter(*(f"_saved_{name}" for name in names))
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
-def get_schema_arguments(operator: Any) -> Sequence[Any]:
-    """Return the arguments of an ATen operator, with their names and default values."""
-    arguments: Sequence[Any] = operator._schema.arguments
-    return arguments
+# From an ATen operator to its arguments, with their names and default values. It is called for each
+# random operation.
+get_schema_arguments: Callable[[Any], Sequence[Any]] = attrgetter("_schema.arguments")
 
 
 PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
@@ -279,6 +293,10 @@ def get_generator_address(generator: torch.Generator) -> int:
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+# The context itself, for code that runs for each operation: see `without_torch_function`.
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+
+
 def without_torch_function() -> AbstractContextManager[object]:
     """Keep function modes and subclasses from seeing what is called in the context."""
     context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
@@ -290,9 +308,28 @@ def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any
     return Tensor._make_wrapper_subclass(cls, size, **options)
 
 
-def mark_as_parameter(tensor: Tensor, is_parameter: bool = True) -> None:
-    """Let `isinstance(tensor, nn.Parameter)` say so for a tensor of another class."""
+def mark_as_parameter(tensor: Tensor | type[Tensor], is_parameter: bool = True) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` say so for a tensor, or for a subclass of Tensor."""
     tensor._is_param = is_parameter
+
+
+# ---- hooks on all modules ------------------------------------------------------------------------
+
+_GLOBAL_HOOK_TABLES = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def get_global_hook_ids() -> list[tuple[int, ...]]:
+    """Return the ids of the hooks that are registered for all modules, one tuple per kind of hook.
+
+    `torch.nn.modules.module.register_module_forward_hook` and its relatives add them, and nothing
+    public lists them.
+    """
+    return [tuple(vars(_torch_module)[name]) for name in _GLOBAL_HOOK_TABLES]
 
 
 # ---- modes ---------------------------------------------------------------------------------------
@@ -343,24 +380,15 @@ def get_dispatch_modes() -> Sequence[TorchDispatchMode]:
     return modes
 
 
-def get_innermost_dispatch_mode() -> TorchDispatchMode | None:
-    """Return the innermost dispatch mode of this thread, or None."""
-    mode: TorchDispatchMode | None = _get_current_dispatch_mode()
-    return mode
+# The innermost dispatch mode of this thread, or None. It is called for each random operation.
+get_innermost_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 
-def push_dispatch_mode(mode: TorchDispatchMode) -> None:
-    """Enter a dispatch mode in this thread alone.
-
-    `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share. Two stages
-    that enter and leave at once would leave them wrong.
-    """
-    _push_mode(mode)
-
-
-def pop_dispatch_mode() -> None:
-    """Leave the innermost dispatch mode of this thread."""
-    _pop_mode()
+# Enter a dispatch mode in this thread alone, and leave the innermost one.
+# `TorchDispatchMode.__enter__` also sets flags of the compiler that all threads share. Two stages
+# that enter and leave at once would leave them wrong.
+push_dispatch_mode: Callable[[TorchDispatchMode], None] = _push_mode
+pop_dispatch_mode: Callable[[], Any] = _pop_mode
 
 
 def without_innermost_dispatch_mode() -> AbstractContextManager[object]:
@@ -433,7 +461,7 @@ class CallHandler:
         raise NotImplementedError
 
     def handle_checkpoint(self, options: dict[str, Any]) -> AbstractContextManager[None]:
-        """Return the context in which a function runs that was given to `torch.utils.checkpoint`."""
+        """Return the context in which a function of `torch.utils.checkpoint` runs."""
         raise NotImplementedError
 
 
@@ -472,7 +500,7 @@ def remove_call_handlers() -> None:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.Function.apply`, as its handler wants it."""
-    # `apply` is a classmethod written in Python up to 2.14 and one of C's since: both have `__get__`.
+    # `apply` is a classmethod: of Python up to 2.14, of C since then. Both kinds have `__get__`.
     original = _originals["apply"].__get__(None, cls)
     handler = _find_handler()
     if handler is None:
@@ -544,8 +572,8 @@ def call_without_dispatch(
     """Call a function of `torch.nn.functional` whose own check for tensor subclasses is off.
 
     A composite such as `F.multi_head_attention_forward` dispatches to the subclass before it
-    reaches `F.linear`, which is the function that has to see the subclass. Its code runs here with a
-    `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
+    reaches `F.linear`, which is the function that has to see the subclass. Its code runs here with
+    a `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
     before, and its weights get their gradients in I.
     """
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}

@@ -391,7 +391,9 @@ def test_another_model(tmp_path: Path) -> None:
         piped(more).load(tmp_path)
     with pytest.raises(ArgumentError, match=r"has 7.bias, 7.weight, which the model does not have"):
         piped(less).load(tmp_path)
-    with pytest.raises(ArgumentError, match=r"4.weight is \(6, 6\) there and \(7, 6\) in the model"):
+    with pytest.raises(
+        ArgumentError, match=r"4.weight is \(6, 6\) there and \(7, 6\) in the model"
+    ):
         piped(wider).load(tmp_path)
 
 

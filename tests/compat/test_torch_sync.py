@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed import rpc
-
-from penstock.compat.torch_sync import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
 from penstock.compat.torch_sync.batchnorm import DeferredBatchNorm
 from penstock.compat.torch_sync.pipe import PipeSequential, partitions_of
 from penstock.compat.torch_sync.skip import Namespace, pop, skippable, stash
 from penstock.compat.torch_sync.utils import partition_model
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from penstock.compat.torch_sync import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
 
 pytestmark = pytest.mark.usefixtures("rpc_worker")
 

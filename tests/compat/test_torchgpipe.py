@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from penstock.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
 from penstock.compat.torchgpipe.balance import balance_by_size, balance_by_time
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.skip import pop, skippable, stash, verify_skippables
+from torch import Tensor, nn
+
+from penstock.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
 
 
 @skippable(stash=["long"])

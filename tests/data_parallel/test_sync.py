@@ -239,8 +239,8 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_is_refused() -> None:
     for call, threads, *wrappers in ranks(2).run(refusals):
-        assert "train with pipe.step(x, target=y)" in call
+        assert "Train with pipe.step(x, target=y)" in call
         assert "ranks 0, 1 communicate in one process group" in threads
-        assert "replicate with static_graph=True, but" in wrappers[0]
-        assert "with a communication hook or mixed_precision, but" in wrappers[1]
-        assert "with a layer with sparse=True, but" in wrappers[2]
+        assert "replicate with static_graph=True. A pipe" in wrappers[0]
+        assert "with a communication hook or mixed_precision. A pipe" in wrappers[1]
+        assert "with a layer with sparse=True. A pipe" in wrappers[2]

@@ -195,7 +195,7 @@ def test_traced_model_input_gradient_on_the_first_rank() -> None:
 def test_traced_model_input_gradient_on_another_rank_is_refused() -> None:
     for answer in ranks(2).answers(shifted, "late", "first"):
         assert isinstance(answer, Raised)
-        assert "an input that wants a gradient is used on stage 1" in answer.traceback
+        assert "an input that requires grad is used on stage 1" in answer.traceback
     late = ranks(2).run(shifted, "late", "all")
     assert late[0][1] is None
     assert late[1][1] is not None

@@ -69,7 +69,7 @@ def test_doctor_refuses_invalid_patience(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = run_doctor(monkeypatch, capsys, "--patience", "0")
-    assert said == (2, "", "penstock: --patience takes seconds above 0, up to 600; not 0\n")
+    assert said == (2, "", "penstock: --patience takes seconds above 0 and up to 600, not 0\n")
 
 
 def test_doctor_under_torchrun_prints_on_rank_0_only() -> None:
@@ -100,7 +100,7 @@ def test_doctor_reports_a_missing_rank() -> None:
     assert second.out == ""
     found = findings(first)
     assert found["missing"] == [2]
-    assert found["broken"][0].startswith("rank 2 of 3 did not come within 12 s")
+    assert found["broken"][0].startswith("rank 2 of 3 did not join within 12 s")
     assert [link["problem"] for link in found["links"]] == [""]
 
 
@@ -113,5 +113,5 @@ def test_doctor_reports_a_dead_link_between_hosts() -> None:
     found = findings(max(first, second, key=lambda ended: len(ended.out)))
     assert found["links"][0]["problem"]
     loopback, _, dead = found["broken"]
-    assert "GLOO_SOCKET_IFNAME=lo is loopback, which leads to no other host" in loopback
-    assert "do not reach each other over gloo" in dead
+    assert "GLOO_SOCKET_IFNAME=lo is loopback, which reaches no other host" in loopback
+    assert "cannot reach each other over gloo" in dead

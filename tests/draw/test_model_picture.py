@@ -31,9 +31,12 @@ def outlined(
     given: dict[str, Any] = {"units": pieces, "shared_parameters": ()} | more
     sizes = tuple(count * 40 for count in counts)
     return ModelSummary(
-        "Net", transfers=tuple(flows), stage_parameter_counts=tuple(count * 10 for count in counts), stage_parameter_bytes=sizes,
+        "Net",
+        transfers=tuple(flows),
+        stage_parameter_counts=tuple(count * 10 for count in counts),
+        stage_parameter_bytes=sizes,
         **given,
-    )  # fmt: skip
+    )
 
 
 def words_of(path: Path) -> list[str]:

@@ -327,26 +327,26 @@ def sometimes(a: Any, b: Any) -> Loss:
 @pytest.mark.parametrize(
     ("loss_fn", "reduction", "message"),
     [
-        (lambda y, t: (F.mse_loss(y, t), 2), "sum", "a weight, and reduction='sum' has no use"),
+        (lambda y, t: (F.mse_loss(y, t), 2), "sum", "a weight, but reduction='sum' does not"),
         (sometimes(lambda l: l, lambda l: (l, 1)), None, "one micro-batch and none for another"),
         (sometimes(lambda l: (l, 1), lambda l: {"loss": l}), None, "one micro-batch and none for"),
         (
             sometimes(lambda l: {"loss": l, "a": 1, "b": 2}, lambda l: {"loss": l, "a": 1}),
             None,
-            "gave the metrics 'a', 'b' for one micro-batch and 'a' for another",
+            "returned the metrics 'a', 'b' for one micro-batch and 'a' for another",
         ),
         (
             sometimes(lambda l: {"loss": l, "a": 1}, lambda l: l),
             None,
-            r"gave the metrics 'a' for one micro-batch and \(none\) for another",
+            r"returned the metrics 'a' for one micro-batch and \(none\) for another",
         ),
-        (lambda y, t: {"a": y.mean()}, None, "loss_fn gave a dict with 'a': it needs a 'loss'"),
-        (lambda y, t: {}, None, "loss_fn gave a dict with nothing: it needs a 'loss'"),
-        (lambda y, t: {"loss": y}, None, r"a loss is one number, but loss_fn gave shape \(3, 3\)"),
-        (lambda y, t: (y.mean(), y), None, r"weight is one number, but loss_fn gave shape \(3, 3"),
-        (lambda y, t: (y.mean(), "1"), None, "weight is one number, but loss_fn gave <class 'str"),
-        (lambda y, t: (y.mean(), y.sum()), None, "a weight that wants a gradient"),
-        (lambda y, t: (y.mean(), 1, 2), None, "a loss is one number, but loss_fn gave <class 'tup"),
+        (lambda y, t: {"a": y.mean()}, None, "a dict without a 'loss'. Its keys are: 'a'"),
+        (lambda y, t: {}, None, r"loss_fn returned a dict .* keys are: \(none\)"),
+        (lambda y, t: {"loss": y}, None, r"a loss must be .*, but loss_fn returned shape \(3, 3\)"),
+        (lambda y, t: (y.mean(), y), None, r"weight must be .*, but loss_fn returned shape \(3, 3"),
+        (lambda y, t: (y.mean(), "1"), None, "weight must be .*, but loss_fn returned <class 'str"),
+        (lambda y, t: (y.mean(), y.sum()), None, "loss_fn returned a weight that requires grad"),
+        (lambda y, t: (y.mean(), 1, 2), None, "a loss must be .* loss_fn returned <class 'tup"),
     ],
 )  # fmt: skip
 def test_what_it_may_not_give(loss_fn: Loss, reduction: str | None, message: str) -> None:
@@ -643,7 +643,7 @@ def test_a_scaler_under_autocast() -> None:
 def test_a_scaler_that_is_none() -> None:
     _, pipe = both(loss_fn=F.mse_loss)
     x, target = batch(7)
-    with pytest.raises(TypeError, match=r"scaler is a torch\.amp\.GradScaler, not float"):
+    with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler, not float"):
         pipe.step(x, target=target, scaler=1024.0)  # type: ignore[arg-type]
     model, _ = both()
     off = torch.amp.GradScaler("cpu", enabled=False)
@@ -659,7 +659,7 @@ def test_a_scaler_that_is_none() -> None:
 def test_a_loss_that_was_detached_is_refused(checkpoint: str) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(6, 3)).double(), 3, checkpoint)
     x, target = batch(7)
-    with pytest.raises(RunError, match="the loss has no gradient"):
+    with pytest.raises(RunError, match="the loss does not require grad"):
         pipe.step(x, target=target, loss_fn=lambda y, t: F.mse_loss(y.detach(), t))
 
 

@@ -601,7 +601,7 @@ def test_a_table_that_ranks_share(checkpoint: str, door: str) -> None:
     assert pipe[0].table is pipe[3].table
 
 
-CHANGED = "a layer changed 'table', which layers of several stages share, while it computed"
+CHANGED = "a layer changed 'table' in its forward, but layers of several stages share it"
 
 
 @both_places
@@ -627,7 +627,7 @@ def test_a_batch_norm_that_ranks_share(deferred: bool) -> None:
     model = nn.Sequential(norm, nn.Linear(6, 6), nn.Sequential(norm)).double()
     pipe = Pipe(copy.deepcopy(model), 2, deferred_batch_norm=deferred, stages=3)
     x = torch.randn(6, 6, dtype=torch.float64)
-    with pytest.raises(RunError, match="which layers of several stages share"):
+    with pytest.raises(RunError, match="but layers of several stages share it"):
         pipe(x)
     fresh = Pipe(copy.deepcopy(model), 2, deferred_batch_norm=deferred, stages=3).eval()
     assert closely(fresh(x), model.eval()(x))
@@ -637,7 +637,7 @@ def test_an_embedding_that_keeps_its_norms_small() -> None:
     model = language()
     model[0].max_norm = 0.5  # type: ignore[assignment]
     x, _ = tokens()
-    with pytest.raises(RunError, match="a layer changed 'weight', which layers of several stages"):
+    with pytest.raises(RunError, match="a layer changed 'weight' in its forward, but layers"):
         piped(model)(x)
 
 

@@ -79,9 +79,9 @@ def save_beside(pipe: Pipe, folder: Path) -> None:
 
 
 STEPS: dict[Odd, str] = {
-    other_batch: "some numbers of tensor 0: ",
+    other_batch: "sample values of tensor 0: ",
     other_size: "inputs: float64[",
-    other_target: "some numbers of tensor 1: ",
+    other_target: "sample values of tensor 1: ",
     no_backward: "gradients: ",
     evaluation: "training mode: ",
     forward: "the call: ",
@@ -144,7 +144,7 @@ def grows() -> RemoteError:
 def test_message_with_changed_sizes_is_refused() -> None:
     found = ranks(2).run(grows)
     assert {(error.kind, error.rank) for error in found} == {("raised", 0)}
-    assert "make the pipe with shapes='sent'" in str(found[1])
+    assert "create the pipe with shapes='sent'" in str(found[1])
 
 
 # ---- constructing a pipe -------------------------------------------------------------------

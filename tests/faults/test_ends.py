@@ -98,7 +98,7 @@ def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) ->
     check_cause(found[0.8], [0], "died", 1, 1 + HEARTBEAT + SOON)
     assert found[60.0][1].code == 1
     text = check_cause(found[60.0], [0], "interrupted", 1, 2 * SOON)
-    assert text.startswith("rank 1 was told to end by SIGTERM, in step (call 4), at 1F1: ")
+    assert text.startswith("rank 1 was terminated by SIGTERM, in step (call 4), at 1F1. ")
     assert text in found[60.0][1].written
     for seconds, fates in found.items():
         check_checkpoint(tmp_path / f"{seconds}", fates)
@@ -118,7 +118,7 @@ def fails_in_building(stage: Stage, rank: int) -> None:
 def test_rank_that_fails_before_constructing_the_pipe(rank: int) -> None:
     fates = perform(3, fails_in_building, rank)
     text = check_cause(fates, [r for r in range(3) if r != rank], "died", rank, SOON)
-    assert text.startswith(f"rank {rank} ended before it came to make the pipe")
+    assert text.startswith(f"rank {rank} exited before it arrived to create the pipe")
     assert fates[rank].facts["error"] == "Burst"
 
 
@@ -134,7 +134,7 @@ def does_not_come(stage: Stage) -> None:
 def test_rank_that_does_not_arrive_in_time() -> None:
     fates = perform(2, does_not_come)
     text = check_cause(fates, [0], "left", 1, 0.5 + SOON)
-    assert text.startswith("rank 1 did not come in time to make the pipe")
+    assert text.startswith("rank 1 did not arrive in time to create the pipe")
 
 
 def one_step_less(stage: Stage, rank: int) -> None:

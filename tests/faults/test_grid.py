@@ -95,7 +95,7 @@ def test_sys_exit_on_one_rank_interrupts_the_others(place: str, tmp_path: Path) 
 def test_killed_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
     for size, rank, fates in each_rank(place, kill, tmp_path):
         text = check_cause(fates, others(size, rank), "died", rank, HEARTBEAT + SOON)
-        assert f"rank {rank} died: no sign of life for" in text
+        assert f"rank {rank} died: no heartbeat for" in text
         assert re.search(r"; rank \d was in \w+ \(call \d\), (waiting for|at) ", text)
         assert fates[rank].code == -signal.SIGKILL
 

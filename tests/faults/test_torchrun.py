@@ -21,7 +21,7 @@ RANKS = 2
     ("fault", "place", "rank", "said"),
     [
         ("raise", "backward", 1, r"rank 1 failed, in step \(call 3\), in stage 1 .*Burst"),
-        ("kill", "forward", 1, "rank 1 died: no sign of life"),
+        ("kill", "forward", 1, "rank 1 died: no heartbeat"),
     ],
 )
 def test_every_rank_reports_the_failed_rank_under_torchrun(

@@ -95,12 +95,12 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(reads, "waits for what the device has computed"),
-    Case(branches, "waits for what the device has computed"),
-    Case(selects, "waits for what the device has computed"),
+    Case(reads, "waits for a value on the device"),
+    Case(branches, "waits for a value on the device"),
+    Case(selects, "waits for a value on the device"),
     Case(computes_on_the_host, "copies between the host and the device"),
-    Case(has_a_number_on_the_host, "computes with a tensor in the host's memory"),
-    Case(brings_numbers, "copies 288 numbers from the host's memory"),
+    Case(has_a_number_on_the_host, "computes with a tensor in host memory"),
+    Case(brings_numbers, "copies 288 numbers from host memory"),
     Case(fails, "LookupError: planted", LookupError),
     Case(takes_too_much, "OutOfMemoryError", torch.OutOfMemoryError),
     Case(waits, "Error"),

@@ -130,16 +130,16 @@ def test_another_head_is_told_and_another_base_is_refused(tmp_path: Path) -> Non
     config.num_hidden_layers = 4
     with torch.device("meta"):
         deeper = LlamaModel(config)
-    with pytest.raises(
-        ArgumentError, match=r"has no tensor for layers.3.self_attn.q_proj.weight"
-    ):
+    with pytest.raises(ArgumentError, match=r"has no tensor for layers.3.self_attn.q_proj.weight"):
         piped(deeper, {"input_ids": batch["input_ids"]}).load(tmp_path)
     config.num_hidden_layers, config.hidden_size = 3, 8
     with torch.device("meta"):
         thinner = LlamaModel(config)
     with (
         pytest.warns(UserWarning, match=r"lm_head.weight"),
-        pytest.raises(ArgumentError, match=r"embed_tokens.weight is \(40, 16\) there and \(40, 8\)"),
+        pytest.raises(
+            ArgumentError, match=r"embed_tokens.weight is \(40, 16\) there and \(40, 8\)"
+        ),
     ):
         piped(thinner, {"input_ids": batch["input_ids"]}).load(tmp_path)
 

@@ -90,7 +90,8 @@ def test_init_twice_is_refused_unless_the_user_made_the_group() -> None:
     assert ended.code == 1
     *_, last = ended.err.strip().splitlines()
     assert last.endswith(
-        "RunError: penstock.init() was called before in this process: keep the mesh it gave"
+        "RunError: penstock.init() was already called in this process. Keep the mesh that it "
+        "returned."
     )
 
 

@@ -73,7 +73,7 @@ def test_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store.set("penstock/start", "of the dead")
     monkeypatch.setattr("penstock.launch.store_rendezvous._RETRY_INTERVAL", 0.01)
     monkeypatch.setattr("penstock.launch.store_rendezvous._EXTRA_TIMEOUT", 0.1)
-    with pytest.raises(RunError, match=r"rank 1 was not answered by rank 0 within 0.3 s"):
+    with pytest.raises(RunError, match=r"rank 1 got no answer from rank 0 within 0.3 s"):
         join_rendezvous(store, 1, 2, "hello", 0.1)
 
 
@@ -87,7 +87,7 @@ def test_wait_for_keys_respects_its_timeout() -> None:
 def test_unreachable_store_is_named_in_the_error() -> None:
     port = int(free_port())
     seat = RankEnv(1, 2, 1, 2, "localhost", port, launcher_has_store=True)
-    with pytest.raises(RunError, match=rf"rank 1 on .* store at localhost:{port} within 0.5 s: is"):
+    with pytest.raises(RunError, match=rf"rank 1 on .* at localhost:{port} within 0.5 s\. Check"):
         open_store(seat, 0.5)
 
 

@@ -49,26 +49,26 @@ def test_missing_variables_are_named_with_the_torchrun_command(
     with pytest.raises(RunError) as raised:
         read_rank_env({**TORCHRUN_ENV, "RANK": "", "MASTER_PORT": ""})
     assert str(raised.value) == (
-        "this process was not started by torchrun, which sets RANK, MASTER_PORT: "
-        "start it with  torchrun --nproc-per-node 2 my_script.py"
+        "this process was not started by torchrun, which sets RANK, MASTER_PORT. "
+        "Start it with  torchrun --nproc-per-node 2 my_script.py"
     )
 
 
 def test_non_numeric_variables_are_named() -> None:
-    with pytest.raises(RunError, match=r"no numbers: WORLD_SIZE=two, MASTER_PORT=-1;"):
+    with pytest.raises(RunError, match=r"not numbers: WORLD_SIZE=two, MASTER_PORT=-1\."):
         read_rank_env({**TORCHRUN_ENV, "WORLD_SIZE": "two", "MASTER_PORT": "-1"})
 
 
 @pytest.mark.parametrize(
     ("dp", "message"),
     [
-        (0, "dp is a whole number of pipes from 1 up, not 0"),
-        (True, "dp is a whole number of pipes from 1 up, not True"),
-        (2.0, "dp is a whole number of pipes from 1 up, not 2.0"),
+        (0, "dp must be a whole number of replicas from 1 up, not 0"),
+        (True, "dp must be a whole number of replicas from 1 up, not True"),
+        (2.0, "dp must be a whole number of replicas from 1 up, not 2.0"),
         (
             3,
-            "8 ranks do not make 3 pipes of equal length: dp may be 1, 2, 4, 8; for dp=3 "
-            "start 9 ranks",
+            "8 ranks cannot form 3 pipelines of equal length. dp can be 1, 2, 4, 8; for dp=3 "
+            "start 9 ranks.",
         ),
     ],
 )

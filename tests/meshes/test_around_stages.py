@@ -127,7 +127,7 @@ def a_step_that_fails(wrap: str) -> list[str]:
     broken.broken = False
     pipe.step(x, target=y)
     broken.broken = replica_here() == 1
-    with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of copy 1, in st"):
+    with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of replica 1, in st"):
         pipe.step(x, target=y)
     broken.broken = False
     pipe.zero_grad()

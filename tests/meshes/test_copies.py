@@ -516,10 +516,10 @@ def disagreeing() -> list[str]:
 
 def test_replicas_that_disagree_raise_an_error_that_says_how() -> None:
     for alike, scaler, waiting, metrics, clipped in ranks(4).run(disagreeing):
-        assert "the copies disagree about the pipe" in alike
-        assert "on copy 0; Head" in alike
-        assert "scaler: False on copy 0; True on copy 1" in scaler
-        assert "no_sync: False on copy 0; True on copy 1" in waiting
-        assert "the loss: by weights on copy 0; a mean by rows on copy 1" in metrics
-        assert "clipping gradients (call 1) of copy 1" in clipped
+        assert "the replicas disagree about the pipe" in alike
+        assert "on replica 0; Head" in alike
+        assert "scaler: False on replica 0; True on replica 1" in scaler
+        assert "no_sync: False on replica 0; True on replica 1" in waiting
+        assert "the loss: by weights on replica 0; a mean by rows on replica 1" in metrics
+        assert "clipping gradients (call 1) of replica 1" in clipped
         assert "max_norm: 1.0 on rank 0; 0.5 on rank 1" in clipped

@@ -103,7 +103,7 @@ def test_rank_blocked_in_a_collective_of_the_users_group_ends_itself() -> None:
     assert isinstance(peer, Died)
     assert peer.code == 1
     assert not peer.waited
-    assert "rank 1 ends, as it does not come back from where it stands" in peer.written
+    assert "rank 1 exits, because its thread is stuck here" in peer.written
     assert "rank 3 failed, in step" in peer.written
     for answer in answers:
         assert isinstance(answer, Returned), answer

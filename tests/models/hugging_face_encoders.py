@@ -150,7 +150,10 @@ ENCODERS = [
         axial_pos_embds_dim=[8, 8],
         feed_forward_size=24,
         is_decoder=False,
-        made={"sizes": (16, 16), "warns": "somebody drew random numbers"},  # it seeds, for itself
+        made={
+            "sizes": (16, 16),
+            "warns": "random numbers were drawn from PyTorch",
+        },  # it seeds, for itself
     ),
     # from text to text
     t5("T5", "T5ForConditionalGeneration"),

@@ -323,7 +323,7 @@ def test_a_parameter_that_is_not_registered_with_its_layer(checkpoint: str, door
         trained(pipe, *batch(4), door)
         assert hidden.weight.grad is not None
     else:
-        with pytest.raises(RuntimeError, match="is no parameter of the pipe's"):
+        with pytest.raises(RuntimeError, match="is not a registered parameter"):
             trained(pipe, *batch(4), door)
 
 
@@ -667,5 +667,5 @@ def test_an_input_that_is_passed_on_is_protected_from_the_first_call_on() -> Non
     pipe = Pipe(PipeSequential(*layers), 1, "never", stages=[1, 2], loss_fn=functional.mse_loss)
     for _ in range(2):
         x = torch.ones(4, 3, requires_grad=True)
-        with pytest.raises(RuntimeError, match="in place that others read too"):
+        with pytest.raises(RuntimeError, match=r"changed a shared tensor of shape .* in place"):
             pipe.step(x, target=torch.zeros(4, 3))

@@ -122,8 +122,8 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("show 1f1b -p 2 -m 2 --placement v", "--placement is for fit alone"),
-        ("show 1f1b -p 2 -m 2 --messages", "--messages says what to save: give --save FILE"),
+        ("show 1f1b -p 2 -m 2 --placement v", "--placement applies to fit only"),
+        ("show 1f1b -p 2 -m 2 --messages", "--messages needs --save FILE"),
         ("show 1f1b -p 2 -m 2 --memory nan", "--memory takes a number of micro-batches above 0"),
         ("compare -p 2 -m 2 --memory -1", "--memory takes a number of micro-batches above 0"),
         ("gallery --ranks 0", "ranks=0: each of these must be at least 1"),

@@ -263,13 +263,13 @@ def test_memory_prints_a_table_and_draws(tmp_path: Path) -> None:
 def test_measuring_memory_with_ddp_stages_is_refused() -> None:
     pipe = made()
     pipe._replicas._ddp_modules._wrappers.append(object())  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"pipe.memory leaves no trace, and stages in"):
+    with pytest.raises(RunError, match=r"pipe.memory undoes the effects of its steps"):
         measured_memory(pipe)
 
 
 def test_measuring_memory_over_processes_is_refused() -> None:
     nobody: Any = None
-    with pytest.raises(RunError, match=r"and this pipe's ranks are processes: make the same pipe"):
+    with pytest.raises(RunError, match=r"but the ranks of this pipe are processes"):
         DistributedEngine.measure_memory(nobody, nobody, nobody, nobody)
 
 

@@ -131,10 +131,10 @@ def test_step_with_structured_targets(stages: int) -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda y, t: y - t, r"a loss is one number, but loss_fn gave shape \(3, 3\): reduce it"),
-        (lambda y, t: 1.0, "a loss is one number, but loss_fn gave <class 'float'>"),
-        (nn.MSELoss(reduction="none"), r"loss_fn gave shape \(3, 3\)"),
-        (None, r"the model, without a loss_fn, gave shape \(3, 3\)"),
+        (lambda y, t: y - t, r"a loss must be .*, but loss_fn returned shape \(3, 3\). Reduce it"),
+        (lambda y, t: 1.0, "a loss must be a tensor .*, but loss_fn returned <class 'float'>"),
+        (nn.MSELoss(reduction="none"), r"loss_fn returned shape \(3, 3\)"),
+        (None, r"the model, without a loss_fn, returned shape \(3, 3\)"),
     ],
 )
 def test_step_refuses_a_loss_that_is_not_one_number(loss_fn: Any, message: str) -> None:

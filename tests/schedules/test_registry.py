@@ -120,9 +120,7 @@ def test_placements_that_cannot_be(
 
 
 def test_a_schedule_has_its_own_placement_and_chunks() -> None:
-    with pytest.raises(
-        ArgumentError, match="the stages are on ranks 0 1 1, but the schedule"
-    ):
+    with pytest.raises(ArgumentError, match="the stages are on ranks 0 1 1, but the schedule"):
         build_schedule_factory(schedules.gpipe(3, 2), (0, 1, 1), 2)
     with pytest.raises(ArgumentError, match="for 2 micro-batches, not 3: set chunks=2"):
         build_schedule_factory(schedules.gpipe(2, 2), (0, 1), 3)

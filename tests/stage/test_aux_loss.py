@@ -247,7 +247,7 @@ def test_a_recomputation_adds_as_its_forward_did(repeated: bool, first: bool) ->
     pipe = Pipe(
         nn.Sequential(*layers), 3, "always", stages=[2, 1] if first else 2, loss_fn=torch.sum
     )
-    message = f"these layers add {1 + repeated} losses in their recomputation, and did not in"
+    message = f"these layers added {1 + repeated} losses in their recomputation, but not in"
     with pytest.raises(RuntimeError, match=message):
         pipe.step(batch(7)[0])
 
@@ -268,7 +268,7 @@ def test_without_gradients_a_step_reports_them(runtime: str) -> None:
 def test_behind_a_call_there_is_no_loss_to_add_to(checkpoint: str, runtime: str) -> None:
     model, pipe = both(checkpoint=checkpoint, runtime=runtime)
     x, _ = batch(7)
-    message = r"a layer added a loss behind pipe\(x\)"
+    message = r"a layer added a loss inside pipe\(x\)"
     with pytest.raises(RuntimeError, match=message):
         pipe(x)
     with torch.no_grad():
@@ -289,7 +289,7 @@ def test_a_step_within_takes_its_own() -> None:
 def test_nobody_loses_a_loss() -> None:
     model = balanced()
     x, _ = batch(7)
-    with pytest.raises(RuntimeError, match="a layer added a loss where nobody takes it"):
+    with pytest.raises(RuntimeError, match="a layer added a loss that nothing collects"):
         model(x)
     with torch.no_grad():
         model(x)
@@ -307,7 +307,7 @@ def test_nobody_loses_a_loss() -> None:
     ("value", "found"), [(1.0, "<class 'float'>"), (torch.zeros(2), r"shape \(2,\)")]
 )
 def test_one_number(value: Any, found: str) -> None:
-    message = f"an added loss is a tensor with one number, not {found}"
+    message = f"penstock.add_loss takes a tensor with one element, not {found}"
     with pytest.raises(TypeError, match=message):
         add_loss(value)
 
@@ -356,5 +356,5 @@ def test_in_one_that_hides_the_graph() -> None:
         loss_fn=functional.mse_loss,
     )  # fmt: skip
     x, target = batch(7)
-    with pytest.raises(RuntimeError, match=r"nobody takes it: .* use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"nothing collects.* use_reentrant=False"):
         pipe.step(x.requires_grad_(), target=target)

@@ -90,5 +90,5 @@ def test_stages_pass_on_whatever_is_made_of_tensors(checkpoint: str) -> None:
 
 def test_a_tensor_hidden_in_an_object_is_refused() -> None:
     pipe = Pipe(nn.Sequential(Do(Hidden), Do(lambda hidden: hidden.inner)), 2, stages=2)
-    with pytest.raises(TypeError, match="a Hidden goes from one stage to another with a tensor in"):
+    with pytest.raises(TypeError, match="a Hidden that goes from one stage to another has a"):
         pipe(torch.zeros(4))

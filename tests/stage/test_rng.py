@@ -155,7 +155,7 @@ def test_a_layer_that_begins_to_draw_is_noticed(runtime: str) -> None:
     x = torch.randn(4, 4)
     pipe(x).sum().backward()
     moody.rate = 0.5
-    with pytest.warns(UserWarning, match="somebody drew random numbers while the pipe ran"):
+    with pytest.warns(UserWarning, match="random numbers were drawn from PyTorch"):
         pipe(x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -191,6 +191,27 @@ def test_pytorchs_own_checkpoint_around_a_draw_is_refused() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Do(block)), 2, "never", stages=2)
     with pytest.raises(RuntimeError, match=r"draws random numbers inside torch.utils.checkpoint"):
         pipe(torch.randn(4, 4))
+
+
+@each_runtime
+def test_torch_checkpoint_around_the_whole_pipe_may_draw(runtime: str) -> None:
+    """The search for a checkpoint stops at the cell: a repeated call repeats its seed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipe(model, 2, "never", stages=2, runtime=runtime)
+    x = torch.randn(4, WIDTH)
+    gradients = []
+    calls: list[Callable[[Tensor], Tensor]] = [
+        pipe,
+        lambda x: checkpointed(pipe, x, use_reentrant=False),
+    ]
+    for call in calls:
+        torch.manual_seed(7)
+        pipe.zero_grad()
+        call(x).square().mean().backward()
+        gradients.append([p.grad for p in pipe.parameters() if p.grad is not None])
+    assert len(gradients[0]) == 4
+    assert all(map(bitwise, *gradients))
 
 
 class Checkpointed(nn.Module):

@@ -115,7 +115,7 @@ def test_isolate_only_some() -> None:
 
 
 def test_isolate_what_is_not_declared() -> None:
-    with pytest.raises(ValueError, match="Stash declares no 'near' to isolate"):
+    with pytest.raises(ValueError, match="Stash cannot isolate 'near'"):
         isolated(Stash(), Namespace(), only=["near"])
 
 
@@ -169,24 +169,24 @@ def test_yielding_anything_else(yielded: Any) -> None:
             yield yielded
             return x
 
-    with pytest.raises(TypeError, match=r"yield stash\(name, tensor\) or pop\(name\)"):
+    with pytest.raises(TypeError, match=r"Yield stash\(name, tensor\) or pop\(name\)"):
         Odd()(torch.ones(1))
 
 
 @pytest.mark.parametrize("argument", ["stash", "pop", "shared"])
 def test_names_are_given_as_a_list(argument: str) -> None:
-    message = rf"{argument} is a list of names, not 'ab': write \['ab'\]"
+    message = rf"{argument} must be a list of names, not the string 'ab'. Write \['ab'\]"
     with pytest.raises(TypeError, match=message):
         skippable(**{argument: "ab"})
 
 
 def test_shared_names_are_stashed_names() -> None:
-    with pytest.raises(ValueError, match="shared names are stashed names: 'b' is not among stash"):
+    with pytest.raises(ValueError, match="shared names must also be in stash, but 'b' is not"):
         skippable(stash=["a"], shared=["b"])
 
 
 def test_skippable_is_for_modules() -> None:
-    with pytest.raises(TypeError, match="@skippable is for classes of modules"):
+    with pytest.raises(TypeError, match=r"@skippable is for subclasses of nn\.Module"):
         skippable()(int)  # type: ignore[type-var]
 
 
@@ -201,9 +201,9 @@ def test_every_mismatch_is_listed_at_once() -> None:
     with pytest.raises(TypeError) as caught:
         verify_skippables(model)
     assert str(caught.value).splitlines() == [
-        "what is stashed and what is popped do not match:",
+        "the stashed and the popped names do not match:",
         "  '0' (Pop) pops 'far', but no layer before it stashes it",
-        "  '2' (Stash) stashes 'far' again: isolate it by a namespace",
+        "  '2' (Stash) stashes 'far' again: isolate it in a namespace",
         "  '3' (Both) declares 'both' both as stashed and as popped",
         "  no layer pops 'a', which is stashed",
         "  no layer pops 'b', which is stashed",
@@ -212,7 +212,7 @@ def test_every_mismatch_is_listed_at_once() -> None:
 
 def test_a_name_popped_twice() -> None:
     with pytest.raises(
-        TypeError, match=r"'2' \(Pop\) pops 'far', which was popped before: isolate"
+        TypeError, match=r"'2' \(Pop\) pops 'far', which an earlier layer pops: isolate"
     ):
         verify_skippables(nn.Sequential(Stash(), Pop(), Pop()))
 

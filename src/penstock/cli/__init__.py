@@ -1,6 +1,9 @@
 """The command line: penstock show | compare | verify | check | doctor | gallery | demo.
 
-Answers go to stdout. What was asked wrongly is told in one message on stderr, with exit status 2.
+Results go to stdout. A wrong option or argument gives one message on stderr and exit status 2.
+
+Commands on schedules do not import torch, so they start in a fraction of a second. The others
+import it when they run.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from rich.console import Console
 from penstock import draw, schedules
 from penstock.cli.options import (
     DEFAULT_COSTS,
+    SKIP_WITH_PROGRAM,
     CheckpointOption,
     ChunksOption,
     CostOption,
@@ -52,7 +56,7 @@ from penstock.schedules.timeline import Timeline
 from penstock.schedules.verify import verify
 
 app = typer.Typer(
-    help="Pipeline schedules: show, compare and verify them; check a model, and see one at work.",
+    help="Show, compare and verify pipeline schedules; check a model; examine ranks; run a demo.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -60,8 +64,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The entry point."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # boxes and dots, where the encoding has them
+    """Run the command line, with errors of Penstock and of files as one line on stderr."""
+    # The pictures use box-drawing characters. A terminal whose encoding lacks them shows "?".
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         app()
@@ -90,7 +95,7 @@ def show(
     trace: Annotated[Path | None, typer.Option(help="Save a trace for Perfetto.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the schedule as text.")] = None,
     messages: Annotated[
-        bool, typer.Option("--messages", help="With --save: write the messages in, too.")
+        bool, typer.Option("--messages", help="With --save: include the messages between ranks.")
     ] = False,
     width: Annotated[int | None, typer.Option(help="Columns of the text picture.")] = None,
 ) -> None:
@@ -98,16 +103,16 @@ def show(
     check_memory_option(memory)
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path and path.suffix.lower() != suffix:
-            raise ArgumentError(f"{path}: a name that ends in {suffix} is needed here")
+            raise ArgumentError(f"{path}: the file name must end in {suffix}")
     if messages and not save:
-        raise ArgumentError("--messages says what to save: give --save FILE, too")
+        raise ArgumentError("--messages needs --save FILE, the file that it writes to")
     if name != "fit" and placement != "loop":
-        raise ArgumentError(f"--placement is for fit alone; {name} has a placement of its own")
+        raise ArgumentError(f"--placement applies to fit only; {name} has its own placement")
     skips = tuple(parse_skip(text) for text in skip or [])
     costs = parse_costs(cost)
     if ranks is None or chunks is None:
         if checkpoint != "never" or stages_per_rank is not None:
-            raise ArgumentError("--checkpoint and --stages-per-rank are for named schedules")
+            raise ArgumentError("--checkpoint and --stages-per-rank apply to named schedules only")
         timeline = _load_timeline(name, costs, skips, memory)
     else:
         request = ScheduleRequest(ranks, chunks, stages_per_rank, costs, checkpoint, memory, skips)
@@ -132,8 +137,8 @@ def _load_timeline(
     if Path(name).is_file():
         return simulate_file(Path(name), costs, skips, memory)
     if name != "fit":
-        schedules.family_of(name)
-    raise ArgumentError(f"how large? {name} needs --ranks and --chunks, such as -p 4 -m 8")
+        schedules.family_of(name)  # raises for an unknown name
+    raise ArgumentError(f"{name} needs --ranks and --chunks, for example -p 4 -m 8")
 
 
 def _write_pictures(
@@ -148,21 +153,22 @@ def _write_pictures(
 
 
 def _check_memory_cap(name: str, timeline: Timeline, request: ScheduleRequest) -> None:
-    over = request.find_memory_excess(timeline)
-    if not over:
+    """Raise if the schedule needs more memory than `--memory`, with the schedules that do not."""
+    problems = request.find_memory_excess(timeline)
+    if not problems:
         return
     assert request.memory is not None
     schedule = timeline.program.schedule
-    smaller = [
+    fitting_names = [
         other
         for other, family in schedules.FAMILIES.items()
         if family.trains
         and family.peak(schedule.ranks, schedule.chunks, family.stages_per_rank) <= request.memory
     ]
-    listed = "\n".join(f"  {problem}" for problem in over)
+    listed = "\n".join(f"  {problem}" for problem in problems)
     raise ArgumentError(
-        f"{name} does not fit in {request.memory:g} micro-batches a rank:\n{listed}\n"
-        f"What fits: {', '.join(smaller) or 'nothing'}; or fit --memory M, from M = 1 on"
+        f"{name} does not fit in {request.memory:g} micro-batches per rank:\n{listed}\n"
+        f"Schedules that fit: {', '.join(fitting_names) or 'none'}; or fit --memory M, with M >= 1"
     )
 
 
@@ -179,25 +185,28 @@ def compare(
     memory: MemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare all schedules, best first; with --memory, those that fit."""
+    """Compare all schedules, fastest first; with --memory, only those that fit."""
     check_memory_option(memory)
     request = ScheduleRequest(ranks, chunks, stages_per_rank, parse_costs(cost), checkpoint, memory)
     rows = []
-    with Console(stderr=True).status("making schedules") as status:
+    with Console(stderr=True).status("generating schedules") as status:
         for name, timeline in _simulate_candidates(request):
-            status.update(f"{name} made and played")
+            status.update(f"{name} generated and simulated")
             if not request.find_memory_excess(timeline):
                 rows.append((name, timeline))
     rows.sort(key=lambda row: (round(row[1].makespan, 9), max(row[1].peak)))
     if as_json:
         print(json.dumps([summarize(name, timeline) for name, timeline in rows]))
         return
-    asked = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
-    print_comparison(asked + (f", memory {memory:g}" if memory else ""), rows)
+    title = f"{ranks} ranks, {chunks} micro-batches, {cost}, checkpoint {checkpoint}"
+    print_comparison(title + (f", memory {memory:g}" if memory else ""), rows)
 
 
 def _simulate_candidates(request: ScheduleRequest) -> Iterator[tuple[str, Timeline]]:
-    """Every schedule that trains; those with a free number of stages a rank as asked."""
+    """Yield every schedule that trains, and `fit`, with its simulated timeline.
+
+    `--stages-per-rank` applies to the families that allow any number of stages on a rank.
+    """
     fixed = replace(request, stages_per_rank=None)
     for name, family in schedules.FAMILIES.items():
         if family.trains:
@@ -211,27 +220,28 @@ def _simulate_candidates(request: ScheduleRequest) -> Iterator[tuple[str, Timeli
 
 @app.command("verify")
 def verify_file(
-    file: Annotated[Path, typer.Argument(help="A schedule or program: one line a rank.")],
+    file: Annotated[Path, typer.Argument(help="A schedule or program: one line per rank.")],
     memory: MemoryOption = None,
     skip: SkipOption = None,
 ) -> None:
-    """Check a schedule or program that somebody wrote. Ranks, steps, micro-batches count from 0.
+    """Verify a schedule or program in a file. Ranks, positions and micro-batches count from 0.
 
-    Exit status: 0 if it is sound, 1 if it has problems, 2 if it does not read.
+    Exit status: 0 if it is sound, 1 if it has problems, 2 if the file cannot be read.
     """
     check_memory_option(memory)
-    work = read_schedule_file(file)
+    schedule_or_program = read_schedule_file(file)
     graph = None
-    if isinstance(work, Schedule):
-        graph = StageGraph.chain(work.stages, [parse_skip(text) for text in skip or []])
+    if isinstance(schedule_or_program, Schedule):
+        skips = [parse_skip(text) for text in skip or []]
+        graph = StageGraph.chain(schedule_or_program.stages, skips)
     elif skip:
-        raise ArgumentError("a program has its own edges: write the skip there, not as --skip")
-    problems = verify(work, graph, memory)
+        raise ArgumentError(SKIP_WITH_PROGRAM)
+    problems = verify(schedule_or_program, graph, memory)
     for problem in problems:
         print(problem)
     if problems:
         raise typer.Exit(1)
-    print(f"sound: {format_sizes(schedule_of(work))}")
+    print(f"sound: {format_sizes(schedule_of(schedule_or_program))}")
 
 
 # ---- check --------------------------------------------------------------------------------
@@ -240,25 +250,27 @@ def verify_file(
 @app.command("check")
 def check_model(
     factory: Annotated[
-        str, typer.Argument(help="MODULE:FACTORY, a function that gives (model, batch, ...).")
+        str, typer.Argument(help="MODULE:FACTORY, a function that returns (model, batch, ...).")
     ],
-    stages: Annotated[int, typer.Option(help="Stages that the model is cut into.")] = 4,
+    stages: Annotated[int, typer.Option(help="Number of stages.")] = 4,
     chunks: ChunksOption = 4,
-    schedules: Annotated[str, typer.Option(help="all, or names with commas between.")] = "all",
+    schedules: Annotated[str, typer.Option(help="all, or names separated by commas.")] = "all",
     checkpoints: Annotated[str, typer.Option(help="Modes of recomputation.")] = "never,always",
     runtimes: Annotated[str, typer.Option(help="inline, threads.")] = "inline,threads",
-    units: Annotated[str | None, typer.Option(help="Where the units are: model.layers.")] = None,
-    tolerance: Annotated[float, typer.Option(help="The largest difference.")] = 1e-10,
+    units: Annotated[
+        str | None, typer.Option(help="Where the units are, for example model.layers.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="The largest difference allowed.")] = 1e-10,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a pipe computes what your model computes, under every schedule.
 
-    Exit status: 0 if everything is equal, 1 if anything is not, 2 if it cannot be told.
+    Exit status: 0 if everything is equal, 1 if anything differs, 2 if the check could not run.
     """
-    from penstock.cli.check import CheckRequest, run  # brings torch
+    from penstock.cli.check import CheckRequest, run  # imports torch
 
-    ways = schedules, checkpoints, runtimes
-    if not run(CheckRequest(factory, stages, chunks, *ways, units, tolerance, as_json)):
+    lists = schedules, checkpoints, runtimes
+    if not run(CheckRequest(factory, stages, chunks, *lists, units, tolerance, as_json)):
         raise typer.Exit(1)
 
 
@@ -270,12 +282,12 @@ def run_doctor(
     patience: Annotated[float, typer.Option(help="Seconds to wait for a rank or a link.")] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at devices, links, versions and settings, and say what to fix.
+    """Examine devices, links, versions and settings, and say what to fix.
 
-    Alone, or on all ranks: torchrun --nproc-per-node 2 -m penstock doctor.
+    In one process, or on all ranks: torchrun --nproc-per-node 2 -m penstock doctor.
     Exit status: 1 if something is broken.
     """
-    from penstock.cli.doctor import run  # brings torch
+    from penstock.cli.doctor import run  # imports torch
 
     if not run(patience, as_json):
         raise typer.Exit(1)
@@ -290,14 +302,14 @@ def show_gallery(
     ranks: RanksOption = 4,
     chunks: ChunksOption = 8,
 ) -> None:
-    """Show every schedule, and save the gallery of their pictures."""
+    """Show every schedule, and save their pictures as a gallery."""
     schedules.check_sizes(ranks, chunks)
-    shown = []
+    exhibits = []
     for exhibit in draw.exhibits(ranks, chunks):
         print(f"\n{exhibit.name}: {exhibit.use}")
         print(draw_for_terminal(exhibit.timeline))
-        shown.append(exhibit)
-    draw.write_gallery(out, shown)
+        exhibits.append(exhibit)
+    draw.write_gallery(out, exhibits)
     print(f"\nwrote the pictures to {out}/, with {out}/index.md")
 
 
@@ -308,15 +320,15 @@ def run_demo(
     schedule: Annotated[str, typer.Option(help="The pipeline's schedule.")] = "1f1b",
     chunks: ChunksOption = 8,
     devices: Annotated[
-        str | None, typer.Option(help="Such as cpu,cpu or cuda:0,cuda:1; by default, all GPUs.")
+        str | None, typer.Option(help="For example cpu,cpu or cuda:0,cuda:1. Default: all GPUs.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
 ) -> None:
-    """Train a small model over the devices at hand; compare it with naive model parallelism.
+    """Train a small model on the available devices, and compare with naive model parallelism.
 
-    Exit status: 1 if the gradients are not those of the unsplit model.
+    Exit status: 1 if the gradients differ from those of the unsplit model.
     """
-    from penstock.cli.demo import DemoRequest, run  # brings torch
+    from penstock.cli.demo import DemoRequest, run  # imports torch
 
     if not run(DemoRequest(steps, out, schedule, chunks, devices, seed)):
         raise typer.Exit(1)

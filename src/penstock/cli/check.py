@@ -1,4 +1,4 @@
-"""`penstock check module:factory`: a user's own model, checked."""
+"""`penstock check module:factory`: compare pipes over the user's model with the model itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FACTORY_KEYS = ("model", "batch", "target", "loss_fn", "reduction", "side", "un
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """What was asked for on the command line."""
+    """The arguments of `penstock check`."""
 
     factory: str
     stages: int
@@ -38,17 +38,17 @@ class CheckRequest:
 
 
 def run(request: CheckRequest) -> bool:
-    """Check, and say so; is everything equal?"""
-    given = _parse_factory_result(_call_factory(request.factory), request.factory)
+    """Check the model, print the report, and return whether everything is equal."""
+    factory_result = _parse_factory_result(_call_factory(request.factory), request.factory)
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("the unsplit model", total=None)
 
-        def show_progress(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, description=what)
+        def show_progress(done: int, total: int, description: str) -> None:
+            progress.update(task, completed=done, total=total, description=description)
 
-        report = _check_model(request, given, show_progress)
+        report = _check_model(request, factory_result, show_progress)
     if request.as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -76,7 +76,7 @@ def _check_model(request: CheckRequest, factory_result: Mapping[str, Any], progr
             progress=progress,
             **factory_result.get("side", {}),
         )
-    except PenstockError:
+    except PenstockError:  # its message is meant for the user as it is
         raise
     except Exception as error:
         raise ArgumentError(
@@ -93,11 +93,12 @@ def _print_report(report: Report) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for line in str(report).splitlines():
         text = Text(line)
-        for style, words in _STYLES.items():
-            text.highlight_regex(words, style)
+        for style, pattern in _STYLES.items():
+            text.highlight_regex(pattern, style)
         console.print(text)
 
 
+# Words and numbers of the report that are colored, by color.
 _STYLES = {
     "green": r"\bequal\b",
     "yellow": r"\brefused\b",
@@ -105,33 +106,37 @@ _STYLES = {
 }
 
 
-# ---- what the factory gives ---------------------------------------------------------------
+# ---- the factory ----------------------------------------------------------------------------
 
 
 def _call_factory(path: str) -> Any:
-    """What the factory returns; its module may be in the current directory."""
+    """Import MODULE, which may be in the current directory, and return what FACTORY() returns."""
     name, _, factory = path.partition(":")
     if not name or not factory:
-        raise ArgumentError(f"give MODULE:FACTORY, such as my_model:make, not '{path}'")
+        raise ArgumentError(f"expected MODULE:FACTORY, such as my_model:make, not '{path}'")
+    # A console script does not have the current directory on its path, unlike `python -m`.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The module itself, or a package above it, is missing; or it imports one that is.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ArgumentError(f"{name} needs {error.name}, which is not installed") from error
         raise ArgumentError(
-            f"there is no module '{name}', neither in {here} nor among what is installed"
+            f"there is no module '{name}', neither in {here} nor among the installed packages"
         ) from None
     except Exception as error:
         raise ArgumentError(f"importing {name} failed: {type(error).__name__}: {error}") from error
     make = getattr(module, factory, None)
     if not callable(make):
-        found = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
-        problem = "is no function" if hasattr(module, factory) else "is not there"
-        listed = ", ".join(found) or "none"
-        raise ArgumentError(f"{name} has no factory '{factory}': it {problem}; it has {listed}")
+        defined = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
+        problem = "is not a function" if hasattr(module, factory) else "is not defined"
+        raise ArgumentError(
+            f"{name} has no factory '{factory}', which {problem}. The module defines "
+            f"{', '.join(defined) or 'nothing'}"
+        )
     try:
         return make()
     except Exception as error:
@@ -139,27 +144,28 @@ def _call_factory(path: str) -> Any:
 
 
 def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:
-    """The parts by name, with the batch as a tuple of inputs."""
+    """Return the factory's result as a dict, with the batch as a tuple of inputs."""
     if isinstance(factory_result, tuple) and 2 <= len(factory_result) <= 4:
         factory_result = dict(zip(_FACTORY_KEYS, factory_result, strict=False))
     if not isinstance(factory_result, dict) or not {"model", "batch"} <= factory_result.keys():
-        found = (
+        keys = (
             f"a dict with {', '.join(map(str, factory_result))}"
             if isinstance(factory_result, dict)
             else None
         )
         raise ArgumentError(
-            f"{path} returns (model, batch), (model, batch, target, loss_fn), or a dict with "
-            f"'model' and 'batch', not {found or _describe_type(factory_result)}"
+            f"{path} must return (model, batch), (model, batch, target, loss_fn), or a dict with "
+            f"'model' and 'batch', not {keys or _describe_type(factory_result)}"
         )
     unknown = [str(key) for key in factory_result if key not in _FACTORY_KEYS]
     if unknown:
         raise ArgumentError(
-            f"{path} returns a dict with {', '.join(unknown)}: it may have {', '.join(_FACTORY_KEYS)}"
+            f"{path} returns a dict with unknown keys: {', '.join(unknown)}. It may have "
+            f"{', '.join(_FACTORY_KEYS)}"
         )
     if not isinstance(factory_result["model"], nn.Module):
         raise ArgumentError(
-            f"{path}: the model is an nn.Module, not {_describe_type(factory_result['model'])}"
+            f"{path}: the model must be an nn.Module, not {_describe_type(factory_result['model'])}"
         )
     batch = factory_result["batch"]
     return {**factory_result, "batch": batch if isinstance(batch, tuple) else (batch,)}
@@ -168,4 +174,4 @@ def _parse_factory_result(factory_result: Any, path: str) -> dict[str, Any]:
 def _describe_type(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
+    return f"an object of type {type(value).__name__}"

@@ -1,4 +1,8 @@
-"""`penstock demo`: a model trained over a pipeline, and what the pipeline does for it."""
+"""`penstock demo`: train a small model over a pipeline, and show what the pipeline gains.
+
+The command trains, generates some text, compares the measured step with naive model parallelism,
+compares the gradients with those of the unsplit model, and saves pictures and traces.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ PROMPT = b"def "
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """What was asked for on the command line."""
+    """The arguments of `penstock demo`."""
 
     steps: int
     out: Path
@@ -61,7 +65,8 @@ class DemoRequest:
 
 
 def run(request: DemoRequest, size: DemoSize | None = None) -> bool:
-    """Train, compare, check, save, and say so; are the gradients right?"""
+    """Run the demo, print its results, and return whether the gradients are right."""
+    # Everything that can be wrong is checked before the training, which takes a while.
     if find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "draw", "the demo")
     devices = find_devices() if request.devices is None else parse_devices(request.devices)
@@ -77,36 +82,37 @@ def _get_default_size(devices: DemoDevices) -> DemoSize:
 
 
 def _adjust_size(size: DemoSize, request: DemoRequest, devices: DemoDevices) -> DemoSize:
-    """A block for each stage at least, and micro-batches of equal size."""
+    """Return the size with at least one block per stage, and micro-batches of equal size."""
     blocks = max(size.blocks, count_stages(request.schedule, devices))
     return replace(size, blocks=blocks, rows=max(1, size.rows // request.chunks) * request.chunks)
 
 
 def _train_and_report(request: DemoRequest, devices: DemoDevices, size: DemoSize) -> bool:
     text = load_stdlib_text()
-    endless = iter_random_batches(text, size.rows, size.context, request.seed)
-    batch = next(endless)
+    batches = iter_random_batches(text, size.rows, size.context, request.seed)
+    batch = next(batches)
     model = build_byte_transformer(size, request.seed)
     layout = DeviceLayout.measure(devices, model, batch[0][: size.rows // request.chunks])
     pipe = layout.build_pipe(model, request.schedule, request.chunks)
     request.out.mkdir(parents=True, exist_ok=True)
     _print_setup(request, layout, size, model, len(text))
 
-    results = train(pipe, endless, request.steps, devices)
+    results = train(pipe, batches, request.steps, devices)
     show_progress(_sample_progress(results, size, request.steps), request.steps)
     prose = generate_text(pipe, PROMPT, 2 * size.context, size.context, request.seed)
-    print(f"\nit writes\n{_format_prose(prose)}\n")
+    print(f"\ngenerated text\n{_format_prose(prose)}\n")
 
     batch = move_batch(devices.first, batch)
-    alike = build_byte_transformer(size)
-    alike.load_state_dict(pipe.state_dict())
-    naive, pipelined = measure_steps([layout.build_pipe(alike, "naive", 1), pipe], batch)
+    same_model = build_byte_transformer(size)
+    same_model.load_state_dict(pipe.state_dict())
+    naive, pipelined = measure_steps([layout.build_pipe(same_model, "naive", 1), pipe], batch)
+    # The naive step has one micro-batch, as large as all of the pipeline's together.
     naive = naive.rescale_activations(request.chunks)
     _print_comparison(request.schedule, naive, pipelined)
-    sameness = compare_gradients(model, layout, request.schedule, request.chunks, batch)
-    _print_gradient_check(sameness)
+    comparison = compare_gradients(model, layout, request.schedule, request.chunks, batch)
+    _print_gradient_check(comparison)
     _save_pictures(request, naive, pipelined)
-    return sameness.is_equal
+    return comparison.is_equal
 
 
 # ---- training -----------------------------------------------------------------------------
@@ -120,16 +126,17 @@ def _print_setup(
     names = ", ".join(map(repr, layout.devices.by_rank))
     cuts = " + ".join(map(str, layout.layers_per_stage(request.schedule)))
     print(
-        f"model     a transformer over bytes: {size.blocks} blocks, {format_number(parameters)} parameters"
+        f"model     a transformer over bytes: {size.blocks} blocks, "
+        f"{format_number(parameters)} parameters"
     )
     print(f"text      {format_number(text_length)} bytes: the sources of Python's standard library")
     print(f"devices   {names} ({layout.devices.reason})")
-    print(f"pipeline  {request.schedule}; stages of {cuts} layers, cut by their measured times;")
+    print(f"pipeline  {request.schedule}; stages of {cuts} layers, balanced by measured times;")
     print(f"          {request.chunks} micro-batches of {rows} x {size.context} bytes a step\n")
 
 
 class TrainingProgress(NamedTuple):
-    """How training goes, after so many steps."""
+    """A reading of the training: loss, speed and bubble after a number of steps."""
 
     step: int
     loss: float
@@ -144,42 +151,46 @@ class TrainingProgress(NamedTuple):
 def _sample_progress(
     results: Iterator[StepResult], size: DemoSize, steps: int
 ) -> Iterator[TrainingProgress]:
-    """Some fifty readings; each waits for its step to end, so there is not one at every step."""
-    every = max(1, steps // 50)
-    start, counted = time.perf_counter(), 0
+    """Yield about fifty readings.
+
+    A reading waits until its step has ended on the device, so one at every step would slow the
+    training down.
+    """
+    interval = max(1, steps // 50)
+    start, last_step = time.perf_counter(), 0
     for step, result in enumerate(results, start=1):
-        if step in (1, steps) or step % every == 0:
+        if step in (1, steps) or step % interval == 0:
             loss, bubble = result.loss.item(), result.timeline.bubble
             now = time.perf_counter()
-            tokens = (step - counted) * size.rows * size.context
+            tokens = (step - last_step) * size.rows * size.context
             yield TrainingProgress(step, loss, tokens / (now - start), bubble)
-            start, counted = now, step
+            start, last_step = now, step
 
 
 def show_progress(samples: Iterable[TrainingProgress], steps: int) -> None:
-    """A bar in a terminal; elsewhere a line now and then."""
+    """Show a progress bar in a terminal, and about ten lines elsewhere."""
     console = Console()
     if console.is_terminal:
         _show_progress_bar(samples, steps, console)
         return
-    due = 0
-    for reading in samples:
-        if reading.step > due or reading.step == steps:
-            print(f"step {reading.step:>{len(str(steps))}}/{steps}  {reading}", flush=True)
-            due += max(1, steps // 10)
+    next_step = 0
+    for sample in samples:
+        if sample.step > next_step or sample.step == steps:
+            print(f"step {sample.step:>{len(str(steps))}}/{steps}  {sample}", flush=True)
+            next_step += max(1, steps // 10)
 
 
 def _show_progress_bar(samples: Iterable[TrainingProgress], steps: int, console: Console) -> None:
-    words = TextColumn("{task.description}")
-    columns = (BarColumn(20), MofNCompleteColumn(), words, TimeRemainingColumn())
+    description = TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), description, TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=steps)
-        for reading in samples:
-            progress.update(task, completed=reading.step, description=str(reading))
+        for sample in samples:
+            progress.update(task, completed=sample.step, description=str(sample))
 
 
 def _format_prose(prose: bytes) -> str:
-    """Its lines that are not blank, with a dot for what is no letter."""
+    """Return the lines that are not blank, with a dot for bytes that are not printable ASCII."""
     shown = "".join(chr(c) if 32 <= c < 127 or c == 10 else "·" for c in prose)
     return "\n".join(f"  {line.rstrip()}" for line in shown.splitlines() if line.strip())
 
@@ -207,7 +218,7 @@ def _print_comparison(schedule: str, naive: DemoMeasurement, pipelined: DemoMeas
     gain, ranks = naive.timeline.makespan / pipelined.timeline.makespan, naive.timeline.ranks
     print(f"the pipeline is {gain:.2f} times as fast on {ranks} devices")
     if gain < 1.1:
-        print("(little gained: are there fewer cores than ranks, or are they busy otherwise?)")
+        print("(little gain: are there fewer cores than ranks, or are they busy otherwise?)")
     print()
 
 
@@ -220,9 +231,9 @@ def _format_bubble(timeline: Timeline) -> str:
 
 
 def _print_gradient_check(comparison: GradientComparison) -> None:
-    verdict = "the same as" if comparison.is_equal else "NOT the same as"
+    relation = "the same as" if comparison.is_equal else "NOT the same as"
     print(
-        f"gradients in float64: {verdict} the unsplit model's\n"
+        f"gradients in float64: {relation} the unsplit model's\n"
         f"  largest difference {comparison.max_difference:.1e} (at most {GRADIENT_TOLERANCE:.0e}), "
         f"largest gradient {comparison.max_gradient:.1e}, {comparison.tensor_count} tensors\n"
     )
@@ -232,11 +243,11 @@ def _save_pictures(
     request: DemoRequest, naive: DemoMeasurement, pipelined: DemoMeasurement
 ) -> None:
     print("saved")
-    shown = {
+    pictures = {
         "naive": ("naive model parallelism, measured", naive.timeline),
         "pipeline": (f"pipeline under {request.schedule}, measured", pipelined.timeline),
     }
-    for name, (title, timeline) in shown.items():
+    for name, (title, timeline) in pictures.items():
         for suffix in (".svg", ".png"):
             draw.picture(timeline, request.out / f"{name}{suffix}", title=title)
         draw.write_trace(timeline, request.out / f"{name}.json")

@@ -1,4 +1,4 @@
-"""`penstock doctor`: what there is to compute with, and what to fix."""
+"""`penstock doctor`: examine the ranks, print tables of ranks and links, and say what to fix."""
 
 from __future__ import annotations
 
@@ -25,49 +25,57 @@ from penstock.doctor.survey import (
 from penstock.errors import ArgumentError, RunError
 from penstock.launch.torchrun_env import is_launched
 
-MAX_MATRIX_RANKS = 8  # ranks of which every link has a place in the table
-MAX_LISTED_LINKS = 10  # links that are told of where there are more
+MAX_MATRIX_RANKS = 8  # with more ranks, the slowest links are listed instead of a matrix
+MAX_LISTED_LINKS = 10
 
 _STYLES = {"broken": "bold red", "look": "yellow"}
 
 
 def run(patience: float, as_json: bool) -> bool:
-    """Look, and say so; can it run? Under a launcher, rank 0 speaks for all."""
+    """Survey the ranks, print the report, and return whether nothing is broken.
+
+    Under a launcher rank 0 prints for all ranks, and the process exits here.
+    """
     if not 0 < patience <= 600:
-        raise ArgumentError(f"--patience takes seconds above 0, up to 600; not {patience:g}")
+        raise ArgumentError(f"--patience takes seconds above 0 and up to 600, not {patience:g}")
 
     def report(survey: SurveyResult) -> bool:
-        given = advise(survey)
+        advice_list = advise(survey)
         if as_json:
-            print(json.dumps(_as_dict(survey, given)))
+            print(json.dumps(_as_dict(survey, advice_list)))
         else:
-            _print_report(survey, given)
-        return not any(advice.broken for advice in given)
+            _print_report(survey, advice_list)
+        return not any(advice.broken for advice in advice_list)
 
     if not is_launched():
         return report(survey_single_process())
-    seat = get_rank_env()
-    late = threading.Timer(
-        compute_max_seconds(seat.world_size, patience), _exit_on_timeout, [seat.rank]
+    rank_env = get_rank_env()
+    # Every wait in the survey has a limit, except a call of the store whose host has gone silent.
+    # The timer is for that.
+    watchdog = threading.Timer(
+        compute_max_seconds(rank_env.world_size, patience), _exit_on_timeout, [rank_env.rank]
     )
-    late.daemon = True
-    late.start()
+    watchdog.daemon = True
+    watchdog.start()
     try:
-        sound = survey_all_ranks(seat, patience, report)
+        is_sound = survey_all_ranks(rank_env, patience, report)
     except RunError as error:
         print(f"penstock: {error}", file=sys.stderr)
-        sound = False
-    _exit_process(sound)
-    raise AssertionError
+        is_sound = False
+    _exit_process(is_sound)
+    raise AssertionError("the process has exited")
 
 
 def _exit_on_timeout(rank: int) -> None:
-    print(f"penstock: rank {rank} was left alone: the launcher's store is silent", file=sys.stderr)
+    print(
+        f"penstock: rank {rank} gives up, because the launcher's store does not answer",
+        file=sys.stderr,
+    )
     _exit_process(False)
 
 
 def _exit_process(is_sound: bool) -> None:
-    """At once: threads may be waiting for ever in a link that is dead."""
+    """Exit at once: threads that wait for ever in a dead link would delay a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if is_sound else 1)
@@ -86,7 +94,7 @@ def _as_dict(survey: SurveyResult, advice_list: Iterable[Advice]) -> dict[str, o
     }
 
 
-# ---- as text ------------------------------------------------------------------------------
+# ---- the report as text ---------------------------------------------------------------------
 
 
 def _print_report(survey: SurveyResult, advice_list: list[Advice]) -> None:
@@ -104,19 +112,19 @@ def _print_report(survey: SurveyResult, advice_list: list[Advice]) -> None:
 
 
 def _build_rank_table(survey: SurveyResult) -> Table:
-    alone = survey.backend == "threads"
+    is_single_process = survey.backend == "threads"
     title = f"{len(survey.rank_infos)} of {survey.world_size} ranks, over {survey.backend}"
-    table = Table(title="one process" if alone else title)
+    table = Table(title="one process" if is_single_process else title)
     for heading in ("rank", "host", "device", "free memory", "threads"):
         table.add_column(heading, no_wrap=True)
-    if not alone:
+    if not is_single_process:
         table.add_column("interface", no_wrap=True)
         table.add_column("clock", justify="right", no_wrap=True)
     ahead = {0: 0.0} | {rank: seconds for rank, (seconds, _) in survey.clock_offsets.items()}
     for rank, facts in survey.rank_infos.items():
         memory = _format_free_space(next(iter(facts.memory.values()))) if facts.memory else "?"
         cells = [str(rank), facts.host, facts.device, memory, f"{facts.threads} of {facts.cores}"]
-        if not alone:
+        if not is_single_process:
             clock = f"{ahead[rank] * 1e3:+.1f} ms" if rank in ahead else "?"
             cells += [facts.interface or "?", clock]
         table.add_row(*cells)
@@ -124,18 +132,18 @@ def _build_rank_table(survey: SurveyResult) -> Table:
 
 
 def _print_rank_info(console: Console, survey: SurveyResult) -> None:
-    """What is the same everywhere, once; what differs, with the rank or host that has it."""
-    told: dict[str, str] = {}
+    """Print what all ranks have in common once, and what differs with its rank or host."""
+    first_texts: dict[str, str] = {}
     for rank, facts in survey.rank_infos.items():
         for name, text in _describe_rank(facts).items():
-            if name not in told:
+            if name not in first_texts:
                 console.print(f"{name:<9} {text}")
-            elif told[name] != text:
+            elif first_texts[name] != text:
                 console.print(f"{name:<9} {text}  (rank {rank})")
-            told.setdefault(name, text)
+            first_texts.setdefault(name, text)
     for _, facts in iter_first_rank_of_hosts(survey):
-        rooms = {"memory": facts.memory.get("host"), **facts.disk}
-        texts = [f"{name} {_format_free_space(room)}" for name, room in rooms.items() if room]
+        spaces = {"memory": facts.memory.get("host"), **facts.disk}
+        texts = [f"{name} {_format_free_space(space)}" for name, space in spaces.items() if space]
         console.print(f"{'free':<9} {', '.join(texts)}  ({facts.host})")
 
 
@@ -154,22 +162,22 @@ def _format_free_space(space: FreeSpace) -> str:
 
 
 def _build_link_table(survey: SurveyResult) -> Table:
-    """Every two ranks: the seconds of a message above the diagonal, its bandwidth below."""
+    """Return a matrix of all pairs: latency above the diagonal, bandwidth below it."""
     ends = sorted({rank for link in survey.links for rank in (link.a, link.b)})
-    what = "GPU" if survey.backend == "threads" else "rank"
+    endpoint_kind = "GPU" if survey.backend == "threads" else "rank"
     if len(ends) > MAX_MATRIX_RANKS:
-        return _build_slowest_link_table(survey.links, what)
+        return _build_slowest_link_table(survey.links, endpoint_kind)
     table = Table(title="links: time of a small message above, bandwidth of a large one below")
     table.add_column("")
     for end in ends:
-        table.add_column(f"{what} {end}", justify="right")
+        table.add_column(f"{endpoint_kind} {end}", justify="right")
     links = {(link.a, link.b): link for link in survey.links}
     for row in ends:
         cells = []
         for column in ends:
             link = links.get((min(row, column), max(row, column)))
             cells.append("" if link is None else _format_link(link, show_latency=row < column))
-        table.add_row(f"{what} {row}", *cells)
+        table.add_row(f"{endpoint_kind} {row}", *cells)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The options that commands share, and what their texts mean."""
+"""Options that several commands share: their declarations, their parsing, and what they ask for."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from penstock.schedules.timeline import Timeline, simulate
 from penstock.schedules.verify import find_memory_excess, require_sound
 
 DEFAULT_COSTS = "F=1,I=1,W=1,send=0"
+SKIP_WITH_PROGRAM = "a program lists its own edges. Write the skip there instead of using --skip"
 
 ScheduleArgument = Annotated[
-    str, typer.Argument(help=f"{', '.join(schedules.FAMILIES)}, fit, or a file that was saved.")
+    str, typer.Argument(help=f"{', '.join(schedules.FAMILIES)}, fit, or a saved file.")
 ]
 _RANKS_OPTION = typer.Option("--ranks", "-p", help="Workers, each with one device.")
 _CHUNKS_OPTION = typer.Option("--chunks", "-m", help="Micro-batches in a step.")
@@ -30,10 +31,10 @@ OptionalRanksOption = Annotated[int | None, _RANKS_OPTION]
 ChunksOption = Annotated[int, _CHUNKS_OPTION]
 OptionalChunksOption = Annotated[int | None, _CHUNKS_OPTION]
 StagesPerRankOption = Annotated[
-    int | None, typer.Option("--stages-per-rank", "-v", help="Stages on a rank.")
+    int | None, typer.Option("--stages-per-rank", "-v", help="Stages per rank.")
 ]
 PlacementOption = Annotated[
-    str, typer.Option("--placement", help="For fit: loop, or v (two stages a rank).")
+    str, typer.Option("--placement", help="For fit: loop, or v (two stages per rank).")
 ]
 CostOption = Annotated[
     str, typer.Option("--cost", help="Seconds of a rank's whole share, and of a message.")
@@ -48,30 +49,30 @@ MemoryOption = Annotated[
     float | None,
     typer.Option(
         "--memory",
-        help="Cap on live micro-batches of a rank's whole share. For fit: by default, 1f1b's.",
+        help="Limit on live micro-batches per rank, over all its stages. For fit: 1f1b's peak.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 def parse_costs(text: str) -> dict[str, float]:
-    """`F=1,I=1,W=1,send=0`, any of them left out."""
+    """Return the costs in a text such as `F=1,W=2`, with defaults for those it does not name."""
     costs = dict(item.split("=") for item in DEFAULT_COSTS.split(","))
     for item in text.split(","):
         key, _, value = item.partition("=")
         if key.strip() not in costs:
             names = ", ".join(costs)
-            raise ArgumentError(f"--cost takes {names}, such as {DEFAULT_COSTS}; not '{item}'")
+            raise ArgumentError(f"--cost takes {names}, such as {DEFAULT_COSTS}, not '{item}'")
         costs[key.strip()] = value
     try:
         numbers = {key: float(value) for key, value in costs.items()}
     except ValueError:
         raise ArgumentError(
-            f"--cost takes numbers, such as {DEFAULT_COSTS}; not '{text}'"
+            f"--cost takes numbers, such as {DEFAULT_COSTS}, not '{text}'"
         ) from None
     if not all(0 <= value <= 1e9 for value in numbers.values()):
         raise ArgumentError(
-            f"--cost takes numbers from 0 to 1e9, such as {DEFAULT_COSTS}; not '{text}'"
+            f"--cost takes numbers from 0 to 1e9, such as {DEFAULT_COSTS}, not '{text}'"
         )
     if not any(numbers[key] for key in "FIW"):
         raise ArgumentError("--cost: at least one of F, I and W must be more than 0")
@@ -79,27 +80,25 @@ def parse_costs(text: str) -> dict[str, float]:
 
 
 def parse_skip(text: str) -> tuple[int, int]:
-    """`0:3`: from stage 0 to stage 3."""
+    """Return the two stages of a text such as `0:3`, a skip from stage 0 to stage 3."""
     src, _, dst = text.partition(":")
     if not (src.isdecimal() and dst.isdecimal()):
-        raise ArgumentError(f"--skip takes SRC:DST, two stages, such as 0:3; not '{text}'")
+        raise ArgumentError(f"--skip takes two stages as SRC:DST, such as 0:3, not '{text}'")
     return int(src), int(dst)
 
 
 def check_memory_option(memory: float | None) -> None:
-    """A cap is a number of micro-batches."""
+    """Raise unless `--memory` is absent or a positive, finite number of micro-batches."""
     if memory is not None and not 0 < memory < float("inf"):
         raise ArgumentError(f"--memory takes a number of micro-batches above 0, not {memory}")
 
 
-# -------------------------------------------------------------------------------------------------
-# What was asked for, and the timeline that answers it.
-# -------------------------------------------------------------------------------------------------
+# ---- simulating the requested schedule ------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Sizes, costs and limits, as given on the command line."""
+    """A schedule requested on the command line: its sizes, costs and limits."""
 
     ranks: int
     chunks: int
@@ -110,26 +109,31 @@ class ScheduleRequest:
     skips: tuple[tuple[int, int], ...] = ()
 
     def simulate_named(self, name: str) -> Timeline:
-        """The timeline of a named schedule."""
+        """Return the simulated timeline of a named schedule."""
         return self._simulate(schedules.make(name, self.ranks, self.chunks, self.stages_per_rank))
 
     def simulate_fit(self, placement_kind: str) -> Timeline:
-        """The timeline of `fit` on a loop or a V.
+        """Return the simulated timeline of `fit`, with stages placed in a loop or a V.
 
-        It plans without Rs. Where they come in later, what an F keeps is no limit to plan with, and
-        the named schedules get another chance.
+        `fit` plans without recomputation (R), which is added afterwards. With recomputation an F
+        keeps only its input, so a plan under the memory limit is too cautious. Three candidates are
+        compared then: that plan, a plan without the limit whose backward includes the
+        recomputation, and the named schedules with the same placement. The fastest that fits wins.
         """
         placement = self._build_placement(placement_kind)
         cost = Cost.even(placement, **self.costs)
         graph = self._build_graph(len(placement))
-        made = self._simulate(schedules.fit(placement, self.chunks, cost, self.memory, graph))
+        limited = self._simulate(schedules.fit(placement, self.chunks, cost, self.memory, graph))
         if self.checkpoint == "never":
-            return made
+            return limited
+        # Recomputation repeats the forward before each backward: I costs I + F.
         slower = replace(cost, I=tuple(i + f for i, f in zip(cost.I, cost.F, strict=True)))
-        freer = self._simulate(schedules.fit(placement, self.chunks, slower, self.chunks, graph))
-        found = [freer, made, *self._simulate_families_with(placement)]
-        kept = [timeline for timeline in found if not self.find_memory_excess(timeline)]
-        return min(kept or [made], key=lambda timeline: timeline.makespan)
+        unlimited = self._simulate(
+            schedules.fit(placement, self.chunks, slower, self.chunks, graph)
+        )
+        candidates = [unlimited, limited, *self._simulate_families_with(placement)]
+        fitting = [timeline for timeline in candidates if not self.find_memory_excess(timeline)]
+        return min(fitting or [limited], key=lambda timeline: timeline.makespan)
 
     def _simulate_families_with(self, placement: tuple[int, ...]) -> Iterator[Timeline]:
         per_rank = len(placement) // self.ranks
@@ -140,7 +144,7 @@ class ScheduleRequest:
                     yield timeline
 
     def find_memory_excess(self, timeline: Timeline) -> list[str]:
-        """Where the timeline holds more than the cap."""
+        """Return a problem for each rank that holds more micro-batches than `--memory` allows."""
         if self.memory is None:
             return []
         return list(find_memory_excess(timeline.program.schedule, self.memory, timeline.cost))
@@ -161,14 +165,14 @@ class ScheduleRequest:
         if placement_kind != "v":
             raise ArgumentError(f"--placement is loop or v, not '{placement_kind}'")
         if per_rank not in (None, 2):
-            raise ArgumentError(f"a V has 2 stages a rank, not {per_rank}: use --stages-per-rank 2")
+            raise ArgumentError(f"--placement v needs --stages-per-rank 2, not {per_rank}")
         return schedules.vee(self.ranks)
 
 
 def read_schedule_file(file: Path) -> Schedule | Program:
-    """A schedule or program that was saved, or written by hand."""
+    """Return the schedule or program in a file, saved before or written by hand."""
     try:
-        return loads(file.read_text(encoding="utf-8-sig"))
+        return loads(file.read_text(encoding="utf-8-sig"))  # some editors begin with a BOM
     except UnicodeDecodeError:
         raise FormatError("this is not a schedule:", [f"{file} is not text"]) from None
 
@@ -176,13 +180,14 @@ def read_schedule_file(file: Path) -> Schedule | Program:
 def simulate_file(
     file: Path, costs: dict[str, float], skips: tuple[tuple[int, int], ...], memory: float | None
 ) -> Timeline:
-    """The timeline of what stands in a file; refused with every problem unless it is sound."""
-    work = read_schedule_file(file)
-    if isinstance(work, Schedule):
-        graph = StageGraph.chain(work.stages, skips)
-        require_sound(work, graph, memory)
-        work = lower(work, graph)
+    """Return the simulated timeline of a file. Raise with every problem if it is not sound."""
+    program = read_schedule_file(file)
+    if isinstance(program, Schedule):
+        graph = StageGraph.chain(program.stages, skips)
+        require_sound(program, graph, memory)
+        program = lower(program, graph)
     elif skips:
-        raise ArgumentError("a program has its own edges: write the skip there, not as --skip")
-    require_sound(work, memory=memory)
-    return simulate(work, Cost.even(work.schedule.placement, **costs))
+        raise ArgumentError(SKIP_WITH_PROGRAM)
+    # A program can deadlock where its schedule is sound, so it is verified, too.
+    require_sound(program, memory=memory)
+    return simulate(program, Cost.even(program.schedule.placement, **costs))

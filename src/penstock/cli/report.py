@@ -1,4 +1,4 @@
-"""How timelines are told: as text, as a JSON object, as a row of a table."""
+"""Timelines for the terminal: as text, as a JSON object, and as a row of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.schedules.verify import find_deadlocks
 
 
 def summarize(name: str, timeline: Timeline) -> dict[str, Any]:
-    """What `--json` prints. `actions` counts computes, sends and receives."""
+    """Return the object that `--json` prints. `actions` counts computes, sends and receives."""
     program = timeline.program
     actions = [action for lane in program.lanes for action in lane]
     return {
@@ -34,30 +34,31 @@ def summarize(name: str, timeline: Timeline) -> dict[str, Any]:
 
 
 def format_sizes(schedule: Schedule) -> str:
-    """In words."""
+    """Return the sizes of a schedule as text."""
     return f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.chunks} micro-batches"
 
 
 def draw_for_terminal(timeline: Timeline, width: int | None = None) -> str:
-    """As text, for the terminal at hand."""
+    """Return the picture of a timeline as text, in the width and colors of the terminal."""
     console = Console()
+    # No colors in a pipe or a file, in a terminal without them, or if NO_COLOR is set.
     color = console.is_terminal and not console.no_color and console.color_system is not None
     return draw.text(timeline, width=width or max(32, console.width), color=color)
 
 
 def print_timeline(name: str, timeline: Timeline, width: int | None) -> None:
-    """What `penstock show` prints."""
+    """Print the output of `penstock show`."""
     schedule = timeline.program.schedule
     facts = summarize(name, timeline)
-    safe = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
-    print(f"{name}: {format_sizes(schedule)}, {facts['messages']} messages, {safe}\n")
+    outcome = "ends under rendezvous" if facts["deadlock_free"] else "DEADLOCKS under rendezvous"
+    print(f"{name}: {format_sizes(schedule)}, {facts['messages']} messages, {outcome}\n")
     print(draw_for_terminal(timeline, width))
     if schedule.recomputed:
-        print("peak leaves out the inputs that stages keep for their recomputation")
+        print("peak does not include the inputs that stages keep for their recomputation")
 
 
 def print_comparison(title: str, rows: Iterable[tuple[str, Timeline]]) -> None:
-    """What `penstock compare` prints."""
+    """Print the table of `penstock compare`."""
     caption = "peak: micro-batches alive on the worst rank; fit: under --memory, or 1f1b's peak"
     table = Table(title=title, caption=caption)
     table.add_column("schedule", no_wrap=True)

@@ -51,7 +51,7 @@ class LegacyPipe(nn.Module):
     """A pipe whose stages are partitions of layers, with one rank for each different device.
 
     Parameters, buffers and the state dict are those of `partitions`. A `penstock.Pipe` over the
-    same layers runs them; it is not registered as a module, or every parameter would have two names.
+    same layers runs them. It is not registered as a module: every parameter would have two names.
     `chained` is the Sequential of partitions; its class decides how values go from one to the next.
     """
 

@@ -1,1 +1,4 @@
-"""What is done with gradients after the backwards: reduced over replicas, clipped, agreed on."""
+"""Gradients after the backwards: reduced over replicas, clipped, checked for overflow.
+
+README.md explains the modules.
+"""

@@ -1,4 +1,13 @@
-"""Gradients averaged over replicas, and tensors that the first one gives: in a few messages."""
+"""Average gradients over replicas, and broadcast tensors from the first replica.
+
+Both work on flat buckets, so that many small tensors travel in a few messages. A bucket of
+gradients ends with one flag per parameter:
+
+    [ grad of p0 | grad of p1 | ... | flag 0, flag 1, ... ]
+
+A flag is 1 on a rank that has the gradient. After the sum, a flag of 0 means that no rank has one,
+and the parameter keeps `.grad = None`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +22,14 @@ from torch import Tensor, nn
 from penstock.data_parallel.dtensor import AnyProcessGroup, to_local
 from penstock.errors import RunError
 
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 25 << 20  # 25 MiB, the default of DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """The processes that have the same stages in copies of a pipe, by their ranks in the world.
+    """The processes that hold the same stages in all replicas of a pipe.
 
-    `waiting` is told before each wait for them, and what for.
+    `on_wait` is called before each wait for the other processes, with a description of the wait.
     """
 
     process_group: AnyProcessGroup
@@ -38,18 +47,18 @@ def average_gradients(
     group: AnyProcessGroup,
     on_wait: Callable[[], object] = _ignore_wait,
 ) -> None:
-    """Make each `.grad` the mean of those of all ranks of the group.
+    """Replace each `.grad` by the mean over all ranks of the group.
 
-    What was averaged before stays as it is, so that steps may be added. A gradient that some ranks
-    have counts as 0 for the others; one that nobody has is left alone. Every rank of the group
-    calls this, with the same parameters in the same order.
+    The mean of equal gradients is the same gradient, so steps that were reduced before may be
+    accumulated. A gradient that some ranks lack counts as 0 there. If all ranks lack it, it stays
+    None. Every rank of the group calls this with the same parameters in the same order.
     """
     if group.size() == 1:
         return
-    wanted = list(dict.fromkeys(p for p in parameters if p.requires_grad))
-    _check_dense(wanted)
-    buckets = [_Bucket(those) for those in _group_into_buckets(wanted)]
-    for bucket in buckets:  # each is sent while the next is filled
+    trainable = list(dict.fromkeys(p for p in parameters if p.requires_grad))
+    _check_dense(trainable)
+    buckets = [_Bucket(bucket_parameters) for bucket_parameters in _group_into_buckets(trainable)]
+    for bucket in buckets:  # one bucket travels while the next one is filled
         bucket.start_all_reduce(group)
     for bucket in buckets:
         on_wait()
@@ -58,51 +67,58 @@ def average_gradients(
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], group: AnyProcessGroup) -> None:
-    """Give every rank of the group what its first has."""
-    alike: dict[Any, list[Tensor]] = {}
-    for part in map(to_local, tensors):
-        if part.numel():
-            alike.setdefault((part.device, part.dtype), []).append(part)
-    for those in alike.values():
-        flat = torch.cat([part.reshape(-1) for part in those])
+    """Overwrite the tensors of every rank with those of the first rank of the group."""
+    # One message for all tensors of one device and dtype.
+    tensors_by_kind: dict[Any, list[Tensor]] = {}
+    for tensor in map(to_local, tensors):
+        if tensor.numel():
+            tensors_by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for local_tensors in tensors_by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in local_tensors])
         group.broadcast([flat], dist.BroadcastOptions()).wait()
-        for part, numbers in zip(those, flat.split([p.numel() for p in those]), strict=True):
-            part.copy_(numbers.view_as(part))
+        sizes = [tensor.numel() for tensor in local_tensors]
+        for tensor, values in zip(local_tensors, flat.split(sizes), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise RunError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which is "
-                "not averaged over replicas: make its layer with sparse=False"
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which "
+                "cannot be averaged over replicas. Create its layer with sparse=False."
             )
 
 
 def _bucket_key(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
-    """Of its gradient, whether it has one or not: all ranks must come to the same."""
-    asked: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return parameter.device, asked or parameter.dtype
+    """Return device and dtype of the gradient that a parameter has or would have.
+
+    The key must not depend on `.grad`: a rank without the gradient has to build the same buckets.
+    """
+    grad_dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.device, grad_dtype or parameter.dtype
 
 
 def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those of one kind together, up to some size."""
+    """Group parameters with the same bucket key, up to `BUCKET_BYTES` in each group."""
+    # Several buckets fill at the same time, one for each key, so that parameters of mixed dtypes do
+    # not end up in many small ones.
     full: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
-        kind = _bucket_key(parameter)
-        those, size = filling.pop(kind, ([], 0))
-        those.append(parameter)
-        size += to_local(parameter).numel() * kind[1].itemsize
+        key = _bucket_key(parameter)
+        bucket_parameters, size = filling.pop(key, ([], 0))
+        bucket_parameters.append(parameter)
+        size += to_local(parameter).numel() * key[1].itemsize
         if size >= BUCKET_BYTES:
-            full.append(those)
+            full.append(bucket_parameters)
         else:
-            filling[kind] = those, size
-    return [*full, *(those for those, _ in filling.values())]
+            filling[key] = bucket_parameters, size
+    return [*full, *(bucket_parameters for bucket_parameters, _ in filling.values())]
 
 
 class _Bucket:
-    """Gradients one after the other, and behind them for each a 1 if there is one, or a 0."""
+    """A flat tensor with the gradients of some parameters, followed by their presence flags."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -116,27 +132,29 @@ class _Bucket:
         self._flat = flat
 
     def start_all_reduce(self, group: AnyProcessGroup) -> None:
-        """Fill it, and begin to add those of all ranks."""
+        """Copy the gradients into the bucket and start the sum over all ranks."""
         pairs = list(zip(self._gradient_views, self._parameters, strict=True))
-        for part, parameter in pairs:
+        for view, parameter in pairs:
             if parameter.grad is not None:
-                part.copy_(to_local(parameter.grad))
-        there = [parameter.grad is not None for parameter in self._parameters]
+                view.copy_(to_local(parameter.grad))
+        has_gradient = [parameter.grad is not None for parameter in self._parameters]
+        # Divide before the sum, as DistributedDataParallel does: a sum of float16 gradients could
+        # overflow. The flags are written after the division.
         self._flat.mul_(1 / group.size())
-        self._presence_flags.copy_(torch.tensor(there, dtype=self._flat.dtype))
-        summed = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-        self._work: Any = group.allreduce([summed])
+        self._presence_flags.copy_(torch.tensor(has_gradient, dtype=self._flat.dtype))
+        # Not every backend sums complex numbers, so they travel as pairs of real ones.
+        summands = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+        self._work: Any = group.allreduce([summands])
 
     def finish_all_reduce(self) -> None:
-        """Wait for it, and put the means where they belong."""
+        """Wait for the sum and copy the means into the gradients."""
         self._work.wait()
-        for at, (part, parameter) in enumerate(
+        for index, (view, parameter) in enumerate(
             zip(self._gradient_views, self._parameters, strict=True)
         ):
             if parameter.grad is not None:
-                to_local(parameter.grad).copy_(part)
-            elif (
-                self._presence_flags[at] != 0
-            ):  # to ask is to wait for it, but who has one need not
+                to_local(parameter.grad).copy_(view)
+            # Reading a flag on a GPU makes the host wait, so it is read only where it is needed.
+            elif self._presence_flags[index] != 0:
                 parameter.grad = torch.zeros_like(parameter)
-                to_local(parameter.grad).copy_(part)
+                to_local(parameter.grad).copy_(view)

@@ -1,4 +1,11 @@
-"""Gradients clipped by their norm over all ranks."""
+"""Clip gradients by their norm over all ranks, as if the model were not split.
+
+The norms are combined in three steps:
+
+    1. in this process: the ordinary gradients, and the local shards of DTensors
+    2. over the process groups along which a DTensor is sharded (tensor parallelism, FSDP)
+    3. over the ranks of the pipeline, each of which has other parameters
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ from penstock.errors import RunError
 
 @dataclass(frozen=True)
 class ClipGradOptions:
-    """The arguments of `nn.utils.clip_grad_norm_` after the largest norm."""
+    """The optional arguments of `nn.utils.clip_grad_norm_`."""
 
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
@@ -34,25 +41,31 @@ class ClipGradOptions:
 def compute_total_grad_norm(
     parameters: Sequence[nn.Parameter], ranks: PeerRanks | None, options: ClipGradOptions
 ) -> Tensor:
-    """As `nn.utils.get_total_norm` of the gradients of the unsplit model.
+    """Return `nn.utils.get_total_norm` of the gradients of the unsplit model.
 
-    Each parameter of the model is `owned` by one of the ranks. All of them call this, whether they
-    have gradients or not; so do all that have parts of a DTensor.
+    `parameters` are those that this rank owns; every parameter of the model has one owner. All
+    ranks call this, whether they have gradients or not, and so do all processes that hold shards of
+    the same DTensors.
     """
     order = float(options.norm_type)
-    plain = [p.grad for p in parameters if p.grad is not None and not is_dtensor(p)]
-    total = nn.utils.get_total_norm(plain, order, foreach=options.foreach)
-    in_parts = [p for p in parameters if is_dtensor(p)]
-    if ranks is None and not in_parts:
-        return total
-    device = next((p.device for p in parameters), total.device)
-    of_plain = total.to(device, torch.float64) if plain else _neutral_norm(order, device)
-    mine = _combine_norms([of_plain, *_compute_dtensor_norms(in_parts, order, device)], order)
-    if ranks is None:
-        return mine
-    return _combine_norms(ranks.all_gather(mine.cpu(), "the norm of its gradients"), order).to(
-        device
+    plain_gradients = [p.grad for p in parameters if p.grad is not None and not is_dtensor(p)]
+    plain_norm = nn.utils.get_total_norm(plain_gradients, order, foreach=options.foreach)
+    dtensors = [p for p in parameters if is_dtensor(p)]
+    if ranks is None and not dtensors:
+        return plain_norm
+    # From here on norms are combined in float64, so that combining them loses no precision.
+    device = next((p.device for p in parameters), plain_norm.device)
+    first_norm = (
+        plain_norm.to(device, torch.float64) if plain_gradients else _neutral_norm(order, device)
     )
+    local_norm = _combine_norms(
+        [first_norm, *_compute_dtensor_norms(dtensors, order, device)], order
+    )
+    if ranks is None:
+        return local_norm
+    return _combine_norms(
+        ranks.all_gather(local_norm.cpu(), "the norm of its gradients"), order
+    ).to(device)
 
 
 @torch.no_grad()
@@ -62,51 +75,57 @@ def clip_grads_with_norm(
     max_norm: float,
     options: ClipGradOptions,
 ) -> None:
-    """Scale the gradients, if their total norm is larger than the largest."""
+    """Scale the gradients down so that their total norm is at most `max_norm`."""
     if options.error_if_nonfinite and not bool(total_norm.isfinite()):
         raise RunError(
-            f"the total norm of order {float(options.norm_type):g} of the gradients over all stages is "
-            f"non-finite, {total_norm.item()}, so that they cannot be clipped: look for the layer that "
-            "gave it, or leave error_if_nonfinite out"
+            f"the total norm of order {float(options.norm_type):g} of the gradients over all "
+            f"stages is non-finite ({total_norm.item()}), so they cannot be clipped. Find the "
+            "layer that produced it, or leave error_if_nonfinite out."
         )
-    plain = [p for p in parameters if not is_dtensor(p)]
-    nn.utils.clip_grads_with_norm_(plain, max_norm, total_norm, options.foreach)
+    plain_parameters = [p for p in parameters if not is_dtensor(p)]
+    nn.utils.clip_grads_with_norm_(plain_parameters, max_norm, total_norm, options.foreach)
+    # DTensors are scaled here, shard by shard, with the factor that PyTorch's function uses.
     factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for part in (to_local(p.grad) for p in parameters if p.grad is not None and is_dtensor(p)):
-        part.mul_(factor.to(part.device))
+    for shard in (to_local(p.grad) for p in parameters if p.grad is not None and is_dtensor(p)):
+        shard.mul_(factor.to(shard.device))
 
 
 def _combine_norms(norms: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of what has these."""
-    each = torch.stack(list(norms))
-    return each.sum() if order == 0 else torch.linalg.vector_norm(each, order)
+    """Return the norm of a vector whose parts have these norms. Order 0 counts nonzero entries."""
+    stacked = torch.stack(list(norms))
+    return stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
 
 
 def _compute_dtensor_norms(
     parameters: Sequence[nn.Parameter], order: float, device: torch.device
 ) -> list[Tensor]:
-    """Norms of whole gradients, in float64: one for all that are sharded over the same ranks."""
-    alike: dict[tuple[AnyProcessGroup, ...], list[nn.Parameter]] = {}
-    for parameter in parameters:  # not of its gradient: a rank that has none takes part, too
-        alike.setdefault(tuple(find_mesh_groups(parameter, sharded_only=True)), []).append(
-            parameter
-        )
-    found = []
-    for groups, those in alike.items():
-        parts = [_get_local_gradient(parameter) for parameter in those]
-        norms = [
-            torch.linalg.vector_norm(part, order).to(device, torch.float64)
-            if part.numel()
+    """Return norms of unsharded gradients in float64, one for each set of process groups.
+
+    Parameters that are sharded over the same groups share one all-reduce.
+    """
+    # The groups come from the parameter, not from its gradient: a rank without the gradient must
+    # take part in the same all-reduces.
+    parameters_by_groups: dict[tuple[AnyProcessGroup, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        parameters_by_groups.setdefault(
+            tuple(find_mesh_groups(parameter, sharded_only=True)), []
+        ).append(parameter)
+    group_norms = []
+    for groups, sharded_parameters in parameters_by_groups.items():
+        shards = [_get_local_gradient(parameter) for parameter in sharded_parameters]
+        shard_norms = [
+            torch.linalg.vector_norm(shard, order).to(device, torch.float64)
+            if shard.numel()
             else _neutral_norm(order, device)
-            for part in parts
+            for shard in shards
         ]
-        whole = _all_reduce_norms(torch.stack(norms), order, groups)
-        found.append(torch.linalg.vector_norm(whole, order))
-    return found
+        norms = _all_reduce_norms(torch.stack(shard_norms), order, groups)
+        group_norms.append(torch.linalg.vector_norm(norms, order))
+    return group_norms
 
 
 def _get_local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This process's, in parts as the parameter is; empty if there is none."""
+    """Return the local shard of a gradient, sharded like its parameter. Empty if there is none."""
     gradient = parameter.grad
     if gradient is None:
         return to_local(parameter).new_empty(0)
@@ -116,19 +135,22 @@ def _get_local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _neutral_norm(order: float, device: torch.device) -> Tensor:
-    """The norm that changes no other."""
+    """Return the norm of an empty vector, which leaves others unchanged when combined."""
     return torch.full((), inf if order < 0 else 0.0, dtype=torch.float64, device=device)
 
 
 def _all_reduce_norms(norms: Tensor, order: float, groups: Sequence[AnyProcessGroup]) -> Tensor:
-    """Each norm with those of the groups' other ranks: of what they have together."""
+    """Combine each norm of a shard with those of the other shards, over the groups."""
     if not groups:
         return norms
     if abs(order) == inf:
+        # The minimum (order -inf) is the negative maximum of the negatives. MAX does not pass NaN
+        # on reliably, so NaN travels as a flag of its own.
         sign = 1 if order > 0 else -1
-        both = torch.stack([sign * norms, norms.isnan().double()]).nan_to_num(0.0, inf, -inf)
-        most, nan = all_reduce(both, ReduceOp.MAX, groups).unbind()
-        return most.mul(sign).masked_fill(nan > 0, torch.nan)
+        norms_and_nans = torch.stack([sign * norms, norms.isnan().double()])
+        norms_and_nans = norms_and_nans.nan_to_num(0.0, inf, -inf)
+        maxima, has_nan = all_reduce(norms_and_nans, ReduceOp.MAX, groups).unbind()
+        return maxima.mul(sign).masked_fill(has_nan > 0, torch.nan)
     if order == 0:
         return all_reduce(norms, ReduceOp.SUM, groups)
     powers = all_reduce(norms.pow(order), ReduceOp.SUM, groups)

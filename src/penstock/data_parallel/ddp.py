@@ -1,4 +1,10 @@
-"""Stages in `DistributedDataParallel` or `replicate`: the mean of their gradients, once a step."""
+"""Stages in `DistributedDataParallel` or `replicate`: their gradients are averaged once per step.
+
+The reducer of DDP expects one forward and one backward per step. A pipe runs a forward and a
+backward for each micro-batch, from several threads. So the wrapper computes the forwards with its
+gradient synchronisation switched off, and `average_gradients` does the reducer's work at the end of
+the step, in the caller's thread.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +28,17 @@ from penstock.torch_compat import (
     set_active_ddp,
 )
 
+# The attributes that `DistributedDataParallel.no_sync` and its forward use.
 _SYNC_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
 
 
 class DDPModules:
-    """The wrappers among some modules.
-
-    Each keeps to its own way of computing a forward, told that it is one without reduction. What
-    its reducer would do in backwards is done here, by the caller's thread.
-    """
+    """The DDP wrappers among some modules, those of `replicate` included."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._replicate_modules = [part for part in modules if _is_replicate_module(part)]
-        found = [part for part in modules if isinstance(part, DistributedDataParallel)]
-        self._wrappers = [*found, *map(get_replicate_wrapper, self._replicate_modules)]
+        self._replicate_modules = [module for module in modules if _is_replicate_module(module)]
+        ddp_modules = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._wrappers = [*ddp_modules, *map(get_replicate_wrapper, self._replicate_modules)]
         self._saved_flags: list[tuple[bool, ...]] = []
         self._active_ddp_module: DistributedDataParallel | None = None
         for wrapper in self._wrappers:
@@ -45,7 +48,7 @@ class DDPModules:
         return bool(self._wrappers)
 
     def disable_sync(self, with_grad: bool) -> None:
-        """No reduction from now on. Buffers are those of the first replica, as the wrapper says."""
+        """Switch gradient synchronisation off, and broadcast buffers if the wrapper asks for it."""
         self._active_ddp_module = get_active_ddp()
         self._saved_flags = [
             tuple(getattr(w, flag) for flag in _SYNC_FLAGS) for w in self._wrappers
@@ -59,8 +62,9 @@ class DDPModules:
                 setattr(wrapper, flag, False)
 
     def restore_sync(self) -> None:
-        """As it was before."""
-        # Threads that enter and leave wrappers at once may leave one of them as the active one.
+        """Restore the flags that `disable_sync` has changed."""
+        # DDP keeps the wrapper whose forward is running in one class variable. Threads that enter
+        # and leave wrappers at the same time may leave a wrong one behind.
         set_active_ddp(self._active_ddp_module)
         for module in self._replicate_modules:
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
@@ -71,34 +75,42 @@ class DDPModules:
     def find_wrappers_over(
         self, global_ranks: Collection[int]
     ) -> Iterator[DistributedDataParallel]:
-        """Those whose replicas are in these processes."""
+        """Yield the wrappers whose replicas are in exactly these processes."""
         for wrapper in self._wrappers:
             if set(dist.get_process_group_ranks(wrapper.process_group)) == set(global_ranks):
                 yield wrapper
 
     def reduce_gradients(self) -> None:
-        """A parameter in several wrappers of one group is averaged once."""
-        together: dict[AnyProcessGroup, list[nn.Parameter]] = {}
+        """Average the gradients of all wrappers over their replicas."""
+        # Wrappers of one process group are reduced together. `average_gradients` then sees a
+        # parameter that is in several wrappers once.
+        parameters_by_group: dict[AnyProcessGroup, list[nn.Parameter]] = {}
         for wrapper in self._wrappers:
-            together.setdefault(wrapper.process_group, []).extend(_synced_parameters(wrapper))
-        for group, parameters in together.items():
+            parameters_by_group.setdefault(wrapper.process_group, []).extend(
+                _synced_parameters(wrapper)
+            )
+        for group, parameters in parameters_by_group.items():
             average_gradients(parameters, group)
 
 
 @dataclass
 class EnclosingDDP:
-    """What was seen of a pipe's surroundings. A copy has its own."""
+    """A record of whether the pipe itself is inside DistributedDataParallel.
 
-    is_wrapped: bool = False  # in DistributedDataParallel
+    A copy of the pipe starts unwrapped.
+    """
+
+    is_wrapped: bool = False
 
     def check_step_allowed(self) -> None:
-        """A step can learn there."""
-        active = get_active_ddp()  # that of a module around it
+        """Raise if `pipe.step` is called with gradients while DDP wraps the pipe."""
+        active = get_active_ddp()  # the wrapper of a module around the pipe
         if torch.is_grad_enabled() and (self.is_wrapped or active is not None):
             raise RunError(
-                "the pipe is wrapped in DistributedDataParallel, which averages the gradients of a "
-                "forward, and step is none: call the wrapper, or leave it away and average .grad "
-                "after each step with torch.distributed.all_reduce"
+                "the pipe is wrapped in DistributedDataParallel, which averages gradients only "
+                "after a forward of the wrapper. pipe.step would leave each replica with its own "
+                "gradients. Call the wrapper, or do not wrap the pipe and average .grad after "
+                "each step with torch.distributed.all_reduce."
             )
 
     def __reduce__(self) -> tuple[type[EnclosingDDP], tuple[()]]:
@@ -121,16 +133,17 @@ def _synced_buffers(wrapper: DistributedDataParallel) -> list[Tensor]:
 
 
 def _check_supported(wrapper: DistributedDataParallel) -> None:
-    """Whatever makes another reduction of it than a mean at the end, it cannot have here."""
-    reasons = {
+    """Raise if the wrapper asks for another reduction than one mean at the end of a step."""
+    options = {
         "static_graph=True": wrapper.static_graph,
         "a communication hook or mixed_precision": has_comm_hooks(wrapper),
         "delay_all_reduce_named_params": has_delayed_all_reduce(wrapper),
         "a layer with sparse=True": any(getattr(m, "sparse", False) for m in wrapper.modules()),
     }
-    found = [reason for reason, there in reasons.items() if there]
-    if found:
+    unsupported = [option for option, is_set in options.items() if is_set]
+    if unsupported:
         raise ArgumentError(
-            f"a stage is in DistributedDataParallel or replicate with {', '.join(found)}, but a "
-            "pipe averages the gradients itself, once a step: leave that out"
+            "a stage is in DistributedDataParallel or replicate with "
+            f"{', '.join(unsupported)}. A pipe averages the gradients itself, once per step, and "
+            "does not support this. Wrap the stage without it."
         )

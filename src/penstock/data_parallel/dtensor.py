@@ -1,6 +1,7 @@
-"""Tensors in parts over a mesh of processes (`DTensor`): this process's part, and who has others.
+"""Helpers for `DTensor`: the local shard, and the process groups that hold the others.
 
-They are told by what they can do, and not by their class: to load it takes long.
+A DTensor is recognised by its attributes. Importing its class takes long, and a process that has
+not imported it has no DTensors.
 """
 
 from __future__ import annotations
@@ -11,33 +12,38 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-AnyProcessGroup = (
-    Any  # a ProcessGroup; a build of PyTorch without torch.distributed has no such class
-)
+# A ProcessGroup. A build of PyTorch without torch.distributed does not have that class.
+AnyProcessGroup = Any
 
 
 class PeerRanks(Protocol):
-    """The other ranks of a pipe."""
+    """The interface to the other ranks of a pipe."""
 
     def all_gather(self, tensor: Tensor, description: str) -> list[Tensor]:
-        """The numbers of all, those of the host: as many from each."""
+        """Return the tensors of all ranks. They are on the CPU and have equal shapes.
+
+        `description` says in an error what a rank was waiting for.
+        """
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Is it a DTensor?"""
+    """Return whether a tensor is a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This process's part: of the same memory, and in no graph."""
+    """Return the local shard of a DTensor, detached, with its memory. Return others unchanged."""
     if not is_dtensor(tensor):
         return tensor
-    part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return part
+    shard: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return shard
 
 
 def find_mesh_groups(tensor: Tensor, sharded_only: bool = False) -> list[AnyProcessGroup]:
-    """The groups of the dims of its mesh; those along which it is `sharded`, or all."""
+    """Return the process groups of a DTensor's mesh, one for each dim with several processes.
+
+    With `sharded_only`, dims along which the tensor is replicated are left out.
+    """
     if not is_dtensor(tensor):
         return []
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -50,17 +56,20 @@ def find_mesh_groups(tensor: Tensor, sharded_only: bool = False) -> list[AnyProc
 
 
 def find_all_mesh_groups(tensors: Iterable[Tensor]) -> list[AnyProcessGroup]:
-    """Those of all of them, each once, in their order."""
+    """Return the process groups of all tensors, without duplicates."""
     return list(dict.fromkeys(group for tensor in tensors for group in find_mesh_groups(tensor)))
 
 
 def all_reduce(
     tensor: Tensor, op: dist.ReduceOp.RedOpType, groups: Iterable[AnyProcessGroup]
 ) -> Tensor:
-    """The numbers of all ranks of the groups put together, where these are."""
-    found = tensor
+    """Return a tensor reduced over several process groups, one after the other.
+
+    gloo groups reduce on the CPU, others on the device of the tensor.
+    """
+    result = tensor
     for group in groups:
-        gloo = dist.get_backend(group) == "gloo"
-        found = found.to("cpu" if gloo else tensor.device, copy=True)
-        dist.all_reduce(found, op, group=group)
-    return found.to(tensor.device)
+        is_gloo = dist.get_backend(group) == "gloo"
+        result = result.to("cpu" if is_gloo else tensor.device, copy=True)
+        dist.all_reduce(result, op, group=group)
+    return result.to(tensor.device)

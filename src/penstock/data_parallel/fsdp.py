@@ -1,6 +1,13 @@
-"""Stages in `fully_shard`: their gradients are scattered and reduced once a step.
+"""Stages in `fully_shard`: their gradients are reduced and scattered once per step.
 
-Between steps its parameters are sharded, also after a forward that no backward follows.
+`fully_shard` reduces in every backward, and a step has one for each micro-batch. During a step the
+unsharded gradients are accumulated instead:
+
+    disable_sync     no reduction; gradients accumulated in earlier no_sync steps are set aside
+    (the step)       every backward adds to `unsharded_accumulated_grad`
+    finish_step      rescale, add the earlier gradients, reduce once, reshard
+
+Between steps the parameters are sharded, also after a forward without a backward.
 """
 
 from __future__ import annotations
@@ -21,58 +28,61 @@ from penstock.torch_compat import (
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Has `fully_shard` been called on it?"""
-    known: Any = sys.modules.get("torch.distributed.fsdp")  # else nobody uses it
-    return known is not None and isinstance(module, known.FSDPModule)
+    """Return whether `fully_shard` was called on a module."""
+    # If torch.distributed.fsdp has not been imported, no module can be sharded. Importing it here
+    # would take long.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 class FSDPModules:
-    """The modules among some that were given to `fully_shard`."""
+    """The modules among some on which `fully_shard` was called."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules: list[Any] = [part for part in modules if is_fsdp_module(part)]
+        self._modules: list[Any] = [module for module in modules if is_fsdp_module(module)]
         self._previous_gradients: list[tuple[Any, Tensor]] = []
 
     def __bool__(self) -> bool:
         return bool(self._modules)
 
     def disable_sync(self) -> None:
-        """No reduction from now on; what a backward has gathered stays for the next."""
+        """Switch the reduction off. Backwards accumulate unsharded gradients from now on."""
         self._set_flags(reduce_gradients=False, is_last_backward=False)
         self._previous_gradients = [
-            (inner, inner.unsharded_accumulated_grad)
-            for inner in self._iter_fsdp_params()
-            if inner.unsharded_accumulated_grad is not None
+            (fsdp_param, fsdp_param.unsharded_accumulated_grad)
+            for fsdp_param in self._iter_fsdp_params()
+            if fsdp_param.unsharded_accumulated_grad is not None
         ]
-        for inner, _ in self._previous_gradients:
-            inner.unsharded_accumulated_grad = None
+        for fsdp_param, _ in self._previous_gradients:
+            fsdp_param.unsharded_accumulated_grad = None
 
     def finish_step(self, reduce_gradients: bool, rescale_factor: Tensor | None) -> None:
-        """All backwards have been: reduce what they gave, unless another step is to add to it.
-
-        What is kept in the dtype of the reduction nobody else could multiply by the factor.
-        """
-        for inner in self._iter_fsdp_params():
-            kept = inner.unsharded_accumulated_grad
-            if kept is not None and rescale_factor is not None:
-                kept.mul_(rescale_factor.to(kept.device))
-        for inner, before in self._previous_gradients:
-            kept = inner.unsharded_accumulated_grad
-            inner.unsharded_accumulated_grad = before if kept is None else before.add_(kept)
+        """Finish the step after all backwards. Reduce unless a later step adds to the gradients."""
+        # `unsharded_accumulated_grad` is not the `.grad` of any parameter, so the loss accumulator
+        # does not see it. The factor of a provisional scale is applied here.
+        for fsdp_param in self._iter_fsdp_params():
+            gradient = fsdp_param.unsharded_accumulated_grad
+            if gradient is not None and rescale_factor is not None:
+                gradient.mul_(rescale_factor.to(gradient.device))
+        for fsdp_param, previous in self._previous_gradients:
+            gradient = fsdp_param.unsharded_accumulated_grad
+            fsdp_param.unsharded_accumulated_grad = (
+                previous if gradient is None else previous.add_(gradient)
+            )
         self._set_flags(reduce_gradients=reduce_gradients, is_last_backward=True)
         for state in self._find_root_states():
             finish_fsdp_backward(state)
         self._set_flags(reduce_gradients=True, is_last_backward=True)
 
     def reshard(self) -> None:
-        """Shard what a forward has left whole."""
+        """Free the unsharded parameters that a forward has left behind."""
         for module in self._modules:
             module.reshard()
 
     def discard_gradients(self) -> None:
-        """The step has failed: nothing of it may be in the next."""
-        for inner in self._iter_fsdp_params():
-            clear_unsharded_grads(inner)
+        """Drop all gradients that were not reduced, after the step has failed."""
+        for fsdp_param in self._iter_fsdp_params():
+            clear_unsharded_grads(fsdp_param)
         for module in self._modules:
             (state,) = get_fsdp_states([module])
             if is_fsdp_root(state) and hasattr(module, "reset_iter_state"):
@@ -87,10 +97,13 @@ class FSDPModules:
             module.set_is_last_backward(is_last_backward)
 
     def _find_root_states(self) -> list[Any]:
-        """Those that a forward has found to be in no other; none before the first."""
+        """Return the states of modules that are inside no other sharded module.
+
+        A forward finds that out, so there are none before the first forward.
+        """
         return [state for state in get_fsdp_states(self._modules) if is_fsdp_root(state)]
 
     def _iter_fsdp_params(self) -> Iterator[Any]:
-        """What it keeps of each parameter, after the first forward."""
+        """Yield the records that `fully_shard` keeps of its parameters, after the first forward."""
         for state in get_fsdp_states(self._modules):
             yield from get_fsdp_params(state)

@@ -1,7 +1,7 @@
-"""A gradient that is not finite anywhere is so everywhere.
+"""Let all ranks agree on gradient overflow, for `torch.amp.GradScaler`.
 
-A `torch.amp.GradScaler` looks at the gradients of its own process, and skips the optimizer's step
-if one of them is not finite. Ranks that do not agree on that would train different models.
+A GradScaler skips the optimizer's step if a gradient of its own process is not finite. If only some
+ranks skip, the stages and replicas of one model drift apart.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from penstock.data_parallel.dtensor import PeerRanks, all_reduce, find_all_mesh_
 
 @torch.no_grad()
 def propagate_overflow(parameters: Sequence[nn.Parameter], ranks: PeerRanks | None) -> None:
-    """If a gradient of any rank is not finite, let every gradient of all ranks have an infinity.
+    """Put an infinity into every gradient if any gradient of any rank is not finite.
 
-    In every one, as each may belong to another optimizer. Those who have parts of the same DTensors
-    agree, and so do the ranks, who all call this. On a GPU nobody waits for it, if there is no
-    other rank, and the parts' groups work on the device.
+    Every gradient gets one, because each parameter may belong to another optimizer. All ranks call
+    this, and so do all processes that hold shards of the same DTensors.
     """
     groups = find_all_mesh_groups(parameters)
     if not groups and ranks is None:
         return
     gradients = [_get_local_values(p.grad) for p in parameters if p.grad is not None]
-    here = [gradient for gradient in gradients if gradient.numel()]
-    finite = nn.utils.get_total_norm(here, inf).isfinite()
-    found = all_reduce((~finite).float(), ReduceOp.MAX, groups)
+    nonempty = [gradient for gradient in gradients if gradient.numel()]
+    is_finite = nn.utils.get_total_norm(nonempty, inf).isfinite()
+    overflow = all_reduce((~is_finite).float(), ReduceOp.MAX, groups)
     if ranks is not None:
-        found = torch.stack(ranks.all_gather(found.cpu(), "whether its gradients are finite")).max()
-    if not found.is_cuda and not found.item():
+        overflow = torch.stack(
+            ranks.all_gather(overflow.cpu(), "whether its gradients are finite")
+        ).max()
+    # On a GPU the answer is not read, because that would make the host wait for the device. Adding
+    # 0 or infinity to one entry of each gradient does the same.
+    if not overflow.is_cuda and not overflow.item():
         return
-    for gradient in here:
-        gradient[(0,) * gradient.dim()].add_(torch.where(found > 0, inf, 0.0).to(gradient.device))
+    for gradient in nonempty:
+        gradient[(0,) * gradient.dim()].add_(
+            torch.where(overflow > 0, inf, 0.0).to(gradient.device)
+        )
 
 
 def _get_local_values(gradient: Tensor) -> Tensor:
-    """Those that are here."""
+    """Return the local shard of a gradient; of a sparse gradient, its values."""
     gradient = to_local(gradient)
     return gradient if gradient.layout is torch.strided else gradient._values()

@@ -1,8 +1,15 @@
-"""Stages that have replicas in other processes: their gradients are reduced once a step.
+"""`Replicas`: reduce the gradients of replicated stages once, at the end of a step.
 
-`DistributedDataParallel`, `replicate` and `fully_shard` reduce in each backward, and a step has one
-for each micro-batch, with more to come in W. Within a step they are kept from it; at its end, each
-does so once.
+`DistributedDataParallel`, `replicate` and `fully_shard` reduce in every backward. A step has a
+backward for each micro-batch, and under a split backward weight gradients come later, in W. So the
+wrappers' own reduction is off during the step, and each wrapper is reduced once at its end.
+
+Stages may have replicas in two ways:
+
+    wrapped     `stage_fn` puts the stage into DDP, `replicate` or `fully_shard`
+    unwrapped   the pipe runs on a mesh with a `dp` dim; a `ReplicaGroup` names the processes
+
+A parameter is reduced by its wrapper if that covers the replica group, and directly otherwise.
 """
 
 from __future__ import annotations
@@ -25,55 +32,67 @@ from penstock.errors import RunError
 
 @dataclass
 class DeferredSync:
-    """A step in which nobody reduces. Set the factor that its gradients are to be multiplied by."""
+    """The handle of a step whose reduction is deferred.
+
+    The step sets `rescale_factor` if its gradients have a provisional scale (loss_accumulator.py).
+    """
 
     rescale_factor: Tensor | None = None
 
 
 class Replicas:
-    """The wrappers in what computes the stages of this process."""
+    """The data-parallel wrappers among the modules that compute the stages of this process."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._modules = list(modules)
-        parts = list(dict.fromkeys(part for module in self._modules for part in module.modules()))
-        self._ddp_modules, self._fsdp_modules = DDPModules(parts), FSDPModules(parts)
-        self.sync_enabled = True  # at the end of a step; else the gradients wait for one that does
+        submodules = list(
+            dict.fromkeys(submodule for module in self._modules for submodule in module.modules())
+        )
+        self._ddp_modules, self._fsdp_modules = DDPModules(submodules), FSDPModules(submodules)
+        # False inside `pipe.no_sync()`: steps then accumulate gradients for a later reduction.
+        self.sync_enabled = True
 
     def __bool__(self) -> bool:
         return bool(self._ddp_modules) or bool(self._fsdp_modules)
 
     def check_forward_allowed(self) -> None:
-        """What is called like the model knows no end of a step."""
+        """Raise if `pipe(x)` is called with gradients while a stage is in DDP or FSDP.
+
+        `pipe(x)` has no end of step at which to reduce.
+        """
         if self and torch.is_grad_enabled():
             raise RunError(
-                "a stage is in DistributedDataParallel, replicate or fully_shard, and its "
-                "gradients are reduced at the end of a step: train with pipe.step(x, target=y), "
-                "and call pipe(x) under torch.no_grad()"
+                "a stage is in DistributedDataParallel, replicate or fully_shard, so its "
+                "gradients are reduced at the end of a step, which pipe(x) does not have. Train "
+                "with pipe.step(x, target=y), or call pipe(x) under torch.no_grad()."
             )
 
     @contextmanager
     def deferred_sync(self, replica_group: ReplicaGroup | None = None) -> Iterator[DeferredSync]:
-        """Within, nobody reduces; at the end each does so once, if it was a step with gradients.
+        """Defer all reductions to the end of the context, where each happens once.
 
-        What no wrapper reduces is averaged over the `line`, if there is one. Every replica runs
-        the same steps.
+        Parameters that no wrapper reduces are averaged over the replica group, if there is one.
+        Without gradients nothing is reduced. Every replica runs the same steps.
         """
-        held, trains = DeferredSync(), torch.is_grad_enabled()
-        if replica_group is not None and trains:
-            replica_group.on_wait("the buffers of the first copy")
+        deferred, with_grad = DeferredSync(), torch.is_grad_enabled()
+        if replica_group is not None and with_grad:
+            # As in DistributedDataParallel, a step starts with the buffers of the first replica.
+            replica_group.on_wait("the buffers of the first replica")
             broadcast_from_first(
                 self._unwrapped_buffers(replica_group), replica_group.process_group
             )
-        with self._defer_wrapper_sync(held, trains) if self else nullcontext():
-            yield held
-        if replica_group is not None and trains and self.sync_enabled:
-            waiting = partial(replica_group.on_wait, "the average of gradients")
+        with self._defer_wrapper_sync(deferred, with_grad) if self else nullcontext():
+            yield deferred
+        if replica_group is not None and with_grad and self.sync_enabled:
+            on_wait = partial(replica_group.on_wait, "the average of the gradients")
             average_gradients(
-                self._unwrapped_parameters(replica_group), replica_group.process_group, waiting
+                self._unwrapped_parameters(replica_group), replica_group.process_group, on_wait
             )
 
     @contextmanager
     def _defer_wrapper_sync(self, deferred: DeferredSync, with_grad: bool) -> Iterator[None]:
+        # On an error nothing is reduced: other replicas may not get to the end of the step, and a
+        # collective would wait for them. DDP's flags are restored in any case.
         self._ddp_modules.disable_sync(with_grad)
         self._fsdp_modules.disable_sync()
         try:
@@ -90,25 +109,31 @@ class Replicas:
         self._fsdp_modules.reshard()
 
     def broadcast_initial_state(self, replica_group: ReplicaGroup) -> None:
-        """Give every copy of the line what the first has: they may have begun differently."""
+        """Overwrite parameters and buffers of every replica with those of the first.
+
+        The replicas may have been initialised with different random numbers.
+        """
         tensors = [
             *self._unwrapped_parameters(replica_group),
             *self._unwrapped_buffers(replica_group),
         ]
-        replica_group.on_wait("what the first copy begins with")
+        # Tensors on `meta` have no values; a checkpoint fills them later on every replica.
+        replica_group.on_wait("the initial state of the first replica")
         broadcast_from_first(
             [t for t in tensors if t.device.type != "meta"], replica_group.process_group
         )
 
     def _unwrapped_parameters(self, replica_group: ReplicaGroup) -> list[nn.Parameter]:
-        """Those that nobody else reduces over the line."""
+        """Return the parameters that no wrapper reduces over the replica group."""
         wrapped = {
             p
             for wrapper in self._ddp_modules.find_wrappers_over(replica_group.global_ranks)
             for p in wrapper.parameters()
         }
-        found = dict.fromkeys(p for module in self._modules for p in module.parameters())
-        return [p for p in found if p not in wrapped and not _is_sharded_over(replica_group, p)]
+        parameters = dict.fromkeys(p for module in self._modules for p in module.parameters())
+        return [
+            p for p in parameters if p not in wrapped and not _is_sharded_over(replica_group, p)
+        ]
 
     def _unwrapped_buffers(self, replica_group: ReplicaGroup) -> list[Tensor]:
         wrapped = {
@@ -116,11 +141,14 @@ class Replicas:
             for wrapper in self._ddp_modules.find_wrappers_over(replica_group.global_ranks)
             for b in wrapper.buffers()
         }
-        found = dict.fromkeys(b for module in self._modules for b in module.buffers())
-        return [b for b in found if b not in wrapped]
+        buffers = dict.fromkeys(b for module in self._modules for b in module.buffers())
+        return [b for b in buffers if b not in wrapped]
 
 
 def _is_sharded_over(replica_group: ReplicaGroup, parameter: nn.Parameter) -> bool:
-    """Is it in parts over the line? Who parts it reduces it."""
+    """Return whether a dim of a parameter's mesh is the replica group.
+
+    Such a parameter is reduced by `fully_shard`.
+    """
     members = map(dist.get_process_group_ranks, find_mesh_groups(parameter))
     return any(set(ranks) == replica_group.global_ranks for ranks in members)

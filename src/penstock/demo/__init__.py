@@ -1,7 +1,7 @@
-"""What `penstock demo` runs: a small transformer, a text that is on every machine, and its checks.
+"""The model, the data and the measurements of `penstock demo`.
 
-text        the sources of Python's standard library, and random pieces of them
-model       a byte-level transformer as a flat Sequential
-devices     what there is to run it on, and pipes over that
-session     training, writing, measuring, and the comparison with the unsplit model
+model       a byte-level transformer as a flat Sequential, and batches of text to train it on: the
+            sources of Python's standard library, which are on every machine
+session     the devices, training, generating text, measuring, and the comparison with the unsplit
+            model
 """

@@ -1,4 +1,8 @@
-"""A byte-level transformer, as a flat Sequential, so that it can be cut between any two layers."""
+"""The model and the data of the demo.
+
+The model is a byte-level transformer. It is a flat `nn.Sequential`, so it can be cut between any
+two layers. The data are the sources of Python's standard library.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,13 @@ from torch.nn import functional
 
 from penstock.errors import ArgumentError
 
-# -------------------------------------------------------------------------------------------------
-# Text to learn from: the sources of Python's standard library.
-# -------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------
 
-ByteBatch = tuple[Tensor, Tensor]  # bytes, and for each of them the one that comes next
+ByteBatch = tuple[Tensor, Tensor]  # bytes, and for each of them the next byte
 
 
 def load_stdlib_text(directory: Path | None = None) -> Tensor:
-    """Every module at the top of the standard library, in order of their names, as bytes.
+    """Return all top-level modules of the standard library, sorted by name, as one byte tensor.
 
     >>> len(load_stdlib_text()) > 1_000_000
     True
@@ -29,33 +31,33 @@ def load_stdlib_text(directory: Path | None = None) -> Tensor:
     directory = directory or Path(sysconfig.get_path("stdlib"))
     text = b"\n".join(path.read_bytes() for path in sorted(directory.glob("*.py")))
     if not text:
-        raise ArgumentError(f"there is nothing to learn from: no Python sources in {directory}")
+        raise ArgumentError(f"there is no text to train on: no Python sources in {directory}")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def iter_random_batches(text: Tensor, rows: int, context: int, seed: int) -> Iterator[ByteBatch]:
-    """Random pieces of the text, without end."""
+    """Yield batches of random pieces of the text, without end."""
     generator = torch.Generator().manual_seed(seed)
-    within = torch.arange(context + 1)
+    offsets = torch.arange(context + 1)
     while True:
         starts = torch.randint(len(text) - context, (rows, 1), generator=generator)
-        pieces = text[starts + within].long()
+        pieces = text[starts + offsets].long()
         yield pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def move_batch(device: torch.device, batch: ByteBatch) -> ByteBatch:
-    """The same batch, there."""
+    """Return the batch on the device."""
     return batch[0].to(device), batch[1].to(device)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- model ----------------------------------------------------------------------------------
 
 VOCABULARY_SIZE = 256
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """Of the model, and of the batches it learns from."""
+    """The size of the model and of the batches that it is trained on."""
 
     width: int
     blocks: int
@@ -64,14 +66,14 @@ class DemoSize:
     rows: int
 
 
-# A hundred steps take half a minute on two cores, or on a GPU. Micro-batches much smaller than
-# an eighth of these spend their time between operations, and gain little from a pipeline.
+# A hundred steps take half a minute on two cores, or on a GPU. With micro-batches much smaller than
+# an eighth of these batches, the overhead between operations dominates and a pipeline gains little.
 CPU_SIZE = DemoSize(width=192, blocks=2, heads=4, context=64, rows=64)
 GPU_SIZE = DemoSize(width=512, blocks=8, heads=8, context=256, rows=64)
 
 
 class ByteEmbedding(nn.Module):
-    """What a byte is, and where it stands."""
+    """The sum of a byte embedding and a position embedding."""
 
     def __init__(self, size: DemoSize) -> None:
         super().__init__()
@@ -79,13 +81,13 @@ class ByteEmbedding(nn.Module):
         self.position = nn.Embedding(size.context, size.width)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Rows of bytes become rows of vectors."""
+        """Return a vector for each byte."""
         vectors: Tensor = self.byte(text) + self.position.weight[: text.shape[1]]
         return vectors
 
 
 class TransformerBlock(nn.Module):
-    """Attention to what came before, and a small network, each after a norm and beside a bypass."""
+    """Causal self-attention and an MLP, each with a pre-norm and a residual connection."""
 
     def __init__(self, size: DemoSize) -> None:
         super().__init__()
@@ -99,27 +101,29 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
+        """Return a tensor of the same shape."""
         x = x + self._attend(self.attention_norm(x))
-        added: Tensor = self.mlp(self.mlp_norm(x))
-        return x + added
+        residual: Tensor = self.mlp(self.mlp_norm(x))
+        return x + residual
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        apart = self.qkv(x).view(rows, length, 3, self.heads, width // self.heads)
-        query, key, value = apart.permute(2, 0, 3, 1, 4)
-        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        answer: Tensor = self.projection(found.transpose(1, 2).reshape(rows, length, width))
-        return answer
+        qkv = self.qkv(x).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: Tensor = self.projection(heads.transpose(1, 2).reshape(rows, length, width))
+        return output
 
 
 def build_byte_transformer(size: DemoSize, seed: int = 0) -> nn.Sequential:
-    """Embedding, blocks, a norm, and the head that says which byte comes next.
+    """Return the model: embedding, blocks, norm, and a head that predicts the next byte.
 
     >>> model = build_byte_transformer(DemoSize(width=8, blocks=2, heads=2, context=16, rows=4))
     >>> model(torch.zeros(4, 16, dtype=torch.long)).shape
     torch.Size([4, 16, 256])
     """
+    # The caller's random state stays as it is. The model is built on the CPU, so no GPU state is
+    # touched.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -131,5 +135,5 @@ def build_byte_transformer(size: DemoSize, seed: int = 0) -> nn.Sequential:
 
 
 def next_byte_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy over all positions; log(256) = 5.5 is what guessing costs."""
+    """Return the cross-entropy over all positions. A uniform guess costs log(256) = 5.5."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())

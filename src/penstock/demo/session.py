@@ -1,4 +1,7 @@
-"""What the demo does with a pipe: it trains, writes, is measured, and compared with its model."""
+"""The devices of the demo, and what it does with a pipe.
+
+It trains, generates text, measures steps, and compares gradients with the unsplit model.
+"""
 
 from __future__ import annotations
 
@@ -22,66 +25,70 @@ from penstock.schedules.balance import balance_costs
 from penstock.schedules.registry import default_stages_per_rank
 from penstock.schedules.timeline import Timeline
 
-# -------------------------------------------------------------------------------------------------
-# The devices at hand, and how a model is laid out over them.
-# -------------------------------------------------------------------------------------------------
+# ---- devices --------------------------------------------------------------------------------
 
-VIRTUAL_DEVICE_COUNT = 4  # devices that one GPU is cut into
+VIRTUAL_DEVICE_COUNT = 4  # virtual GPUs that a single GPU is split into
 
 
 class DemoDevices(NamedTuple):
-    """One for each rank, and why these."""
+    """The devices of the demo, one for each rank, and why these were chosen."""
 
     by_rank: tuple[Device, ...]
     reason: str
 
     @property
     def first(self) -> torch.device:
-        """Where the batch goes in."""
+        """Return the device of the first rank, which receives the batch."""
         return self.by_rank[0].device
 
 
 def parse_devices(names: str) -> DemoDevices:
-    """Those of a text such as `cpu,cpu` or `cuda:0,cuda:1`.
+    """Return the devices of a text such as `cpu,cpu` or `cuda:0,cuda:1`.
 
     >>> parse_devices("cpu,cpu")
-    DemoDevices(by_rank=(cpu, cpu), reason='as asked')
+    DemoDevices(by_rank=(cpu, cpu), reason='from --devices')
     """
-    asked = [name.strip() for name in names.split(",") if name.strip()]
+    device_names = [name.strip() for name in names.split(",") if name.strip()]
     try:
-        places = tuple(map(resolve_device, asked))
+        devices = tuple(map(resolve_device, device_names))
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ArgumentError(f"--devices takes names such as cpu,cpu; '{names}': {reason}") from None
-    if len(places) < 2:
         raise ArgumentError(
-            f"a pipeline has at least two devices: --devices cpu,cpu, not '{names}'"
+            f"--devices takes names such as cpu,cpu, not '{names}': {reason}"
+        ) from None
+    if len(devices) < 2:
+        raise ArgumentError(
+            f"a pipeline needs at least two devices, such as --devices cpu,cpu, not '{names}'"
         )
-    return DemoDevices(places, "as asked")
+    return DemoDevices(devices, "from --devices")
 
 
 def find_devices() -> DemoDevices:
-    """Every GPU; the parts of one, if it is alone; else the CPU, twice."""
+    """Return all GPUs; if there is one, virtual GPUs on it; if there is none, two CPU ranks."""
     gpus = torch.cuda.device_count()
     if gpus > 1:
         return DemoDevices(tuple(resolve_device(f"cuda:{gpu}") for gpu in range(gpus)), "all GPUs")
     if gpus == 0:
         return DemoDevices(
-            (resolve_device("cpu"), resolve_device("cpu")), "two CPU ranks, as there is no GPU"
+            (resolve_device("cpu"), resolve_device("cpu")), "two CPU ranks, because there is no GPU"
         )
     try:
         return DemoDevices(
             tuple(virtual_devices("cuda:0", VIRTUAL_DEVICE_COUNT)),
-            f"one GPU, cut in {VIRTUAL_DEVICE_COUNT}",
+            f"one GPU, split into {VIRTUAL_DEVICE_COUNT}",
         )
     except (ArgumentError, MissingExtra, RuntimeError) as error:
-        why = f"two CPU ranks, as the one GPU cannot be cut: {error}"
-        return DemoDevices((resolve_device("cpu"), resolve_device("cpu")), why)
+        reason = f"two CPU ranks, because the GPU cannot be split: {error}"
+        return DemoDevices((resolve_device("cpu"), resolve_device("cpu")), reason)
 
 
 @contextmanager
 def limit_cpu_threads(devices: DemoDevices) -> Iterator[None]:
-    """On the CPU the ranks are what runs side by side, not the parts of one operation."""
+    """Run each CPU operation in one thread, for the duration of the context.
+
+    The ranks are to run in parallel. Parallel operations inside each rank would compete for the
+    same cores.
+    """
     before = torch.get_num_threads()
     if devices.first.type == "cpu":
         torch.set_num_threads(1)
@@ -93,24 +100,24 @@ def limit_cpu_threads(devices: DemoDevices) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """Devices, and the seconds of each layer on them: every pipe over it is cut by those."""
+    """Devices, and the measured seconds of each layer, by which all pipes are cut into stages."""
 
     devices: DemoDevices
     layer_seconds: tuple[float, ...]
 
     @classmethod
     def measure(cls, devices: DemoDevices, model: nn.Sequential, example: Tensor) -> DeviceLayout:
-        """With a micro-batch as the example."""
+        """Measure the layers of a model on the first device. `example` is one micro-batch."""
         inputs = (example.to(devices.first),)
         times = measure_layer_times(list(model), inputs, timeout=0.5, device=devices.first)
         return cls(devices, tuple(times))
 
     def layers_per_stage(self, schedule: str) -> Sequence[int]:
-        """How many layers each stage has, for the stages that the schedule wants."""
+        """Return the number of layers of each stage, balanced by the measured times."""
         return balance_costs(self.layer_seconds, count_stages(schedule, self.devices))
 
     def build_pipe(self, model: nn.Sequential, schedule: str, chunks: int) -> Pipe:
-        """The model, cut into stages, over the devices."""
+        """Return a pipe over the devices."""
         return Pipe(
             model,
             chunks=chunks,
@@ -123,21 +130,21 @@ class DeviceLayout:
 
 
 def count_stages(schedule: str, devices: DemoDevices) -> int:
-    """As many as the schedule wants on these devices."""
+    """Return how many stages the schedule has on these devices."""
     return len(devices.by_rank) * default_stages_per_rank(schedule)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- training, measuring, comparing ---------------------------------------------------------
 
 LEARNING_RATE = 3e-3
-WARMUP_STEPS = 10  # steps
-GRADIENT_TOLERANCE = 1e-10  # the most that gradients in float64 may differ by
+WARMUP_STEPS = 10
+GRADIENT_TOLERANCE = 1e-10  # largest difference of gradients in float64 that counts as rounding
 
 
 def train(
     pipe: Pipe, batches: Iterator[ByteBatch], steps: int, devices: DemoDevices
 ) -> Iterator[StepResult]:
-    """Train with AdamW for so many steps, with a rate that rises, then falls."""
+    """Train with AdamW and yield the result of each step. The learning rate rises, then falls."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -153,25 +160,25 @@ def train(
 
 @torch.no_grad()
 def generate_text(pipe: Pipe, prompt: bytes, length: int, context: int, seed: int) -> bytes:
-    """What the model writes after the prompt, byte by byte: a forward through the pipe for each."""
+    """Return the prompt and `length` generated bytes, with one forward of the pipe for each."""
     device = next(pipe.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(length):
         output = pipe(torch.tensor([text[-context:]], device=device))
-        likely = torch.softmax(output[0, -1].float().cpu() / 0.7, dim=0)
-        text.append(int(torch.multinomial(likely, 1, generator=generator)))
+        probabilities = torch.softmax(output[0, -1].float().cpu() / 0.7, dim=0)
+        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(text)
 
 
 class DemoMeasurement(NamedTuple):
-    """A step as it was measured, and as it was forecast from what its actions took."""
+    """A measured step, and its forecast from the measured times of its actions."""
 
     timeline: Timeline
     forecast: Timeline
 
     def rescale_activations(self, factor: int) -> DemoMeasurement:
-        """With what is alive counted in micro-batches that are so many times smaller."""
+        """Return the measurement with memory in units of micro-batches `factor` times smaller."""
 
         def rescale(timeline: Timeline) -> Timeline:
             activation = tuple(size * factor for size in timeline.cost.activation)
@@ -183,22 +190,26 @@ class DemoMeasurement(NamedTuple):
 def measure_steps(
     pipes: Sequence[Pipe], batch: ByteBatch, repeats: int = 5
 ) -> list[DemoMeasurement]:
-    """The median of some steps of each pipe. They take turns; a first round is not counted."""
+    """Return the median of several steps of each pipe.
+
+    The pipes take turns, so a disturbance of the machine affects all of them. The first round warms
+    up and does not count.
+    """
     inputs, target = batch
     rounds: list[list[Timeline]] = []
     for _ in range(repeats + 1):
         rounds.append([pipe.step(inputs, target=target).timeline for pipe in pipes])
     for pipe in pipes:
         pipe.zero_grad()
-    found = []
+    measurements = []
     for pipe, timelines in zip(pipes, zip(*rounds[1:], strict=True), strict=True):
-        middle = sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
-        found.append(DemoMeasurement(middle, pipe.forecast(middle.cost)))
-    return found
+        median = sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
+        measurements.append(DemoMeasurement(median, pipe.forecast(median.cost)))
+    return measurements
 
 
 class GradientComparison(NamedTuple):
-    """How far the gradients of the pipe and those of the unsplit model are apart."""
+    """The difference between the gradients of the pipe and those of the unsplit model."""
 
     max_difference: float
     max_gradient: float
@@ -206,27 +217,31 @@ class GradientComparison(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """No difference but rounding."""
+        """Return whether the gradients differ by rounding errors only."""
         return self.max_difference <= GRADIENT_TOLERANCE
 
 
 def compare_gradients(
     model: nn.Sequential, layout: DeviceLayout, schedule: str, chunks: int, batch: ByteBatch
 ) -> GradientComparison:
-    """One step of the pipe, and a forward and backward of the unsplit model, both in float64."""
+    """Compare one step of the pipe with the unsplit model, both in float64."""
     inputs, target = batch
-    whole = deepcopy(model).double().to(layout.devices.first)
-    next_byte_loss(whole(inputs), target).backward()
+    unsplit = deepcopy(model).double().to(layout.devices.first)
+    next_byte_loss(unsplit(inputs), target).backward()
     pipe = layout.build_pipe(deepcopy(model).double(), schedule, chunks)
     pipe.step(inputs, target=target)
-    expected, found = _collect_gradients(whole), _collect_gradients(pipe)
-    apart = [(one - two).abs().max() for one, two in zip(expected, found, strict=True)]
-    largest = torch.stack([gradient.abs().max() for gradient in expected])
-    return GradientComparison(float(torch.stack(apart).max()), float(largest.max()), len(apart))
+    # Sequential and Pipe list the same parameters in the same order.
+    expected, actual = _collect_gradients(unsplit), _collect_gradients(pipe)
+    differences = torch.stack([(a - b).abs().max() for a, b in zip(expected, actual, strict=True)])
+    magnitudes = torch.stack([gradient.abs().max() for gradient in expected])
+    return GradientComparison(float(differences.max()), float(magnitudes.max()), len(differences))
 
 
 def _collect_gradients(module: nn.Module) -> list[Tensor]:
-    """One for each parameter, where none is, zeros: they count as a difference, too."""
+    """Return the gradient of each parameter, on the CPU, and zeros where it is None.
+
+    So a gradient that is missing in one of the two models counts as a difference.
+    """
     return [
         torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu()
         for p in module.parameters()

@@ -1,1 +1,1 @@
-"""Where ranks compute: the CPU, accelerators, virtual GPUs, and their clocks."""
+"""The devices on which ranks compute: the CPU, accelerators, virtual GPUs, and their clocks."""

@@ -1,4 +1,4 @@
-"""The CUDA driver, by NVIDIA's own bindings: for what PyTorch has no call."""
+"""Access to the CUDA driver through NVIDIA's bindings, for calls that PyTorch does not have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from penstock.errors import MissingExtra, RunError
 
 
 def load_driver(purpose: str) -> Any:
-    """The bindings, which are there to do what is told."""
+    """Return the module of the bindings.
+
+    Args:
+        purpose: What the bindings are needed for, for the error message: "cutting a GPU into ...".
+
+    Raises:
+        MissingExtra: The bindings are not installed.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as missing:
@@ -17,8 +24,8 @@ def load_driver(purpose: str) -> Any:
 
 
 def check_status(result: tuple[Any, ...], purpose: str) -> Any:
-    """What a call of the driver gave, which was asked to do that, without its status."""
-    status, *found = result
+    """Return the values of a driver call without its status code; raise if the call failed."""
+    status, *values = result
     if int(status):
-        raise RunError(f"the CUDA driver refuses {purpose}: {status!r}")
-    return found[0] if len(found) == 1 else tuple(found)
+        raise RunError(f"the CUDA driver failed while {purpose}: {status!r}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,8 +1,16 @@
-"""Where ranks compute: the CPU, a GPU, or a part of one; and how tensors get from one to another.
+"""The device of a rank (the CPU, a GPU, or a part of one), and transfers between devices.
 
-On a GPU each rank has one stream to compute on and one for copies. A parcel is copied on the
-sender's copy stream as soon as it has been computed, and its receiver's stream waits for that
-alone: nobody waits for a whole device.
+On a GPU each rank has one stream for kernels and one for copies. A message between two GPUs is
+ordered by events, and the host does not wait for it:
+
+    sender    compute stream   [ stage 0 ]--computed event
+                                              |
+    sender    copy stream                  [ copy ]--ready event
+                                                         |
+    receiver  compute stream                         [ stage 1 ]
+
+The receiver waits for the copy of one payload only, never for a whole device. On the CPU all ranks
+share the host's memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,38 +26,48 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.stage.payload import Payload
 
-# -------------------------------------------------------------------------------------------------
-# Events that tell the time on a stream, used again when nobody looks at them any more.
+# ---- timing events -----------------------------------------------------------------------------
 #
-# To make one costs the host as much as to record it, and every action of every step has some. So a
-# stream keeps those whose readers are gone.
-# -------------------------------------------------------------------------------------------------
+# Every action of every step records when it began and ended. Creating an event costs the host as
+# much as recording it, so a stream reuses the events whose times have been read.
 
 
 class EventLike(Protocol):
-    """As CUDA's."""
+    """An event with the methods of `torch.cuda.Event` that the pool needs."""
 
     def record(self, stream: Any) -> None:
-        """From now on it means this moment on the stream."""
+        """Let the event mark the current end of the stream."""
 
     def query(self) -> bool:
-        """Has the moment come?"""
+        """Return whether the stream has reached the event."""
 
 
 E = TypeVar("E", bound=EventLike)
 
 
 class EventPool(Generic[E]):
-    """Those of one stream. Threads may take some and give some back at the same time."""
+    """The timing events of one stream.
+
+    Several threads may record and recycle at the same time. Popping from a list and extending it
+    need no lock of their own.
+
+    Args:
+        event_class: A class that is used for nothing else, so that every event of this class may be
+            reused.
+    """
 
     def __init__(self, event_class: type[E]) -> None:
-        self._event_class = event_class  # of no other use: what is of this kind may be used again
+        self._event_class = event_class
         self._free: list[E] = []
 
     def record(self, stream: Any, previous: E | None) -> E:
-        """This moment; or `after`, if nothing was asked of the stream since, and it has not come.
+        """Return an event for the current end of the stream.
 
-        If it has, the stream may have been idle in between: the host was late.
+        Args:
+            stream: The stream.
+            previous: The last event, if nothing was launched on the stream since. If the stream has
+                not reached it yet, it marks the same moment and is returned. If it has, the stream
+                may have been idle since then, and a new event is needed.
         """
         if previous is not None and not previous.query():
             return previous
@@ -61,16 +79,16 @@ class EventPool(Generic[E]):
         return event
 
     def recycle(self, events: Iterable[object]) -> None:
-        """Nobody reads these any more. Those of another kind are not taken."""
-        found = {id(event): event for event in events if isinstance(event, self._event_class)}
-        self._free += found.values()
+        """Take back events whose times have been read. Objects of other classes are ignored."""
+        reusable = {id(event): event for event in events if isinstance(event, self._event_class)}
+        self._free += reusable.values()
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- devices -----------------------------------------------------------------------------------
 
 
 class GraphTimestamp(NamedTuple):
-    """A moment of which each replay of a captured step writes down when it was."""
+    """A point of a captured step. Each replay writes its time into this slot."""
 
     device: torch.device
     slot: int
@@ -80,47 +98,53 @@ Timestamp = float | torch.cuda.Event | GraphTimestamp
 
 
 class Device(Protocol):
-    """What a rank needs to know of its device."""
+    """The interface of a device to its rank.
+
+    A GPU queues work on a stream. `wait_for_caller` and `release_to_caller` order that stream with
+    the caller's, at the start and at the end of a call. The CPU runs work when it is called, and
+    there most methods do nothing.
+    """
 
     device: torch.device
 
     def activate(self) -> Any:
-        """Within, this thread computes there."""
+        """Return a context in which this thread computes on the device."""
 
     def record_timestamp(self, previous: Timestamp | None = None) -> Timestamp:
-        """A moment in the order of what is computed there.
+        """Return a timestamp after everything that was launched on the device so far.
 
-        It may be the one that it comes `after`, if there is nothing in between.
+        It may be `previous`, if nothing was launched since that was recorded.
         """
 
     def record_send_end(self, start: Timestamp) -> Timestamp:
-        """When a message that was begun to be sent then was on its way."""
+        """Return the timestamp at which a send ended that began at `start`."""
 
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
-        """Nobody asks for these any more."""
+        """Take back timestamps that have been read."""
 
     def receive(self, payload: Payload) -> Payload:
-        """What another rank sent, for what is computed here from now on."""
+        """Return a payload of another rank, ready for the work that is launched next."""
 
     def wait_for_caller(self, caller_streams: CallerStreams) -> None:
-        """What is computed from now on comes after what the caller has asked for so far."""
+        """Order all work that is launched from now on after the caller's work so far."""
 
     def release_to_caller(self, caller_streams: CallerStreams) -> None:
-        """What the caller asks for from now on comes after what is computed so far."""
+        """Order all work that the caller launches from now on after the device's work so far."""
 
 
 class CallerStreams:
-    """The caller's current stream on each device, and an event on it, made when first needed."""
+    """The caller's current stream on each device, with one event per stream for all ranks on it."""
 
     def __init__(self) -> None:
         self._events: dict[torch.device, torch.cuda.Event] = {}
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
-        """Current on the device."""
+        """Return the caller's current stream on the device."""
         return torch.cuda.current_stream(device)
 
     def event(self, device: torch.device) -> torch.cuda.Event:
-        """One event of the caller's, whoever asks first."""
+        """Return an event on the caller's stream; the first call records it."""
+        # All ranks wait for one event: the caller is inside the pipe and launches no more work.
         if device not in self._events:
             self._events[device] = self.current(device).record_event()
         return self._events[device]
@@ -130,7 +154,7 @@ _NULL_CONTEXT = nullcontext()
 
 
 class Cpu:
-    """The host itself."""
+    """The host. All its ranks share memory and a clock, so most methods have nothing to do."""
 
     device = torch.device("cpu")
 
@@ -138,41 +162,47 @@ class Cpu:
         return "cpu"
 
     def activate(self) -> AbstractContextManager[None]:
-        """Every thread is there."""
+        """Return a null context: every thread computes on the host."""
         return _NULL_CONTEXT
 
     def record_timestamp(self, previous: Timestamp | None = None) -> float:
-        """The host's clock."""
+        """Return the time of the host's clock."""
         return time.perf_counter()
 
     def record_send_end(self, start: Timestamp) -> float:
-        """The host's clock."""
+        """Return the time of the host's clock."""
         return time.perf_counter()
 
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
-        """They are numbers."""
+        """Do nothing: the timestamps are numbers."""
 
     def receive(self, payload: Payload) -> Payload:
-        """All ranks share the host's memory."""
+        """Return the payload itself."""
         return payload
 
     def wait_for_caller(self, caller_streams: CallerStreams) -> None:
-        """Everything on the host is in order as it is."""
+        """Do nothing: the host runs everything when it is called."""
 
     def release_to_caller(self, caller_streams: CallerStreams) -> None:
-        """Everything on the host is in order as it is."""
+        """Do nothing: the host runs everything when it is called."""
 
 
 class _TimingEvent(torch.cuda.Event):
-    """An event that is used again: told from moments of other kinds, which are not."""
+    """A timing event of a pool. Its class tells it apart from timestamps that are not reusable."""
 
     def __new__(cls) -> _TimingEvent:
-        made: _TimingEvent = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]
-        return made
+        event: _TimingEvent = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]
+        return event
 
 
 class Gpu:
-    """A CUDA device, or a group of its multiprocessors, with streams of its own."""
+    """A CUDA device, or a group of its multiprocessors, with streams of its own.
+
+    Args:
+        device: The CUDA device.
+        name: The name for messages; by default that of the device.
+        create_stream: A function that creates a stream; by default a stream of the whole device.
+    """
 
     def __init__(
         self,
@@ -182,13 +212,15 @@ class Gpu:
     ) -> None:
         self.device = device
         self._name = name or str(device)
-        make = create_stream or (lambda: torch.cuda.Stream(device))
-        self.compute_stream, self.copy_stream = make(), make()
+        make_stream = create_stream or (lambda: torch.cuda.Stream(device))
+        self.compute_stream, self.copy_stream = make_stream(), make_stream()
         self._event_pool = EventPool(_TimingEvent)
 
     def __repr__(self) -> str:
         return self._name
 
+    # A stream belongs to its process. A deep copy of a pipe uses the same device and streams, and
+    # an unpickled pipe makes new ones.
     def __deepcopy__(self, memo: Any) -> Gpu:
         return self
 
@@ -197,12 +229,16 @@ class Gpu:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Within, kernels go to the compute stream."""
+        """Launch the kernels of this thread on the compute stream inside the context."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.compute_stream):
             yield
 
     def record_timestamp(self, previous: Timestamp | None = None) -> Timestamp:
-        """An event on the compute stream. In a layer that is captured, nobody asks for times."""
+        """Return an event on the compute stream, or 0.0 while the stream is captured.
+
+        A pipe inside a layer that is being captured reports no times, and a timing event would
+        become a part of the graph.
+        """
         if torch.cuda.is_current_stream_capturing():
             return 0.0
         return self._event_pool.record(
@@ -210,30 +246,37 @@ class Gpu:
         )
 
     def record_send_end(self, start: Timestamp) -> Timestamp:
-        """The compute stream has no part in it."""
+        """Return the start: the compute stream has no part in a send."""
         return start
 
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
-        """They are used again."""
+        """Return the events to the pool."""
         self._event_pool.recycle(timestamps)
 
     def receive(self, payload: Payload) -> Payload:
-        """It was copied on its way."""
+        """Return the payload itself: `transfer` has copied it to this device."""
         return payload
 
     def wait_for_caller(self, caller_streams: CallerStreams) -> None:
-        """The compute stream waits for the caller's."""
+        """Let the compute stream wait for the caller's stream."""
         self.compute_stream.wait_event(caller_streams.event(self.device))
 
     def release_to_caller(self, caller_streams: CallerStreams) -> None:
-        """The caller's stream waits for the compute stream."""
+        """Let the caller's stream wait for the compute stream."""
         caller_streams.current(self.device).wait_stream(self.compute_stream)
 
 
-class InFlightPayload:
-    """A parcel on its way, and the event after which its receiver may read it.
+# ---- transfers ---------------------------------------------------------------------------------
 
-    If it is `lent`, its sender looks after the memory.
+
+class InFlightPayload:
+    """A payload that has been sent, and the event after which the receiver may read it.
+
+    Args:
+        payload: The payload, in memory that the receiver can read.
+        ready_event: The event on the sender's stream, or None if the payload is ready.
+        borrowed: Whether the sender keeps the memory alive until the receiver has read it.
+            Otherwise `record_stream` tells the allocator that the receiver's stream uses it.
     """
 
     def __init__(
@@ -242,7 +285,7 @@ class InFlightPayload:
         self._payload, self._ready_event, self._borrowed = payload, ready_event, borrowed
 
     def receive_on(self, receiver: Device) -> Payload:
-        """The parcel, for what the receiver computes from now on."""
+        """Return the payload, and order the receiver's next work after its arrival."""
         if self._ready_event is not None and isinstance(receiver, Gpu):
             receiver.compute_stream.wait_event(self._ready_event)
             if not self._borrowed:
@@ -251,24 +294,25 @@ class InFlightPayload:
 
 
 def record_stream(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
-    """Keep the allocator from giving their memory away before the stream has read them."""
+    """Keep the caching allocator from reusing the tensors' memory before the stream has read it."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(stream)
 
 
 def shares_memory(sender: Device, receiver: Device) -> bool:
-    """Is what the one has computed in the other's memory already?"""
+    """Return whether the receiver can read the sender's memory without a copy."""
     return sender.device == receiver.device
 
 
 def transfer(payload: Payload, sender: Device, receiver: Device) -> InFlightPayload:
-    """Send a parcel that was computed at one place to another.
+    """Send a payload from one device to another, and return it with the event of its arrival.
 
-    Within one GPU nothing is copied: a copy would wait until a kernel ends, since kernels that
-    multiply large matrices give none of their multiprocessors back before.
+    Between ranks on one GPU nothing is copied. A copy would have to wait for the running kernel, as
+    a kernel that multiplies large matrices releases no multiprocessor before it ends.
     """
     if isinstance(sender, Gpu):
+        # The copy waits for the event of this payload, not for kernels that are launched later.
         computed = sender.compute_stream.record_event()
         if shares_memory(sender, receiver):
             return InFlightPayload(payload, computed)
@@ -277,7 +321,7 @@ def transfer(payload: Payload, sender: Device, receiver: Device) -> InFlightPayl
         with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy_stream):
             moved = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
             return InFlightPayload(moved, sender.copy_stream.record_event())
-    if isinstance(receiver, Gpu):  # from pageable memory: the host waits for the copy
+    if isinstance(receiver, Gpu):  # from pageable memory, so the host waits for the copy
         with torch.cuda.device(receiver.device), torch.cuda.stream(receiver.copy_stream):
             moved = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
             return InFlightPayload(moved, receiver.copy_stream.record_event())
@@ -285,22 +329,29 @@ def transfer(payload: Payload, sender: Device, receiver: Device) -> InFlightPayl
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, made on the current stream."""
+    """Return a copy on the device, made on the current stream."""
     return tensor.to(device, non_blocking=device.type == "cuda", copy=True)
 
 
 def resolve_device(device: Any) -> Device:
-    """The place that a user means by a device."""
+    """Return the device object for a device, a string such as "cuda:0", or a device object.
+
+    Raises:
+        ArgumentError: The device is neither a CPU nor a CUDA device, or it does not exist.
+    """
     if isinstance(device, Cpu | Gpu):
         return device
     named: torch.device = torch.device(device)
     if named.type == "cpu":
         return Cpu()
     if named.type != "cuda":
-        raise ArgumentError(f"a stage runs on a CPU or a CUDA device, not on '{named}'")
+        raise ArgumentError(
+            f"a stage runs on a CPU or a CUDA device, not on '{named}'. Use 'cpu' or 'cuda:0'."
+        )
     if (named.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
-            f"there is no '{named}' here: PyTorch sees {torch.cuda.device_count()} CUDA devices"
+            f"there is no device '{named}': PyTorch sees {torch.cuda.device_count()} CUDA devices. "
+            "Use one of these, or 'cpu'."
         )
     index = torch.cuda.current_device() if str(named) == "cuda" else named.index
     return Gpu(torch.device("cuda", index))

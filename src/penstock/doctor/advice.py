@@ -1,7 +1,7 @@
-"""What is wrong with what was found, and what to do about it: one function a kind.
+"""Problems in the result of a survey, and what to do about them.
 
-Each gives its advice as text. What is *broken* must be fixed before anything runs; the rest is
-worth a look.
+Each check is a function that yields one text per problem. A *broken* problem must be fixed before
+anything runs. The others are worth a look: a pipe runs, but perhaps slowly.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from penstock.doctor.facts import RankInfo
 from penstock.doctor.survey import SurveyResult
 from penstock.launch.torchrun_env import is_loopback
 
-MIN_TORCH_VERSION = (2, 10)  # torch
+MIN_TORCH_VERSION = (2, 10)
 GIB = 1 << 30
 MAX_CLOCK_SKEW = 1.0  # seconds
 SLOW_LINK_FACTOR = 4.0  # times slower than the usual link of its kind
 
 _SLOW_SETTINGS = {
-    ("CUDA_LAUNCH_BLOCKING", "1"): "waits for every kernel: unset it for speed",
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "checks every collective: unset it for speed",
-    ("NCCL_P2P_DISABLE", "1"): "sends between GPUs through the host: unset it for speed",
-    ("NCCL_SHM_DISABLE", "1"): "sends within a host through the network: unset it for speed",
-    ("NCCL_IB_DISABLE", "1"): "leaves InfiniBand unused: unset it for speed",
+    ("CUDA_LAUNCH_BLOCKING", "1"): "waits for every kernel. Unset it for speed",
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "checks every collective. Unset it for speed",
+    ("NCCL_P2P_DISABLE", "1"): "sends between GPUs through the host. Unset it for speed",
+    ("NCCL_SHM_DISABLE", "1"): "sends within a host through the network. Unset it for speed",
+    ("NCCL_IB_DISABLE", "1"): "leaves InfiniBand unused. Unset it for speed",
 }
 
-# What may well differ from rank to rank.
+# Settings that differ from rank to rank as a matter of course.
 _PER_RANK_SETTINGS = ("MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
 
 
 class Advice(NamedTuple):
-    """One thing to fix."""
+    """One problem, and what to do about it."""
 
     broken: bool
     text: str
@@ -44,19 +44,20 @@ class Advice(NamedTuple):
 
 
 def advise(survey: SurveyResult) -> list[Advice]:
-    """Everything, what is broken first."""
-    given = [Advice(True, text) for kind in _BROKEN_CHECKS for text in kind(survey)]
-    return given + [Advice(False, text) for kind in _WARNING_CHECKS for text in kind(survey)]
+    """Return all advice for a survey, broken things first."""
+    broken = [Advice(True, text) for check in _BROKEN_CHECKS for text in check(survey)]
+    return broken + [Advice(False, text) for check in _WARNING_CHECKS for text in check(survey)]
 
 
-# ---- broken -------------------------------------------------------------------------------
+# ---- broken: nothing runs before these are fixed --------------------------------------------
 
 
 def _check_missing_ranks(survey: SurveyResult) -> Iterator[str]:
     if survey.missing_ranks:
         yield (
-            f"{_format_ranks(survey.missing_ranks)} of {survey.world_size} did not come within {3 * survey.patience:g} s:"
-            " see what they print; a host that hangs, or does not reach rank 0, looks like this"
+            f"{_format_ranks(survey.missing_ranks)} of {survey.world_size} did not join within "
+            f"{3 * survey.patience:g} s. Look at their output: a rank that hangs, or cannot reach "
+            "rank 0, looks like this"
         )
 
 
@@ -65,13 +66,16 @@ def _check_versions(survey: SurveyResult) -> Iterator[str]:
         version = facts.versions["torch"]
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_TORCH_VERSION:
             oldest = ".".join(map(str, MIN_TORCH_VERSION))
-            yield f"rank {rank} has torch {version}: Penstock needs {oldest} or newer"
+            yield f"rank {rank} has torch {version}, but Penstock needs {oldest} or newer"
     for name in ("torch", "penstock", "nccl"):
         texts = _group_ranks(
             {rank: f.versions.get(name, "none") for rank, f in survey.rank_infos.items()}
         )
         if len(texts) > 1:
-            yield f"{name} differs: {_format_groups(texts)}; install the same version on every host"
+            yield (
+                f"{name} differs between ranks: {_format_groups(texts)}. Install the same version "
+                "on every host"
+            )
 
 
 def _check_gpus_visible(survey: SurveyResult) -> Iterator[str]:
@@ -79,31 +83,33 @@ def _check_gpus_visible(survey: SurveyResult) -> Iterator[str]:
         driver = facts.versions.get("driver")
         if driver and not facts.gpus and "cuda" in facts.versions:
             yield (
-                f"rank {rank}: torch {facts.versions['torch']} finds no GPU on {facts.host}, where "
-                f"there is a driver, {driver}: it is too old for CUDA {facts.versions['cuda']}, or "
-                "CUDA_VISIBLE_DEVICES hides the GPUs"
+                f"rank {rank}: torch {facts.versions['torch']} finds no GPU on host {facts.host}, "
+                f"which has the NVIDIA driver {driver}. The driver is too old for CUDA "
+                f"{facts.versions['cuda']}, or CUDA_VISIBLE_DEVICES hides the GPUs"
             )
 
 
 def _check_interfaces(survey: SurveyResult) -> Iterator[str]:
     hosts = {facts.host for facts in survey.rank_infos.values()}
-    several = len(hosts) > 1 or any(
+    # Two hosts may have the same name. The launcher's count of local ranks shows that, too.
+    has_several_hosts = len(hosts) > 1 or any(
         f.local_size < survey.world_size for f in survey.rank_infos.values()
     )
     for rank, facts in survey.rank_infos.items():
         name = facts.settings.get("GLOO_SOCKET_IFNAME")
         if name is None:
             continue
-        unknown = [one for one in name.split(",") if one not in facts.interfaces]
+        unknown = [part for part in name.split(",") if part not in facts.interfaces]
         if unknown:
             yield (
-                f"rank {rank}: GLOO_SOCKET_IFNAME={name}, and {facts.host} has no interface "
-                f"{unknown[0]}, but {', '.join(facts.interfaces)}: name one of them, or unset it"
+                f"rank {rank}: GLOO_SOCKET_IFNAME={name}, but host {facts.host} has no interface "
+                f"{unknown[0]} (it has {', '.join(facts.interfaces)}). Set it to one of these, or "
+                "unset it"
             )
-        elif several and is_loopback(name):
+        elif has_several_hosts and is_loopback(name):
             yield (
-                f"rank {rank}: GLOO_SOCKET_IFNAME={name} is loopback, which leads to no other host:"
-                " unset it, or name the interface that leads there"
+                f"rank {rank}: GLOO_SOCKET_IFNAME={name} is loopback, which reaches no other host. "
+                "Unset it, or set it to the interface that reaches the other hosts"
             )
 
 
@@ -113,9 +119,9 @@ def _check_dead_links(survey: SurveyResult) -> Iterator[str]:
             a, b = (survey.rank_infos[rank] for rank in (link.a, link.b))
             yield (
                 f"rank {link.a} on {a.host} ({a.interface}) and rank {link.b} on {b.host} "
-                f"({b.interface}) do not reach each other over {survey.backend}: {link.problem}; "
-                "open all ports between the hosts, and name the interface that joins them with "
-                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+                f"({b.interface}) cannot reach each other over {survey.backend}: {link.problem}. "
+                "Open all ports between the hosts, and set GLOO_SOCKET_IFNAME or "
+                "NCCL_SOCKET_IFNAME to the interface that connects them"
             )
 
 
@@ -128,7 +134,7 @@ _BROKEN_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
 )
 
 
-# ---- worth a look -------------------------------------------------------------------------
+# ---- worth a look ---------------------------------------------------------------------------
 
 
 def _check_python_versions(survey: SurveyResult) -> Iterator[str]:
@@ -136,23 +142,26 @@ def _check_python_versions(survey: SurveyResult) -> Iterator[str]:
         {r: f.versions["python"].rpartition(".")[0] for r, f in survey.rank_infos.items()}
     )
     if len(texts) > 1:
-        yield f"python differs: {_format_groups(texts)}"
+        yield f"python differs between ranks: {_format_groups(texts)}"
 
 
 def _check_gpu_assignment(survey: SurveyResult) -> Iterator[str]:
     gpus = _group_ranks({rank: facts.gpu for rank, facts in survey.rank_infos.items()})
     without = gpus.pop("", [])
     if gpus and without:
-        yield f"no GPU on {_format_ranks(without)}: all ranks would compute on the CPU"
+        yield f"no GPU on {_format_ranks(without)}, so all ranks would compute on the CPU"
     for shared in gpus.values():
         if len(shared) > 1:
             yield (
-                f"{_format_ranks(shared)} share a GPU: NCCL refuses that, so a pipe computes on the CPU,"
-                " unless it is given devices=[...]; start one rank for each GPU"
+                f"{_format_ranks(shared)} share a GPU. NCCL refuses that, so a pipe computes on "
+                "the CPU unless it is given devices=[...]. Start one rank for each GPU"
             )
     for rank, facts in iter_first_rank_of_hosts(survey):
         if "driver" in facts.versions and "cuda" not in facts.versions:
-            yield f"rank {rank}: {facts.host} has GPUs, and torch is a build for CPUs"
+            yield (
+                f"rank {rank}: host {facts.host} has GPUs, but torch is a build for CPUs only. "
+                "Install a CUDA build"
+            )
 
 
 def _check_threads(survey: SurveyResult) -> Iterator[str]:
@@ -161,66 +170,73 @@ def _check_threads(survey: SurveyResult) -> Iterator[str]:
         if facts.gpu:
             continue
         if ranks > cores:
-            yield f"{ranks} ranks compute on {cores} cores of {facts.host}: start fewer"
+            yield f"{ranks} ranks share the {cores} cores of host {facts.host}. Start fewer ranks"
         elif ranks > 1 and ranks * facts.threads > cores:
             yield (
-                f"{ranks} ranks with {facts.threads} threads each on {cores} cores of "
-                f"{facts.host}: set OMP_NUM_THREADS={cores // ranks}"
+                f"{ranks} ranks with {facts.threads} threads each share the {cores} cores of host "
+                f"{facts.host}. Set OMP_NUM_THREADS={cores // ranks}"
             )
 
 
 def _check_free_space(survey: SurveyResult) -> Iterator[str]:
     for rank, facts in survey.rank_infos.items():
-        for name, room in facts.memory.items():
-            if name != "host" and room.free < room.total / 2:
-                used = (room.total - room.free) / GIB
-                yield f"rank {rank}: {used:.1f} GiB of {name} are in use: by whom? (nvidia-smi)"
+        for name, space in facts.memory.items():
+            if name != "host" and space.free < space.total / 2:
+                used = (space.total - space.free) / GIB
+                yield (
+                    f"rank {rank}: {used:.1f} GiB of {name} are already in use. nvidia-smi shows "
+                    "by which processes"
+                )
     for _, facts in iter_first_rank_of_hosts(survey):
         host = facts.memory.get("host")
         if host and host.free < GIB:
-            yield f"{facts.host} has {host.free / GIB:.2f} GiB of memory left"
-        for place, room in facts.disk.items():
-            if room.free < GIB:
-                yield f"{facts.host} has {room.free / GIB:.2f} GiB left on the disk of {place}"
+            yield f"host {facts.host} has only {host.free / GIB:.2f} GiB of free memory"
+        for path, space in facts.disk.items():
+            if space.free < GIB:
+                free = space.free / GIB
+                yield f"host {facts.host} has only {free:.2f} GiB left on the disk of {path}"
 
 
 def _check_clocks(survey: SurveyResult) -> Iterator[str]:
-    for rank, (ahead, wrong) in survey.clock_offsets.items():
-        if abs(ahead) - wrong > MAX_CLOCK_SKEW:
-            way = "ahead of" if ahead > 0 else "behind"
+    for rank, (ahead, uncertainty) in survey.clock_offsets.items():
+        if abs(ahead) - uncertainty > MAX_CLOCK_SKEW:
+            direction = "ahead of" if ahead > 0 else "behind"
             yield (
-                f"the clock of rank {rank} on {survey.rank_infos[rank].host} is {abs(ahead):.1f} s {way} "
-                "rank 0's: logs will not line up; synchronise the hosts' clocks (chrony, ntpd)"
+                f"the clock of rank {rank} on {survey.rank_infos[rank].host} is {abs(ahead):.1f} s "
+                f"{direction} rank 0's, so their logs will not line up. Synchronise the clocks of "
+                "the hosts (chrony, ntpd)"
             )
 
 
 def _check_settings(survey: SurveyResult) -> Iterator[str]:
-    for (name, value), why in _SLOW_SETTINGS.items():
+    for (name, value), effect in _SLOW_SETTINGS.items():
         ranks = [rank for rank, f in survey.rank_infos.items() if f.settings.get(name) == value]
         if ranks:
-            yield f"{name}={value} on {_format_ranks(ranks)} {why}"
+            yield f"{name}={value} on {_format_ranks(ranks)} {effect}"
     names = {name for facts in survey.rank_infos.values() for name in facts.settings}
     for name in sorted(name for name in names if not name.startswith(_PER_RANK_SETTINGS)):
         texts = _group_ranks(
             {rank: f.settings.get(name, "not set") for rank, f in survey.rank_infos.items()}
         )
         if len(texts) > 1:
-            yield f"{name} differs: {_format_groups(texts)}"
+            yield f"{name} differs between ranks: {_format_groups(texts)}"
 
 
 def _check_slow_links(survey: SurveyResult) -> Iterator[str]:
-    kinds = defaultdict(list)
+    # Links within a host are faster than those between hosts: each is compared with its own kind.
+    links_by_kind = defaultdict(list)
     for link in survey.links:
         if not link.problem and survey.world_size > 1:
-            near = survey.rank_infos[link.a].host == survey.rank_infos[link.b].host
-            kinds["within a host" if near else "between hosts"].append(link)
-    for kind, links in kinds.items():
-        usual = median(link.bandwidth for link in links)
+            same_host = survey.rank_infos[link.a].host == survey.rank_infos[link.b].host
+            links_by_kind["within a host" if same_host else "between hosts"].append(link)
+    for kind, links in links_by_kind.items():
+        typical = median(link.bandwidth for link in links)
         for link in links:
-            if link.bandwidth * SLOW_LINK_FACTOR < usual:
+            if link.bandwidth * SLOW_LINK_FACTOR < typical:
                 yield (
                     f"the link between ranks {link.a} and {link.b} carries "
-                    f"{link.bandwidth / 1e9:.2f} GB/s, and the usual one {kind} {usual / 1e9:.2f}"
+                    f"{link.bandwidth / 1e9:.2f} GB/s, but a typical link {kind} carries "
+                    f"{typical / 1e9:.2f} GB/s"
                 )
 
 
@@ -235,11 +251,11 @@ _WARNING_CHECKS: tuple[Callable[[SurveyResult], Iterator[str]], ...] = (
 )
 
 
-# ---- in words -----------------------------------------------------------------------------
+# ---- ranks in messages ----------------------------------------------------------------------
 
 
 def _group_ranks(text_by_rank: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks for each text."""
+    """Return the ranks that have the same text, by text."""
     ranks = defaultdict(list)
     for rank, text in text_by_rank.items():
         ranks[text].append(rank)
@@ -247,20 +263,20 @@ def _group_ranks(text_by_rank: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def iter_first_rank_of_hosts(survey: SurveyResult) -> Iterator[tuple[int, RankInfo]]:
-    """With its rank."""
-    seen = set()
+    """Yield the first rank of each host, with its facts, for problems of the host as a whole."""
+    hosts = set()
     for rank, facts in survey.rank_infos.items():
-        if facts.host not in seen:
-            seen.add(facts.host)
+        if facts.host not in hosts:
+            hosts.add(facts.host)
             yield rank, facts
 
 
 def _format_groups(ranks_by_text: dict[str, list[int]]) -> str:
-    return ", ".join(f"{text} on {_format_ranks(ranks)}" for text, ranks in ranks_by_text.items())
+    return "; ".join(f"{text} on {_format_ranks(ranks)}" for text, ranks in ranks_by_text.items())
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
-    """In words: rank 3; ranks 0 to 2, 5."""
+    """Return "rank 3", or "ranks 0 to 2, 5", with runs of consecutive ranks joined."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its host: versions, devices, memory, disk, settings."""
+"""Facts about one rank and its host: versions, devices, memory, disk, settings, network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from penstock.launch.torchrun_env import (
     read_rank_env,
     select_device,
 )
+from penstock.torch_compat import TORCH_VERSION
 
+# Environment variables that are reported, because they change how PyTorch computes or communicates.
 ENVIRONMENT_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -39,7 +41,7 @@ SINGLE_PROCESS = RankEnv(0, 1, 0, 1, "localhost", 0, launcher_has_store=False)
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """Bytes: of memory, or of a disk."""
+    """Free and total bytes of a memory or a disk."""
 
     free: int
     total: int
@@ -47,7 +49,11 @@ class FreeSpace:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Of one rank. A version that is not there is left out; `gpu` tells GPUs apart."""
+    """The facts about one rank.
+
+    `versions` leaves out what is not installed. `gpu` is the UUID of the rank's GPU, or empty; two
+    ranks with the same one share a GPU.
+    """
 
     rank: int
     host: str
@@ -65,25 +71,25 @@ class RankInfo:
     interface: str | None
 
     def to_json(self) -> str:
-        """As one line of text."""
+        """Return the facts as one line of JSON, for the launcher's store."""
         return json.dumps(asdict(self))
 
 
 def parse_rank_info(text: str) -> RankInfo:
-    """What `dumps` wrote."""
+    """Return the facts that `RankInfo.to_json` has written."""
     values = json.loads(text)
-    for kind in ("memory", "disk"):
-        values[kind] = {name: FreeSpace(**room) for name, room in values[kind].items()}
+    for field in ("memory", "disk"):
+        values[field] = {name: FreeSpace(**space) for name, space in values[field].items()}
     return RankInfo(**values)
 
 
 def get_rank_env() -> RankEnv:
-    """As the launcher says; without one, alone."""
+    """Return the rank and world size that the launcher has set, or those of a single process."""
     return read_rank_env() if is_launched() else SINGLE_PROCESS
 
 
 def collect_rank_info(rank_env: RankEnv) -> RankInfo:
-    """Look around. Nothing here waits for another rank."""
+    """Collect the facts about this rank. Nothing here waits for another rank."""
     device = select_device(rank_env)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     settings = {
@@ -103,8 +109,8 @@ def collect_rank_info(rank_env: RankEnv) -> RankInfo:
         threads=torch.get_num_threads(),
         memory=_measure_memory(device),
         disk={
-            place: _measure_disk(place)
-            for place in dict.fromkeys((str(Path.cwd()), _get_temporary_directory()))
+            path: _measure_disk(path)
+            for path in dict.fromkeys((str(Path.cwd()), _get_temporary_directory()))
         },
         settings=settings,
         interfaces=[name for _, name in socket.if_nameindex()],
@@ -113,21 +119,21 @@ def collect_rank_info(rank_env: RankEnv) -> RankInfo:
 
 
 def _collect_versions() -> dict[str, str]:
-    found = {
+    versions = {
         "penstock": _find_penstock_version(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": TORCH_VERSION,
         "cuda": torch.version.cuda,
         "nccl": _find_nccl_version(),
         "driver": _find_driver_version(),
     }
-    return {name: version for name, version in found.items() if version}
+    return {name: version for name, version in versions.items() if version}
 
 
 def _find_penstock_version() -> str:
     try:
         return version("penstock")
-    except PackageNotFoundError:  # its files alone are there
+    except PackageNotFoundError:  # the package runs from its source tree
         return "not installed"
 
 
@@ -138,43 +144,46 @@ def _find_nccl_version() -> str | None:
 
 
 def _find_driver_version() -> str | None:
-    """Also where torch finds no GPU: then it may be the driver's fault."""
+    """Return the version of the NVIDIA driver, or None.
+
+    nvidia-smi reports it also where torch finds no GPU, which may be because of the driver.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = done.stdout.split() if done.returncode == 0 else []
+    lines = process.stdout.split() if process.returncode == 0 else []
     return lines[0] if lines else None
 
 
 def _count_cores() -> int:
-    """Those that this process may use."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _measure_memory(device: torch.device) -> dict[str, FreeSpace]:
-    found = {}
+    memory = {}
     if device.type == "cuda":
-        found[str(device)] = FreeSpace(*torch.cuda.mem_get_info(device))
+        memory[str(device)] = FreeSpace(*torch.cuda.mem_get_info(device))
     if host := _measure_host_memory():
-        found["host"] = host
-    return found
+        memory["host"] = host
+    return memory
 
 
 def _measure_host_memory() -> FreeSpace | None:
-    """What can be had without swapping; Linux tells it."""
+    """Return the memory that is available without swapping, or None where it is not Linux."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     sizes = {
-        name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
+        name: int(text.split()[0]) * 1024 for name, _, text in (x.partition(":") for x in lines)
     }
     return FreeSpace(sizes["MemAvailable"], sizes["MemTotal"])
 

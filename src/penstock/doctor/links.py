@@ -1,8 +1,8 @@
-"""The links between ranks, two by two: how long a message takes, and how much goes through.
+"""Latency and bandwidth of the links between ranks, one pair of ranks at a time.
 
-Each two ranks make a group of their own, so that one link that does not work spoils no other. All
-of it happens in a thread, and whoever does not answer in time is left there: neither gloo nor NCCL
-can be relied on to give up.
+Each pair makes a process group of its own, so a link that does not work spoils no other. The
+measurement runs in a thread. If a peer does not answer in time, the thread is left behind, because
+neither gloo nor NCCL can be relied on to give up.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-PINGS = 50
-SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 26  # bytes
-MAX_SECONDS = 1.0  # seconds: what would take longer is not sent
-REPEATS = 3
+PINGS = 50  # round trips for the latency
+SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 26
+MAX_SECONDS = 1.0  # the large message is not sent if its round trips would take longer
+REPEATS = 3  # round trips for the bandwidth
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks, a before b: seconds of a small message one way, bytes a second.
+    """A measured link between the ranks a < b.
 
-    If it does not work, `problem` says how.
+    `latency` is the seconds of a small message one way, `bandwidth` is in bytes per second. If the
+    link does not work, `problem` says why.
     """
 
     a: int
@@ -41,58 +42,63 @@ class Link:
 
 
 class LinkEndpoint(Protocol):
-    """What a measurement needs of a link: one end of it."""
+    """One end of a link, as far as a measurement needs it."""
 
     def send(self, tensor: Tensor) -> None:
-        """To the other end; done when it has left."""
+        """Send a tensor to the other end, and return when it has left."""
 
     def recv(self, tensor: Tensor) -> None:
-        """From the other end; done when it is here."""
+        """Receive a tensor from the other end, and return when it is here."""
 
 
 def pair_ranks_in_rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Every two ranks once; those of a round have nobody in common.
+    """Return rounds of pairs: every pair of ranks once, and no rank twice in a round.
+
+    It is the circle method for tournaments: the first seat is fixed, the others move on by one.
 
     >>> pair_ranks_in_rounds([0, 1, 2, 3])
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
     seats: list[int | None] = [*ranks] + [None] * (len(ranks) % 2)
-    made = []
+    rounds = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
-        made.append(
+        rounds.append(
             sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
         )
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return made
+    return rounds
 
 
 def measure_link(
     store: Store, link: Link, rank: int, backend: str, device: torch.device, patience: float
 ) -> Link:
-    """With the other rank of the link, who does the same."""
+    """Measure a link together with the rank at its other end, which calls this, too."""
 
-    def work() -> Link:
-        part = PrefixStore(f"link/{link.a}-{link.b}", store)
-        ends = _ProcessGroupEndpoint(part, int(rank == link.b), backend, device, patience)
-        return time_link(link, ends, is_first=rank == link.a, device=device)
+    def measure() -> Link:
+        link_store = PrefixStore(f"link/{link.a}-{link.b}", store)
+        endpoint = _ProcessGroupEndpoint(link_store, int(rank == link.b), backend, device, patience)
+        return time_link(link, endpoint, is_first=rank == link.a, device=device)
 
     try:
-        return run_with_timeout(patience, work)
+        return run_with_timeout(patience, measure)
     except TimeoutError:
         return replace(link, problem=f"no answer within {patience:g} s")
-    except Exception as error:  # of whatever kind the backend raises
+    except Exception as error:  # backends raise errors of several classes
         return replace(link, problem=str(error).strip().splitlines()[0])
 
 
 class _ProcessGroupEndpoint:
-    """A group of two ranks, outside of torch.distributed's own list of groups."""
+    """One end of a process group of two ranks.
+
+    The group is made directly. `torch.distributed.new_group` would need all ranks to take part.
+    """
 
     def __init__(
         self, store: Store, group_rank: int, backend: str, device: torch.device, patience: float
     ) -> None:
-        kind: Any = dist.ProcessGroupNCCL if "nccl" in backend else dist.ProcessGroupGloo
-        self._group = kind(store, group_rank, 2, timedelta(seconds=patience))
+        group_class: Any = dist.ProcessGroupNCCL if "nccl" in backend else dist.ProcessGroupGloo
+        self._group = group_class(store, group_rank, 2, timedelta(seconds=patience))
         self._peer, self._device = (
             1 - group_rank,
             device if "nccl" in backend else torch.device("cpu"),
@@ -103,28 +109,36 @@ class _ProcessGroupEndpoint:
         self._synchronize()
 
     def recv(self, tensor: Tensor) -> None:
-        arrived = torch.empty_like(tensor, device=self._device)
-        self._group.recv([arrived], self._peer, 0).wait()
-        tensor.copy_(arrived)
+        received = torch.empty_like(tensor, device=self._device)
+        self._group.recv([received], self._peer, 0).wait()
+        tensor.copy_(received)
         self._synchronize()
 
     def _synchronize(self) -> None:
+        # `wait` of NCCL only orders the current stream. The time is that of the transfer itself.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def time_link(link: Link, endpoint: LinkEndpoint, is_first: bool, device: torch.device) -> Link:
-    """The first end counts, the other answers. What is measured is there and back, halved."""
+    """Return the link with its latency and bandwidth. The first end measures, the other answers.
+
+    Round trips are timed and halved: the clocks of two hosts cannot be compared that precisely.
+    """
     small = torch.zeros(1, dtype=torch.int64, device=device)
-    trips = [_time_round_trip(endpoint, small, is_first) for _ in range(PINGS)]
+    ping_seconds = [_time_round_trip(endpoint, small, is_first) for _ in range(PINGS)]
+    # From one trip of SMALL_BYTES the first end decides whether LARGE_BYTES would take too long. It
+    # sends the size to the other end, so that both use the same.
     size = torch.tensor([SMALL_BYTES], dtype=torch.int64)
     seconds = _time_round_trip(endpoint, _make_bytes(SMALL_BYTES, device), is_first)
     if seconds < MAX_SECONDS / (2 * REPEATS * LARGE_BYTES / SMALL_BYTES):
         size[0] = LARGE_BYTES
     endpoint.send(size) if is_first else endpoint.recv(size)
     large = _make_bytes(int(size), device)
-    throughs = [_time_round_trip(endpoint, large, is_first) for _ in range(REPEATS)]
-    return replace(link, latency=median(trips) / 2, bandwidth=2 * int(size) / min(throughs))
+    large_seconds = [_time_round_trip(endpoint, large, is_first) for _ in range(REPEATS)]
+    return replace(
+        link, latency=median(ping_seconds) / 2, bandwidth=2 * int(size) / min(large_seconds)
+    )
 
 
 def _make_bytes(count: int, device: torch.device) -> Tensor:
@@ -139,17 +153,17 @@ def _time_round_trip(endpoint: LinkEndpoint, tensor: Tensor, is_first: bool) -> 
 
 
 def measure_device_copies(devices: Sequence[torch.device]) -> list[Link]:
-    """Between the GPUs of one process, by their numbers: what goes from thread to thread."""
-    found = []
-    for a, one in enumerate(devices):
+    """Measure copies between the GPUs of one process, for every pair of GPU indices."""
+    links = []
+    for a, source in enumerate(devices):
         for b in range(a + 1, len(devices)):
-            ends = _DeviceCopyEndpoint(one, devices[b])
-            found.append(time_link(Link(a, b), ends, is_first=True, device=one))
-    return found
+            endpoint = _DeviceCopyEndpoint(source, devices[b])
+            links.append(time_link(Link(a, b), endpoint, is_first=True, device=source))
+    return links
 
 
 class _DeviceCopyEndpoint:
-    """Both ends in one process: what is sent is there, and comes back."""
+    """Both ends of a link between two GPUs: `send` copies there, `recv` copies back."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
@@ -170,20 +184,21 @@ class _DeviceCopyEndpoint:
 
 
 def run_with_timeout(seconds: float, measure: Callable[[], Link]) -> Link:
-    """What it gives, or TimeoutError; then its thread is left behind."""
-    given: list[Link | Exception] = []
+    """Return what `measure` returns, or raise TimeoutError and leave its thread behind."""
+    outcomes: list[Link | Exception] = []
 
     def run_in_thread() -> None:
         try:
-            given.append(measure())
-        except Exception as error:  # comes out in the caller's thread
-            given.append(error)
+            outcomes.append(measure())
+        except Exception as error:  # raised again in the caller's thread
+            outcomes.append(error)
 
+    # A daemon, so that a thread which waits for ever does not keep the process alive.
     thread = threading.Thread(target=run_in_thread, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not given:
+    if not outcomes:
         raise TimeoutError
-    if isinstance(given[0], Exception):
-        raise given[0]
-    return given[0]
+    if isinstance(outcomes[0], Exception):
+        raise outcomes[0]
+    return outcomes[0]

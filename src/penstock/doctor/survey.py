@@ -1,7 +1,12 @@
-"""A visit: all ranks tell what they know, their clocks are compared, their links are measured.
+"""A survey of all ranks: their facts, the offsets of their clocks, and the links between them.
 
-Everything is told through the launcher's store, so that it can be told whatever is wrong with the
-links. Nobody is waited for longer than agreed.
+All results travel through the launcher's store, which works even if the links between the ranks do
+not. Every wait has a time limit. The order of events:
+
+    1. every rank joins a rendezvous, with its facts
+    2. every rank compares its clock with that of rank 0
+    3. pairs of ranks measure their links, in rounds
+    4. rank 0 collects the results and reports; all ranks return its conclusion
 """
 
 from __future__ import annotations
@@ -21,16 +26,19 @@ from penstock.launch.init import choose_backend, set_gloo_interface
 from penstock.launch.store_rendezvous import join_rendezvous, open_store, wait_for_keys
 from penstock.launch.torchrun_env import RankEnv, select_device
 
-CLOCK_SAMPLES = 5  # times that a clock is asked
+CLOCK_SAMPLES = 5  # readings of rank 0's clock; the quickest answer counts
 
 
 @dataclass(frozen=True)
 class SurveyResult:
-    """All that a visit has found.
+    """The result of a survey.
 
-    backend  gloo or nccl; threads, alone
-    links    between ranks; alone, between GPUs
-    clocks   for each rank, by how many seconds it is ahead of rank 0, and how far that may be wrong
+    Attributes:
+        backend: gloo or nccl; "threads" for a single process.
+        patience: Seconds that one wait for a rank or a link may take.
+        links: Links between ranks; for a single process, between its GPUs.
+        clock_offsets: For each rank, by how many seconds its clock is ahead of rank 0's, and the
+            uncertainty of that number in seconds.
     """
 
     world_size: int
@@ -42,13 +50,13 @@ class SurveyResult:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """The ranks that did not come."""
+        """Return the ranks that did not join."""
         return [rank for rank in range(self.world_size) if rank not in self.rank_infos]
 
 
 def survey_single_process() -> SurveyResult:
-    """Of one process that no launcher has started."""
-    gpus = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    """Survey a single process that no launcher has started."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return SurveyResult(
         1, "threads", 0.0, {0: collect_rank_info(SINGLE_PROCESS)}, measure_device_copies(gpus), {}
     )
@@ -57,44 +65,49 @@ def survey_single_process() -> SurveyResult:
 def survey_all_ranks(
     rank_env: RankEnv, patience: float, report: Callable[[SurveyResult], bool]
 ) -> bool:
-    """Of all ranks; rank 0 draws the conclusion, and every rank gives it."""
-    store = open_store(rank_env, 3 * patience)
-    met = join_rendezvous(
-        store,
+    """Survey all ranks of a launcher. All of them return what `report` returns on rank 0.
+
+    `report` receives the result, on rank 0 alone, and returns True if nothing is broken.
+    """
+    launcher_store = open_store(rank_env, 3 * patience)
+    rendezvous = join_rendezvous(
+        launcher_store,
         rank_env.rank,
         rank_env.world_size,
         collect_rank_info(rank_env).to_json(),
         3 * patience,
     )
-    facts = {rank: parse_rank_info(word) for rank, word in sorted(met.rank_info.items())}
-    backend = choose_backend([one.gpu for one in facts.values()])
+    store = rendezvous.store
+    facts = {rank: parse_rank_info(text) for rank, text in sorted(rendezvous.rank_info.items())}
+    backend = choose_backend([info.gpu for info in facts.values()])
     set_gloo_interface(rank_env)
-    _compare_clocks(met.store, rank_env.rank, list(facts), patience)
-    _measure_links(met.store, rank_env, list(facts), backend, patience)
+    _compare_clocks(store, rank_env.rank, list(facts), patience)
+    _measure_links(store, rank_env, list(facts), backend, patience)
     if rank_env.rank:
-        wait_for_keys(met.store, ["sound"], compute_max_seconds(rank_env.world_size, patience))
-        sound = met.store.get("sound") == b"1"
-        met.store.set(f"heard/{rank_env.rank}", "")
-        return sound
+        wait_for_keys(store, ["sound"], compute_max_seconds(rank_env.world_size, patience))
+        is_sound = store.get("sound") == b"1"
+        store.set(f"heard/{rank_env.rank}", "")
+        return is_sound
     links = [
-        _combine_measurements(met.store, a, b)
+        _combine_measurements(store, a, b)
         for pairs in pair_ranks_in_rounds(list(facts))
         for a, b in pairs
     ]
-    clocks = _read_clock_offsets(met.store, [rank for rank in facts if rank])
+    clocks = _read_clock_offsets(store, [rank for rank in facts if rank])
     name = "nccl" if "nccl" in backend else "gloo"
-    sound = report(
+    is_sound = report(
         SurveyResult(
             rank_env.world_size, name, patience, facts, sorted(links, key=_get_ranks), clocks
         )
     )
-    met.store.set("sound", str(int(sound)))
-    wait_for_keys(met.store, [f"heard/{rank}" for rank in facts if rank], patience)
-    return sound
+    store.set("sound", str(int(is_sound)))
+    # Rank 0 may host the store: it stays until the others have read the conclusion.
+    wait_for_keys(store, [f"heard/{rank}" for rank in facts if rank], patience)
+    return is_sound
 
 
 def compute_max_seconds(world_size: int, patience: float) -> float:
-    """Seconds that a visit may take, if everything that can be slow is slow."""
+    """Return the seconds after which a survey must have ended, even if every wait times out."""
     return (12 + 3 * world_size) * patience + 30
 
 
@@ -102,32 +115,36 @@ def compute_max_seconds(world_size: int, patience: float) -> float:
 
 
 def _compare_clocks(store: Store, rank: int, ranks: list[int], patience: float) -> None:
-    """Rank 0 says its time to each other rank, some times over; the quickest answer counts."""
+    """Measure the offset of this rank's clock, and write it into the store.
+
+    The other ranks ask rank 0 for its time, one after another. Half of the round trip is the
+    uncertainty of an answer, so the quickest answer counts.
+    """
     limit = timedelta(seconds=patience)
     try:
         if rank == 0:
             for other in (other for other in ranks if other):
-                for time_over in range(CLOCK_SAMPLES):
-                    store.wait([f"clock/{other}/{time_over}/asked"], limit)
-                    store.set(f"clock/{other}/{time_over}/answer", repr(time.time()))
+                for sample in range(CLOCK_SAMPLES):
+                    store.wait([f"clock/{other}/{sample}/asked"], limit)
+                    store.set(f"clock/{other}/{sample}/answer", repr(time.time()))
             return
-        tries = []
-        for time_over in range(CLOCK_SAMPLES):
+        samples = []
+        for sample in range(CLOCK_SAMPLES):
             before = time.time()
-            store.set(f"clock/{rank}/{time_over}/asked", "")
-            store.wait([f"clock/{rank}/{time_over}/answer"], limit * len(ranks))
+            store.set(f"clock/{rank}/{sample}/asked", "")
+            store.wait([f"clock/{rank}/{sample}/answer"], limit * len(ranks))
             after = time.time()
-            answer = float(store.get(f"clock/{rank}/{time_over}/answer"))
-            tries.append(((after - before) / 2, (before + after) / 2 - answer))
-    except RuntimeError:  # whoever is late, or gone, is told of by its links
+            answer = float(store.get(f"clock/{rank}/{sample}/answer"))
+            samples.append(((after - before) / 2, (before + after) / 2 - answer))
+    except RuntimeError:  # a rank is late or gone: the measurement of its links will report it
         return
-    wrong, ahead = min(tries)
-    store.set(f"clock/{rank}", json.dumps([ahead, wrong]))
+    uncertainty, ahead = min(samples)
+    store.set(f"clock/{rank}", json.dumps([ahead, uncertainty]))
 
 
 def _read_clock_offsets(store: Store, ranks: list[int]) -> dict[int, tuple[float, float]]:
-    known = [rank for rank in ranks if store.check([f"clock/{rank}"])]
-    return {rank: tuple(json.loads(store.get(f"clock/{rank}"))) for rank in known}
+    measured_ranks = [rank for rank in ranks if store.check([f"clock/{rank}"])]
+    return {rank: tuple(json.loads(store.get(f"clock/{rank}"))) for rank in measured_ranks}
 
 
 # ---- links --------------------------------------------------------------------------------
@@ -136,27 +153,32 @@ def _read_clock_offsets(store: Store, ranks: list[int]) -> dict[int, tuple[float
 def _measure_links(
     store: Store, rank_env: RankEnv, ranks: list[int], backend: str, patience: float
 ) -> None:
-    """Round by round, all ranks together, so that nobody is late because of an earlier round."""
-    for number, pairs in enumerate(pair_ranks_in_rounds(ranks)):
-        store.set(f"round/{number}/{rank_env.rank}", "")
-        wait_for_keys(store, [f"round/{number}/{rank}" for rank in ranks], 2 * patience)
+    """Measure the links of this rank, and write the results into the store.
+
+    All ranks begin each round together. Otherwise a rank that was held up by a dead link would be
+    late for its next link, and that one would look dead, too.
+    """
+    for index, pairs in enumerate(pair_ranks_in_rounds(ranks)):
+        store.set(f"round/{index}/{rank_env.rank}", "")
+        wait_for_keys(store, [f"round/{index}/{rank}" for rank in ranks], 2 * patience)
         for a, b in pairs:
             if rank_env.rank in (a, b):
-                found = measure_link(
+                link = measure_link(
                     store, Link(a, b), rank_env.rank, backend, select_device(rank_env), patience
                 )
-                store.set(f"measured/{a}-{b}/{rank_env.rank}", json.dumps(asdict(found)))
+                store.set(f"measured/{a}-{b}/{rank_env.rank}", json.dumps(asdict(link)))
+    # Rank 0 reads the measurements after this, so all of them must have been written.
     store.set(f"round/last/{rank_env.rank}", "")
     wait_for_keys(store, [f"round/last/{rank}" for rank in ranks], 2 * patience)
 
 
 def _combine_measurements(store: Store, a: int, b: int) -> Link:
-    """As a has measured it, unless either has a problem."""
+    """Return the link as rank a has measured it, or the end that reports a problem."""
     ends = []
     for rank in (a, b):
         key = f"measured/{a}-{b}/{rank}"
         if not store.check([key]):
-            return Link(a, b, problem=f"rank {rank} has not told how it went")
+            return Link(a, b, problem=f"rank {rank} did not report a measurement")
         ends.append(Link(**json.loads(store.get(key))))
     return next((end for end in ends if end.problem), ends[0])
 

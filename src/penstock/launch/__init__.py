@@ -1,5 +1,6 @@
-"""From what `torchrun` says to a mesh of ranks: `penstock.init`.
+"""`penstock.init`: from the environment variables of `torchrun` to a device mesh.
 
-`launched.py` reads what the launcher says, `meeting.py` brings the ranks together, `init.py` makes
-their group and the mesh.
+In the order of events: `torchrun_env.py` reads the environment variables and chooses the device,
+`store_rendezvous.py` lets the ranks find each other in a TCP store, and `init.py` creates the
+process group and the mesh.
 """

@@ -1,4 +1,4 @@
-"""`penstock.init`: the group of all ranks under `torchrun`, and a mesh over them."""
+"""`penstock.init`: create the default process group under `torchrun`, and a mesh over its ranks."""
 
 from __future__ import annotations
 
@@ -24,111 +24,139 @@ from penstock.launch.torchrun_env import (
 )
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
-EXIT_TIMEOUT = 10.0  # seconds that the rank with the store stays for the others
-# Seconds for gloo's threads to let go of their last tensors. They need the interpreter for it, and
-# where it has ended meanwhile, the process aborts. A mesh keeps its group, and so those threads.
+EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others at exit
+# Seconds for gloo's threads to release their last tensors at exit. They need the Python interpreter
+# for that. If it has been finalized by then, the process aborts. `destroy_process_group` does not
+# end those threads while a DeviceMesh still refers to the group.
 GLOO_DRAIN_SECONDS = 0.05
 
 _NCCL_BACKEND = "cpu:gloo,cuda:nccl"
-_initialized: list[tuple[RankEnv, JoinedRanks]] = []  # of the group that `init` has made
+_initialized: list[tuple[RankEnv, JoinedRanks]] = []  # empty, or one entry: the group of `init`
 
 
 def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = None) -> DeviceMesh:
-    """Join the ranks that `torchrun` started: a mesh ("dp", "pp"), or ("pp",) if dp is 1.
+    """Connect the processes that `torchrun` started, and return a mesh over their ranks.
 
-    Neighbours make a pipe; `dp` pipes share the batch. NCCL if every rank has a GPU of its own,
-    else gloo, or the `backend` that you name. `timeout` is that of collectives, in seconds. Each
-    rank's GPU becomes its current device. The group ends with the process. If a group is there
-    already, it is used as it is.
+    Consecutive ranks form a pipeline. With `dp` above 1 there are that many replicas of it, which
+    share the batch. The GPU of each rank becomes its current device. The process group is
+    destroyed when the process exits. If a default process group exists already, it is used as it
+    is.
 
-        mesh = penstock.init()              # torchrun --nproc-per-node 2 train.py
-        pipe = penstock.Pipe(model, chunks=8, mesh=mesh["pp"])
+    Args:
+        dp: The number of replicas of the pipeline. It must divide the number of ranks.
+        backend: The backend of the process group. Default: NCCL if every rank has a GPU of its
+            own, else gloo.
+        timeout: The timeout of collectives in seconds. Default: that of PyTorch.
+
+    Returns:
+        A mesh with the dimensions ("dp", "pp"), or ("pp",) if dp is 1.
+
+    Raises:
+        ArgumentError: `dp` is not a positive integer, or does not divide the number of ranks.
+        RunError: The process was not started by torchrun, a rank did not start in time, or
+            `init` was called before.
+
+    Example:
+        Start with `torchrun --nproc-per-node 2 train.py`::
+
+            mesh = penstock.init()
+            pipe = penstock.Pipe(model, chunks=8, mesh=mesh["pp"])
     """
     if not dist.is_available():
         raise RunError("this build of torch has no torch.distributed: install one that has it")
     if not dist.is_initialized():
-        here = read_rank_env()
-        _check_replicas(dp, here.world_size)
-        _init_process_group(here, backend, timeout)
+        env = read_rank_env()
+        _check_replicas(dp, env.world_size)
+        _init_process_group(env, backend, timeout)
     elif _initialized:
-        raise RunError("penstock.init() was called before in this process: keep the mesh it gave")
+        raise RunError(
+            "penstock.init() was already called in this process. Keep the mesh that it returned."
+        )
     else:
         _check_replicas(dp, dist.get_world_size())
-    kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     size = dist.get_world_size()
     if dp == 1:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("pp",))
-    return init_device_mesh(kind, (dp, size // dp), mesh_dim_names=("dp", "pp"))
+        return init_device_mesh(device_type, (size,), mesh_dim_names=("pp",))
+    return init_device_mesh(device_type, (dp, size // dp), mesh_dim_names=("dp", "pp"))
 
 
 def _check_replicas(dp: Any, world_size: int) -> None:
     if not isinstance(dp, int) or isinstance(dp, bool) or dp < 1:
-        raise ArgumentError(f"dp is a whole number of pipes from 1 up, not {dp!r}")
+        raise ArgumentError(f"dp must be a whole number of replicas from 1 up, not {dp!r}")
     if world_size % dp:
-        fit = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ArgumentError(
-            f"{world_size} ranks do not make {dp} pipes of equal length: dp may be {fit}; for dp={dp} "
-            f"start {world_size + dp - world_size % dp} ranks"
+            f"{world_size} ranks cannot form {dp} pipelines of equal length. dp can be {divisors}; "
+            f"for dp={dp} start {world_size + dp - world_size % dp} ranks."
         )
 
 
 def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None) -> None:
-    """Make the group."""
+    """Wait for all ranks, then create the default process group."""
     device = select_device(env)
-    met = join_rendezvous(
+    joined = join_rendezvous(
         open_store(env, START_TIMEOUT),
         env.rank,
         env.world_size,
         get_gpu_uuid(device),
         START_TIMEOUT,
     )
-    missing = met.find_missing(env.world_size)
+    missing = joined.find_missing(env.world_size)
     if missing:
         raise RunError(
             f"of {env.world_size} ranks, {', '.join(map(str, missing))} did not start within "
-            f"{START_TIMEOUT:g} s: look at what they print, and run  torchrun ... -m penstock doctor"
+            f"{START_TIMEOUT:g} s. Look at their output, and run  torchrun ... -m penstock doctor"
         )
+    # Both before the group is created: NCCL uses the current device, and gloo reads the variable.
     if device.type == "cuda":
         torch.cuda.set_device(device)
     set_gloo_interface(env)
-    backend = backend or choose_backend(list(met.rank_info.values()))
+    backend = backend or choose_backend(list(joined.rank_info.values()))
     dist.init_process_group(
         backend,
-        store=met.store,
+        store=joined.store,
         rank=env.rank,
         world_size=env.world_size,
         timeout=None if timeout is None else timedelta(seconds=timeout),
     )
-    _initialized[:] = [(env, met)]
+    _initialized[:] = [(env, joined)]
     atexit.register(_shut_down)
 
 
 def choose_backend(gpu_uuids: list[str]) -> str:
-    """NCCL refuses two ranks on one GPU; then, and without GPUs, it is gloo."""
-    alone = all(gpu_uuids) and len(set(gpu_uuids)) == len(gpu_uuids)
-    return _NCCL_BACKEND if alone and dist.is_nccl_available() else "gloo"
+    """Return NCCL if every rank has a GPU of its own, else gloo.
+
+    NCCL refuses two ranks on one GPU. An empty UUID stands for a rank without a GPU.
+    """
+    gpus_are_distinct = all(gpu_uuids) and len(set(gpu_uuids)) == len(gpu_uuids)
+    return _NCCL_BACKEND if gpus_are_distinct and dist.is_nccl_available() else "gloo"
 
 
 def set_gloo_interface(env: RankEnv) -> None:
-    """Name the interface, if nobody has: also for groups that are made later."""
-    found = find_network_interface(env)
-    if found is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+    """Set GLOO_SOCKET_IFNAME, unless it is set. Groups that are created later use it as well."""
+    interface = find_network_interface(env)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _shut_down() -> None:
-    """At the end of the process; after an error at once, as peers may be gone and never answer."""
+    """Destroy the process group at exit. Rank 0 stays until the others have left its store.
+
+    After an error the process exits at once: peers may be gone and would never answer.
+    """
     time.sleep(GLOO_DRAIN_SECONDS)
-    failed = hasattr(sys, "last_value")
+    failed = hasattr(sys, "last_value")  # Python sets it for an exception that ended the program
     if failed or not _initialized or not dist.is_initialized():
         return
-    here, met = _initialized.pop()
+    env, joined = _initialized.pop()
     dist.destroy_process_group()
-    if here.launcher_has_store:
+    if env.launcher_has_store:
         return
-    if here.rank:
-        met.store.set(f"left/{here.rank}", "")
+    # The store lives in the process of rank 0. If it ended first, the others could not reach it.
+    if env.rank:
+        joined.store.set(f"left/{env.rank}", "")
     else:
         wait_for_keys(
-            met.store, [f"left/{other}" for other in range(1, here.world_size)], EXIT_TIMEOUT
+            joined.store, [f"left/{other}" for other in range(1, env.world_size)], EXIT_TIMEOUT
         )

@@ -1,4 +1,4 @@
-"""What the launcher says of this process, its device, and the network interface of its host."""
+"""The environment variables of `torchrun`, and from them the device and the network interface."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ _REQUIRED_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-_SIOCGIFADDR = 0x8915  # SIOCGIFADDR
-_TEST_NET_ADDRESS = "203.0.113.1"  # kept free for documentation: nothing is sent there
+_SIOCGIFADDR = 0x8915  # the ioctl of Linux that returns the IPv4 address of an interface
+_TEST_NET_ADDRESS = "203.0.113.1"  # TEST-NET-3, reserved for documentation; nothing is sent there
 
 
 class RankEnv(NamedTuple):
-    """One of `size` ranks, of which `local_size` are on this host.
-
-    Their store is at `address`: the launcher has it, or else rank 0.
-    """
+    """The environment of one rank as `torchrun` sets it. The store is at MASTER_ADDR."""
 
     rank: int
     world_size: int
@@ -39,83 +36,96 @@ class RankEnv(NamedTuple):
     local_world_size: int
     master_addr: str
     master_port: int
-    launcher_has_store: bool  # the launcher
+    launcher_has_store: bool  # the launcher serves the store; otherwise rank 0 does
 
     @property
     def is_single_host(self) -> bool:
-        """Are all ranks here?"""
+        """Whether all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Does anything look as if a launcher had started this process?"""
+    """Return whether a launcher seems to have started this process."""
     return any(name in environ for name in ("RANK", "WORLD_SIZE"))
 
 
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """As `torchrun` says it in the environment."""
+    """Return the environment of this rank. Raise RunError if a variable is missing or invalid."""
     missing = [name for name in _REQUIRED_VARIABLES if not environ.get(name)]
     if missing:
         script = Path(sys.argv[0]).name or "train.py"
         raise RunError(
-            f"this process was not started by torchrun, which sets {', '.join(missing)}: "
-            f"start it with  torchrun --nproc-per-node 2 {script}"
+            f"this process was not started by torchrun, which sets {', '.join(missing)}. "
+            f"Start it with  torchrun --nproc-per-node 2 {script}"
         )
-    wrong = [
+    invalid = [
         f"{name}={environ[name]}"
         for name in _REQUIRED_VARIABLES
         if name != "MASTER_ADDR" and not environ[name].isdecimal()
     ]
-    if wrong:
-        raise RunError(f"these are no numbers: {', '.join(wrong)}; torchrun sets them by itself")
+    if invalid:
+        raise RunError(
+            f"these environment variables are not numbers: {', '.join(invalid)}. torchrun sets "
+            f"them itself."
+        )
     rank, size, local_rank, local_size = (int(environ[name]) for name in _REQUIRED_VARIABLES[:4])
-    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    # torchrun sets this when its agent serves the store at MASTER_ADDR. Otherwise rank 0 must.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankEnv(rank, size, local_rank, local_size, *where, has_store)
+    return RankEnv(rank, size, local_rank, local_size, *address, has_store)
 
 
 # ---- the device ---------------------------------------------------------------------------
 
 
 def select_device(env: RankEnv) -> torch.device:
-    """The GPU of this rank, alone or shared with others; the CPU where there is none."""
+    """Return the GPU of this rank, or the CPU. Ranks share GPUs if there are too few."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", env.local_rank % gpus) if gpus else torch.device("cpu")
 
 
 def get_gpu_uuid(device: torch.device) -> str:
-    """The same for two ranks if they share the GPU, whatever number they know it by."""
+    """Return the UUID of a GPU, or "" for the CPU.
+
+    Two ranks on one GPU have the same UUID, even if CUDA_VISIBLE_DEVICES gives it two indices.
+    """
     if device.type == "cpu":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-# ---- the interface ------------------------------------------------------------------------
+# ---- the network interface ----------------------------------------------------------------
 
 
 def find_network_interface(env: RankEnv) -> str | None:
-    """The interface for gloo: loopback on one host, else that which leads to rank 0.
+    """Return the interface for gloo: loopback on one host, else the one that leads to rank 0.
 
-    gloo takes the address of the host's name, which on many machines is loopback, or none at all.
-    Nothing, if the right one is not found: then gloo decides.
+    By default gloo uses the address that the host name resolves to. On many machines that is
+    loopback, which other hosts cannot reach, or nothing. Return None if no interface is found:
+    then gloo decides.
     """
     names = [name for _, name in socket.if_nameindex()]
     if env.is_single_host:
         return next((name for name in names if is_loopback(name)), None)
-    for there in (env.master_addr, _TEST_NET_ADDRESS):
-        here = _find_source_address(there)
-        if here and not here.startswith("127."):
-            return next((name for name in names if _get_interface_address(name) == here), None)
+    # On the host of rank 0 itself, MASTER_ADDR leads to loopback. The second address, which is
+    # somewhere outside, gives the interface of the default route.
+    for destination in (env.master_addr, _TEST_NET_ADDRESS):
+        address = _find_source_address(destination)
+        if address and not address.startswith("127."):
+            return next((name for name in names if _get_interface_address(name) == address), None)
     return None
 
 
 def is_loopback(interface: str) -> bool:
-    """By its name: lo, or lo0."""
+    """Return whether an interface is loopback, by its name: lo, or lo0."""
     return interface in ("lo", "lo0")
 
 
 def _find_source_address(destination: str) -> str | None:
-    """The address that this host would send from. A datagram's socket sends nothing by itself."""
+    """Return the address from which this host would send to the destination.
+
+    `connect` on a UDP socket chooses a route and sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((destination, 9))
@@ -125,10 +135,11 @@ def _find_source_address(destination: str) -> str | None:
 
 
 def _get_interface_address(interface: str) -> str | None:
-    asked = struct.pack("256s", interface.encode()[:15])
+    request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, asked)
-        except OSError:  # it has none
+            # The answer is a struct ifreq. The IPv4 address is in its bytes 20 to 23.
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+        except OSError:  # the interface has no IPv4 address
             return None
     return socket.inet_ntoa(answer[20:24])

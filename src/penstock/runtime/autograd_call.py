@@ -1,7 +1,14 @@
-"""The transparent door: a whole pipe as one autograd function.
+"""`pipe(x)` as a single autograd function.
 
-Its inputs are the micro-batches' tensors and the parameters, its outputs the micro-batches'
-outputs, so that `autograd.grad`, hooks and wrappers see ordinary gradients, once.
+The caller's graph gets one node for the whole pipe:
+
+    inputs of the micro-batches ─┐                ┌─ outputs of the micro-batches
+                                 ├─ PipeFunction ─┤
+    parameters of all stages ────┘                └─ (their gradients come back here)
+
+Inside, stages run on detached tensors and build a graph for each cell. So `torch.autograd.grad`,
+hooks on parameters and wrappers such as DistributedDataParallel see one ordinary gradient for each
+parameter, as they would see it from the unsplit model.
 """
 
 from __future__ import annotations
@@ -24,12 +31,13 @@ from penstock.stage.payload import (
     tensor_versions,
     unflatten_values,
 )
+from penstock.torch_compat import keeps_graph
 
 Cell = tuple[int, int]  # stage, micro-batch
 
 
 def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, list[Tensor]]:
-    """The tensors that come from outside into each cell."""
+    """Return the caller's tensors that enter each cell."""
     return {
         (stage, microbatch): flatten_values(values)[0]
         for stage, batches in inputs_by_stage.items()
@@ -38,31 +46,48 @@ def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, list[T
 
 
 def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
-    """The parcels that carry it in. Each counts changes in place by itself."""
-    apart = {
+    """Return the payloads that carry the caller's tensors into the cells.
+
+    A tensor is marked as shared if it requires a gradient or enters several cells. Layers must not
+    change such a tensor in place.
+    """
+    flattened = {
         (stage, microbatch): flatten_values(values)
         for stage, batches in inputs_by_stage.items()
         for microbatch, values in enumerate(batches)
     }
-    seen = Counter(id(tensor) for tensors, _ in apart.values() for tensor in tensors)
+    use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
+    # `.data` shares the memory but has a version counter of its own, which starts at 0. So
+    # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
     return {
         cell: Payload(
             tuple(tensor.data for tensor in tensors),
             layout,
             tuple(tensor.requires_grad for tensor in tensors),
-            frozenset(at for at, t in enumerate(tensors) if t.requires_grad or seen[id(t)] > 1),
+            frozenset(
+                index
+                for index, tensor in enumerate(tensors)
+                if tensor.requires_grad or use_counts[id(tensor)] > 1
+            ),
         )
-        for cell, (tensors, layout) in apart.items()
+        for cell, (tensors, layout) in flattened.items()
     }
 
 
 def propagate_version_bumps(
     caller_tensors: Iterable[Tensor], payload_tensors: Iterable[Tensor | None]
 ) -> None:
-    """What layers have changed in place counts as changed for the caller's autograd, too."""
-    for tensor, inside in zip(caller_tensors, payload_tensors, strict=True):
-        if inside is not None and not inside.is_inference() and inside._version:
-            torch.autograd.graph.increment_version(tensor)
+    """Increment the version of each caller tensor whose payload tensor a layer changed in place.
+
+    Without this the caller's autograd would use a saved input that no longer has its old values.
+    """
+    for caller_tensor, payload_tensor in zip(caller_tensors, payload_tensors, strict=True):
+        if (
+            payload_tensor is not None
+            and not payload_tensor.is_inference()
+            and payload_tensor._version
+        ):
+            torch.autograd.graph.increment_version(caller_tensor)
 
 
 class AutogradCall:
@@ -74,39 +99,45 @@ class AutogradCall:
         self.execution = execution
         self._forward_phase, self._backward_phase = phases
         self._chunks, self._last_stage = len(inputs_by_stage[0]), len(execution.stage_runners) - 1
-        found = collect_tensors_by_cell(inputs_by_stage)
-        self._input_cells = list(found)
-        self.inputs = [tensor for tensors in found.values() for tensor in tensors]
+        tensors_by_cell = collect_tensors_by_cell(inputs_by_stage)
+        self._input_cells = list(tensors_by_cell)
+        self.inputs = [tensor for tensors in tensors_by_cell.values() for tensor in tensors]
         execution.cell_io.inputs = build_input_payloads(inputs_by_stage)
         self._output_layouts: list[PayloadLayout | None] = []
         self._output_sizes: list[int] = []
         self._input_versions: list[int] = []
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """The tensors of all outputs, and which of them may want gradients."""
-        carried = [t for parcel in self.execution.cell_io.inputs.values() for t in parcel.tensors]
+        """Run all forwards. Return the output tensors and whether each may need a gradient."""
+        payload_tensors = [
+            t for payload in self.execution.cell_io.inputs.values() for t in payload.tensors
+        ]
         self.execution.run(self._forward_phase)
         self.execution.cell_io.inputs.clear()
-        propagate_version_bumps(self.inputs, carried)
-        parcels = [
+        propagate_version_bumps(self.inputs, payload_tensors)
+        payloads = [
             self.execution.cell_io.outputs.pop((self._last_stage, i)) for i in range(self._chunks)
         ]
-        self._output_layouts = [parcel.layout for parcel in parcels]
-        self._output_sizes = [len(parcel.tensors) for parcel in parcels]
+        self._output_layouts = [payload.layout for payload in payloads]
+        self._output_sizes = [len(payload.tensors) for payload in payloads]
+        # Stages save `.data` of the inputs, whose version counter does not see in-place changes
+        # that the caller makes. So the backward compares the versions of the caller's tensors.
         self._input_versions = tensor_versions(self.inputs)
-        tensors = [t for parcel in parcels for t in parcel.tensors if t is not None]
-        return tensors, [need for parcel in parcels for need in parcel.needs_grad]
+        tensors = [t for payload in payloads for t in payload.tensors if t is not None]
+        return tensors, [need for payload in payloads for need in payload.needs_grad]
 
     def apply_autograd_function(self) -> Sequence[Tensor]:
-        """The tensors of all outputs, as part of the caller's graph."""
-        anchors = self.execution.create_grad_accumulators()
-        parameters = [p for tape in self.execution.stage_runners for p in tape.parameters]
+        """Run all forwards. Return the output tensors as part of the caller's graph."""
+        # The edges keep the AccumulateGrad nodes alive until `apply` has linked to them. They were
+        # created on the streams of their ranks; see `create_grad_accumulators`.
+        gradient_edges = self.execution.create_grad_accumulators()
+        parameters = [p for runner in self.execution.stage_runners for p in runner.parameters]
         tensors: Sequence[Tensor] = PipeFunction.apply(self, *self.inputs, *parameters)  # type: ignore[no-untyped-call]
-        del anchors
+        del gradient_edges
         return tensors
 
     def unflatten_outputs(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The outputs of the micro-batches, of their tensors."""
+        """Return the output of each micro-batch, built from the tensors of all of them."""
         pieces = _split_by_sizes(tensors, self._output_sizes)
         pairs = zip(pieces, self._output_layouts, strict=True)
         return [unflatten_values(piece, layout)[0] for piece, layout in pairs]
@@ -114,70 +145,82 @@ class AutogradCall:
     def backward(
         self, output_gradients: Sequence[Tensor | None], retain_graph: bool
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the inputs and of the parameters, from those of the outputs."""
+        """Run all backwards. Return the gradients of the inputs and those of the parameters."""
         if self.execution.is_cleared:
             raise RunError(
-                "trying to backward through a pipe a second time: what the first backward needed "
-                "has been freed, also if it failed; use loss.backward(retain_graph=True) for all "
-                "but the last"
+                "trying to backward through a pipe a second time. The first backward freed the "
+                "saved tensors, as it does even if it fails. Use loss.backward(retain_graph=True) "
+                "for every backward but the last."
             )
         if self._input_versions != tensor_versions(self.inputs):
             raise RunError(
-                "an input of the pipe has been changed in place after its forward, and the "
-                "backward needs it as it was: clone it before you change it"
+                "an input of the pipe has been changed in place after its forward, but the "
+                "backward needs its old values. Clone the input before you change it."
             )
-        desk = self.execution.cell_io
+        cell_io = self.execution.cell_io
         for microbatch, piece in enumerate(_split_by_sizes(output_gradients, self._output_sizes)):
-            desk.output_gradients[self._last_stage, microbatch] = Payload(tuple(piece))
-        for tape in self.execution.stage_runners:
-            tape.start_collecting_grads()
+            cell_io.output_gradients[self._last_stage, microbatch] = Payload(tuple(piece))
+        for runner in self.execution.stage_runners:
+            runner.start_collecting_grads()
         try:
             self.execution.run(self._backward_phase, retain_graph)
         except BaseException:
+            # Some cells have run their backward and some have not. There is no state to resume.
             self.execution.clear()
             raise
-        of_inputs = [
+        input_gradients = [
             gradient
             for cell in self._input_cells
-            for gradient in desk.input_gradients.pop(cell).tensors
+            for gradient in cell_io.input_gradients.pop(cell).tensors
         ]
-        of_parameters = [
-            None if gradient is None else gradient.to(parameter.device)  # which may be its owner's
-            for tape in self.execution.stage_runners
-            for parameter, gradient in zip(tape.parameters, tape.collected_grads or (), strict=True)
+        # A tied parameter may be on the device of another rank, which owns it. Autograd wants the
+        # gradient on the parameter's device.
+        parameter_gradients = [
+            None if gradient is None else gradient.to(parameter.device)
+            for runner in self.execution.stage_runners
+            for parameter, gradient in zip(
+                runner.parameters, runner.collected_grads or (), strict=True
+            )
         ]
-        desk.output_gradients.clear()
+        cell_io.output_gradients.clear()
         if not retain_graph:
             self.execution.clear()
             self.inputs.clear()
-        return of_inputs, of_parameters
+        return input_gradients, parameter_gradients
 
 
 def _split_by_sizes(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    each = iter(items)
-    return [[next(each) for _ in range(size)] for size in sizes]
+    iterator = iter(items)
+    return [[next(iterator) for _ in range(size)] for size in sizes]
 
 
 class PipeFunction(torch.autograd.Function):
-    """A passage, as autograd sees it."""
+    """The autograd node of one `AutogradCall`."""
 
     @staticmethod
     def forward(ctx: Any, autograd_call: AutogradCall, *tensors: Tensor) -> Any:
-        """`tensors` are the passage's inputs and the parameters."""
-        ctx.passage = autograd_call
+        """Run the forwards of the call.
+
+        `tensors` are the inputs of the call and the parameters. They are arguments only so that
+        autograd connects the node to them.
+        """
+        ctx.autograd_call = autograd_call
+        # An output that the loss does not use gets None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
-        outputs, needs = autograd_call.forward()
-        ctx.mark_non_differentiable(*(t for t, n in zip(outputs, needs, strict=True) if not n))
+        outputs, needs_grad = autograd_call.forward()
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, need in zip(outputs, needs_grad, strict=True) if not need)
+        )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Autograd tells whether the graph is to be kept."""
+        """Run the backwards of the call. Return the gradients of the arguments of `forward`."""
+        # Autograd enables gradients inside a backward only for create_graph=True.
         if torch.is_grad_enabled():
             raise RunError(
-                "create_graph=True asks for gradients that can be differentiated again, and those "
-                "of a pipe cannot: use the unsplit model for second derivatives"
+                "create_graph=True needs gradients that can be differentiated again, but the "
+                "gradients of a pipe cannot. Use the unsplit model for second derivatives."
             )
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        of_inputs, of_parameters = ctx.passage.backward(gradients, retain)
-        return None, *of_inputs, *of_parameters
+        input_gradients, parameter_gradients = ctx.autograd_call.backward(gradients, keeps_graph())
+        return None, *input_gradients, *parameter_gradients

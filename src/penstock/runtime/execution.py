@@ -1,4 +1,16 @@
-"""One call of a pipe: what it was given, what it keeps, and how it is carried out."""
+"""`Execution`: the state of one call of a pipe, and the code that runs its phases.
+
+An execution owns a `StageRunner` for each local stage and a `Worker` for each local rank. `run`
+carries out one phase of a program:
+
+    1. every rank's stream waits for what the caller has queued so far
+    2. the executor runs the lanes: in threads, in the caller's thread, or as one process of several
+    3. the caller's stream waits for every rank
+    4. gradients of tied parameters go to their owners
+    5. the caller's random generator moves on if a stage drew random numbers
+
+`pipe.step` has one phase; `pipe(x)` has a forward phase and, later, a backward phase.
+"""
 
 from __future__ import annotations
 
@@ -33,63 +45,69 @@ from penstock.stage.stage_runner import SavedForBackward, StageRunner
 
 
 class LaneExecutor(Protocol):
-    """How the ranks of this process carry out their lanes, and what joins them."""
+    """The interface of a runtime: it runs the lanes of this process's ranks."""
 
     def endpoint(self, rank: int) -> Transport:
-        """The rank's end of what carries messages."""
+        """Return the transport with which a rank sends and receives."""
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
-        """Carry out a phase; each worker its rank's lane."""
+        """Run a phase: each worker runs the lane of its rank."""
 
 
 class TiedWeights(Protocol):
-    """What stages share with others: what they compute with instead, and settling it after."""
+    """The interface for modules, parameters and buffers that several stages share."""
 
     @property
     def proxies(self) -> Mapping[int, StageProxies]:
-        """By stage."""
+        """The proxies that each stage computes with, by stage."""
 
     def accumulate_gradients(self) -> None:
-        """Hand over what the stand-ins have learned."""
+        """Add the gradients of the proxies to those of the parameters they stand for."""
 
 
 class CellPolicy(NamedTuple):
-    """How the cells of a call are computed."""
+    """Rules for computing the cells of a call. The callables take a stage and a micro-batch."""
 
-    saved_for_backward: Callable[
-        [int, int], SavedForBackward
-    ]  # what a (stage, micro-batch) leaves behind
-    splits_backward: Callable[[int, int], bool]  # is its backward split?
-    require_known_leaves: bool = False  # by the caller's graph
+    # what the forward of a cell saves
+    saved_for_backward: Callable[[int, int], SavedForBackward]
+    # whether the backward of a cell is split into I and W
+    splits_backward: Callable[[int, int], bool]
+    # raise if a layer uses a trainable tensor that is not a registered parameter
+    require_known_leaves: bool = False
 
 
 class RngPolicy(NamedTuple):
-    """Where the random numbers of a call come from, and what is done once some were used."""
+    """The source of the random numbers of a call."""
 
+    # return the seed of the call
     make_seed: Callable[[], int] = peek_seed
+    # move the caller's generator on, after a call that drew random numbers
     advance_rng: Callable[[], None] = advance_caller_rng
-    make_cell_rng: Callable[[int, int, int], RngSource | int] = (
-        derive_cell_seed  # of seed, stage, micro-batch
-    )
-    detect_outside_rng_use: bool = True  # is it noticed if others draw while the call runs?
+    # return the source of a cell's random numbers, given seed, stage and micro-batch
+    make_cell_rng: Callable[[int, int, int], RngSource | int] = derive_cell_seed
+    # notice draws from PyTorch's shared generators while the call runs
+    detect_outside_rng_use: bool = True
 
 
 DEFAULT_RNG_POLICY = RngPolicy()
 
 
 class CaptureOverrides(NamedTuple):
-    """How a step that is captured, or about to be, differs from others."""
+    """The differences between a step that is captured as a CUDA graph and any other step."""
 
     rng_policy: RngPolicy = DEFAULT_RNG_POLICY
-    require_known_leaves: bool = False  # does nothing learn but parameters?
-    devices: Sequence[Device] = ()  # by rank, if they are not the pipe's own
+    require_known_leaves: bool = False  # see CellPolicy
+    devices: Sequence[Device] = ()  # by rank; empty: the devices of the pipe
 
 
 NO_OVERRIDES = CaptureOverrides()
 
 
 class Execution:
-    """Carries out phases over the stages of this process's ranks, which `places` names."""
+    """One call of a pipe, in this process.
+
+    `devices` has an entry for each rank of this process. Stages of other ranks are left out.
+    """
 
     def __init__(
         self,
@@ -103,10 +121,10 @@ class Execution:
     ) -> None:
         self.cell_io = CellIO()
         self._devices, self._placement, self._executor = devices, placement, executor
-        if any(isinstance(place, Gpu) for place in devices.values()):
+        if any(isinstance(device, Gpu) for device in devices.values()):
             _silence_stream_mismatch_warning()
         self.context = CallerContext.current(
-            frozenset(place.device.type for place in devices.values())
+            frozenset(device.device.type for device in devices.values())
         )
         self._tied_weights, self._rng_policy = tied_weights, rng_policy
         self.stage_runners = [
@@ -121,83 +139,101 @@ class Execution:
             for stage in stages
             if placement[stage.index] in devices
         ]
-        if any(tape.may_draw_random for tape in self.stage_runners):
+        # A seed is made only if a stage may need it: reading the generator takes time.
+        if any(runner.may_draw_random for runner in self.stage_runners):
             seed = rng_policy.make_seed()
-            for tape in self.stage_runners:
-                tape.rng_source = partial(rng_policy.make_cell_rng, seed, tape.stage.index)
+            for runner in self.stage_runners:
+                runner.rng_source = partial(rng_policy.make_cell_rng, seed, runner.stage.index)
         self.is_cleared = self._rng_advanced = False
         self.workers = [
             Worker(
                 rank,
-                place,
-                {t.stage.index: t for t in self.stage_runners if placement[t.stage.index] == rank},
+                device,
+                {
+                    runner.stage.index: runner
+                    for runner in self.stage_runners
+                    if placement[runner.stage.index] == rank
+                },
                 executor.endpoint(rank),
                 self.cell_io,
             )
-            for rank, place in devices.items()
+            for rank, device in devices.items()
         ]
         self.time_origins: list[Timestamp] = []
 
     @property
     def used_rng(self) -> bool:
-        """Did any stage draw random numbers?"""
-        return any(tape.has_drawn for tape in self.stage_runners)
+        """Return True if any stage has drawn random numbers."""
+        return any(runner.has_drawn for runner in self.stage_runners)
 
     def run(self, phase: Phase, retain_graph: bool = False) -> None:
-        """Carry out a phase: all that the caller asked for before comes before it, and so on."""
+        """Run a phase, in order with the work that the caller has queued before and queues after.
+
+        With `retain_graph`, the backwards keep what a further backward would need.
+        """
         streams = CallerStreams()
-        places = list(self._devices.values())
+        devices = list(self._devices.values())
         for worker in self.workers:
             worker.retain_graph = retain_graph
             worker.device.wait_for_caller(streams)
         if not self.time_origins:
-            self.time_origins = _record_time_origins(places)
-        states = (
-            get_shared_rng_states(place.device for place in places)
+            self.time_origins = _record_time_origins(devices)
+        states_before = (
+            get_shared_rng_states(device.device for device in devices)
             if self._rng_policy.detect_outside_rng_use
             else []
         )
         try:
             self._executor.execute(self.workers, phase, self.context)
         except BaseException:
-            with suppress(RuntimeError):  # a device that refuses has said so: that is to be told
+            # After a CUDA error every further call fails, too. The first error is the one to show.
+            with suppress(RuntimeError):
                 self._release_streams(streams)
             raise
         self._release_streams(streams)
         self._tied_weights.accumulate_gradients()
-        self._update_caller_rng(states)
+        self._update_caller_rng(states_before)
 
     def _release_streams(self, streams: CallerStreams) -> None:
         for worker in self.workers:
             worker.device.release_to_caller(streams)
 
     def create_grad_accumulators(self) -> list[GradientEdge]:
-        """Where the parameters' gradients arrive, made on the streams of their ranks.
+        """Create the AccumulateGrad nodes of parameters on GPUs. Return edges that keep them alive.
 
-        Held while the call is put into the caller's graph: made there, they would be on the
-        caller's stream, and every backward of every rank would wait for that one stream.
+        The caller holds the edges while it links the call into its own graph.
         """
-        found: list[GradientEdge] = []
-        for tape in self.stage_runners:  # the first that has a parameter is its owner's
-            place = self._devices[self._placement[tape.stage.index]]
-            if isinstance(place, Gpu):
-                with place.activate():
-                    found += map(get_gradient_edge, tape.parameters)
-        return found
+        # Autograd creates a parameter's AccumulateGrad node when something first needs it and ties
+        # it to the stream that is current then. Linking the call into the caller's graph would
+        # create all nodes on the caller's stream, and the backwards of all ranks would wait for
+        # that one stream.
+        edges: list[GradientEdge] = []
+        for runner in self.stage_runners:  # of a tied parameter, the owner's stage comes first
+            device = self._devices[self._placement[runner.stage.index]]
+            if isinstance(device, Gpu):
+                with device.activate():
+                    edges += map(get_gradient_edge, runner.parameters)
+        return edges
 
     def _update_caller_rng(self, states_before: Sequence[torch.Tensor]) -> None:
-        """Move the caller's generator on, if the call drew; notice draws that came unexpected."""
-        devices = [place.device for place in self._devices.values()]
+        """Advance the caller's generator if a stage drew, and detect draws that were not expected.
+
+        A stage that has not drawn so far runs without generators of its own, because these cost
+        time. If it draws now, the shared generators have moved. Every stage then goes back to
+        "may draw", so that the next call gives each one its own generators.
+        """
+        devices = [device.device for device in self._devices.values()]
         if states_before and not all(
             map(torch.equal, get_shared_rng_states(devices), states_before)
         ):
-            for tape in self.stage_runners:
-                tape.stage.reset_behaviors()
-            if any(tape.has_recomputed for tape in self.stage_runners):
+            for runner in self.stage_runners:
+                runner.stage.reset_behaviors()
+            if any(runner.has_recomputed for runner in self.stage_runners):
                 warnings.warn(
-                    "somebody drew random numbers while the pipe ran: if it was a layer that had "
-                    "not done so before, its recomputation in this call drew others; the next "
-                    "calls repeat them rightly",
+                    "random numbers were drawn from PyTorch's global generator while the pipe ran, "
+                    "by a layer that had not drawn before or by another thread. If it was a layer, "
+                    "its recomputation in this call drew different numbers. Later calls repeat "
+                    "them correctly.",
                     stacklevel=4,
                 )
         if self.used_rng and not self._rng_advanced:
@@ -205,29 +241,37 @@ class Execution:
             self._rng_policy.advance_rng()
 
     def build_measured_run(self, program: Program) -> MeasuredRun:
-        """When each rank did what."""
+        """Return the times at which each rank ran its actions."""
         return MeasuredRun(
             program, [worker.timed_actions for worker in self.workers], self.time_origins
         )
 
     def clear(self) -> None:
-        """Drop all that is kept for backwards."""
+        """Drop everything that was saved for backwards."""
         self.is_cleared = True
-        for tape in self.stage_runners:
-            tape.clear()
+        for runner in self.stage_runners:
+            runner.clear()
 
 
 @cache
 def _silence_stream_mismatch_warning() -> None:
-    """PyTorch warns that these streams are not the caller's; it need not."""
+    """Turn off PyTorch's warning about gradients that arrive from another stream.
+
+    The streams of the ranks differ from the caller's on purpose; `Execution.run` orders them.
+    """
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
+# ---- measured times ------------------------------------------------------------------------------
+
+
 def _record_time_origins(devices: Sequence[Device]) -> list[Timestamp]:
-    """A moment at the beginning, for each place; those on one device have it in common."""
-    first = {place.device: place for place in reversed(devices)}
-    found = {device: place.record_timestamp() for device, place in first.items()}
-    return [found[place.device] for place in devices]
+    """Return a timestamp for each rank. Ranks on the same device share one."""
+    first_ranks = {device.device: device for device in reversed(devices)}
+    timestamps = {
+        torch_device: device.record_timestamp() for torch_device, device in first_ranks.items()
+    }
+    return [timestamps[device.device] for device in devices]
 
 
 def _elapsed_seconds(start: Timestamp, end: Timestamp) -> float:
@@ -242,7 +286,7 @@ def _elapsed_seconds(start: Timestamp, end: Timestamp) -> float:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run that took place; on a GPU it may still be going on."""
+    """A run with its timestamps. On a GPU it may still be going on."""
 
     program: Program
     timed_actions: Sequence[Sequence[TimedAction]]
@@ -250,23 +294,23 @@ class MeasuredRun:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When everything ran. On a GPU this waits until the run has ended."""
+        """The measured timeline. On a GPU, reading it waits until the run has ended."""
         lanes = zip(self.timed_actions, self.time_origins, strict=True)
         spans = [
             Span(
                 rank,
-                m.bound_action.lane_index,
-                m.bound_action.action,
-                *compute_span_seconds(m, origin),
+                timed_action.bound_action.lane_index,
+                timed_action.bound_action.action,
+                *compute_span_seconds(timed_action, origin),
             )
             for rank, (lane, origin) in enumerate(lanes)
-            for m in lane
+            for timed_action in lane
         ]
         return build_measured_timeline(self.program, spans)
 
 
 def compute_span_seconds(timed_action: TimedAction, origin: Timestamp) -> tuple[float, float]:
-    """From when to when, counted from the origin."""
+    """Return the start and the end of an action, in seconds since the origin."""
     _, start, end = timed_action
     if type(start) is type(end) is type(origin) is float:  # on the host
         return start - origin, end - origin
@@ -274,6 +318,6 @@ def compute_span_seconds(timed_action: TimedAction, origin: Timestamp) -> tuple[
 
 
 def build_measured_timeline(program: Program, spans: Sequence[Span]) -> Timeline:
-    """Of spans that were measured, in any order."""
+    """Return the timeline of measured spans, which may come in any order."""
     ordered = sorted(spans, key=lambda span: (span.start, span.end))
     return Timeline(program, cost_from_spans(program, ordered), tuple(ordered))

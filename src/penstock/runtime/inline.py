@@ -1,4 +1,8 @@
-"""Everything in the caller's thread, in the order of `play`: the reference, and for debuggers."""
+"""The `inline` runtime: all ranks run in the caller's thread, one action after another.
+
+The actions come in the order in which `schedules.simulator.play` plays the program. It is the
+reference that other runtimes are compared with, and the runtime to use with a debugger.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport, TransportFactory
 from penstock.runtime.worker import BoundAction, Worker
 from penstock.stage.caller_context import CallerContext, no_autocast
+from penstock.torch_compat import is_autograd_multithreaded
 
-ActionContext = Callable[[int, BoundAction], AbstractContextManager[object]]  # a step of a rank
+# Returns a context to enter around one action of a rank.
+ActionContext = Callable[[int, BoundAction], AbstractContextManager[object]]
 
 
 def _no_context(rank: int, bound_action: BoundAction) -> AbstractContextManager[object]:
@@ -23,7 +29,10 @@ _NULL_CONTEXT = nullcontext()
 
 
 class InlineExecutor:
-    """The runtime of one call; `around` each of its steps something may be entered."""
+    """The executor of one call in the caller's thread.
+
+    `action_context` is entered around each action, for example to measure memory.
+    """
 
     def __init__(
         self, transports: TransportFactory, action_context: ActionContext = _no_context
@@ -31,24 +40,31 @@ class InlineExecutor:
         self._transports, self._action_context = transports, action_context
 
     def endpoint(self, rank: int) -> Transport:
-        """In one thread, a message waits in its box."""
+        """Return the transport of a rank."""
         return self._transports.endpoint(rank)
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
-        """Step by step, whichever rank's is next."""
+        """Run the actions of all ranks in the execution order of the phase."""
         with use_worker_thread_settings(context):
-            for rank, step in phase.execution_order:
-                with workers[rank].device.activate(), self._action_context(rank, step):
-                    workers[rank].execute(step)
+            for rank, bound_action in phase.execution_order:
+                with workers[rank].device.activate(), self._action_context(rank, bound_action):
+                    workers[rank].execute(bound_action)
 
 
 @contextmanager
 def use_worker_thread_settings(context: CallerContext) -> Iterator[None]:
-    """Within, the caller's thread computes as a worker's would."""
-    before = torch._C._is_multithreading_enabled()
+    """Give the caller's thread the settings of a worker thread for the duration of the context.
+
+    Backwards run in this thread, and autocast is off outside of the stages, which enter the
+    caller's autocast themselves.
+    """
+    # With autograd's own threads on, the backward of a stage on a GPU would run in autograd's
+    # thread for that GPU. It runs in this thread instead, as in a worker: see
+    # `threads._worker_loop`.
+    was_multithreaded = is_autograd_multithreaded()
     torch.autograd.set_multithreading_enabled(False)
     try:
         with no_autocast(), torch.set_grad_enabled(context.grad_enabled):
             yield
     finally:
-        torch.autograd.set_multithreading_enabled(before)
+        torch.autograd.set_multithreading_enabled(was_multithreaded)

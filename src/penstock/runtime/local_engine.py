@@ -1,4 +1,14 @@
-"""A pipe whose ranks are all in this process: threads, or the caller's thread alone."""
+"""`LocalEngine`: runs a pipe whose ranks are all in this process.
+
+A step takes this path:
+
+    step -> build_stage_inputs              split the batch
+         -> _run_with_fallback              choose the runtime; threads if a capture fails
+              -> GraphCache.run_step        runtime "graph": replay, or capture `_run_step`
+              -> _run_step                  runtimes "threads" and "inline"
+                   -> _build_execution      stage runners, workers, tied weights
+                   -> run_train_step
+"""
 
 from __future__ import annotations
 
@@ -60,47 +70,61 @@ from penstock.stage.deferred_batchnorm import find_deferred_batch_norms
 from penstock.stage.loss import append_loss, resolve_reduction
 from penstock.stage.stage import Stage
 
-# -------------------------------------------------------------------------------------------------
-# What carries a step out, of what was asked for and what there is; and why.
-# -------------------------------------------------------------------------------------------------
+# ---- choosing the runtime ------------------------------------------------------------------------
 
 
 def select_runtime(requested: str, devices: Sequence[Device], replicas: Replicas) -> RuntimeUsed:
-    """Before the step."""
+    """Return the runtime for a call, with the reason if it is not the requested one.
+
+        requested    runtime
+        threads      threads
+        inline       inline
+        graph        graph, or an error
+        auto         graph if that is possible, else threads; inline under a debugger
+
+    A pipe inside a layer of another pipe, whose step is being captured, always runs inline: work of
+    other threads would not become part of the capture.
+    """
     if is_capturing():
         return RuntimeUsed("inline", "it is part of a step that is captured")
     if requested in ("threads", "inline"):
         return RuntimeUsed(requested)
     if requested == "auto" and (sys.gettrace() is not None or torch.is_anomaly_enabled()):
-        return RuntimeUsed("inline", "a debugger follows it, or autograd looks for anomalies")
-    against = _find_graph_obstacle(devices, replicas)
-    if against is None:
+        return RuntimeUsed("inline", "a debugger or autograd's anomaly detection is active")
+    obstacle = _find_graph_obstacle(devices, replicas)
+    if obstacle is None:
         return RuntimeUsed("graph")
     if requested == "graph":
-        raise ArgumentError(f"runtime='graph' cannot be, as {against}: take 'threads', or 'auto'")
-    return RuntimeUsed("threads", against)
+        raise ArgumentError(
+            f"runtime='graph' cannot run this pipe: {obstacle}. Use runtime='threads' or 'auto'."
+        )
+    return RuntimeUsed("threads", obstacle)
 
 
 def _find_graph_obstacle(devices: Sequence[Device], replicas: Replicas) -> str | None:
-    elsewhere = [place for place in devices if not isinstance(place, Gpu)]
-    if elsewhere:
-        return f"a rank is on {elsewhere[0]!r}, which has no CUDA graphs"
+    for rank, device in enumerate(devices):
+        if not isinstance(device, Gpu):
+            return f"rank {rank} is on {device!r}, which has no CUDA graphs"
     if replicas:
-        return "a stage is in DistributedDataParallel, replicate or fully_shard"
+        return "a stage is wrapped in DistributedDataParallel, replicate or fully_shard"
     return None
 
 
 def fall_back_to_threads(
     requested: str, error: CaptureError, already_warned: set[str]
 ) -> RuntimeUsed:
-    """After it could not be captured. What is known has been warned of."""
+    """Return the threads runtime after a failed capture, and warn once for each reason.
+
+    If "graph" was requested, raise instead: the error itself, or its cause if the cause is not
+    about capturing, such as an error in a layer.
+    """
     if requested == "graph":
         if error.is_transient and error.__cause__ is not None:
             error.__cause__.add_note("while the step was captured as a CUDA graph")
             raise error.__cause__
         raise CaptureError(
-            f"the step cannot be captured as a CUDA graph: {error}; runtime='auto' takes threads "
-            "for such a step"
+            f"the step cannot be captured as a CUDA graph: {error}. Use runtime='auto', which runs "
+            "such a step in threads."
         ) from error
     text = str(error)
     if text not in already_warned:
@@ -111,11 +135,11 @@ def fall_back_to_threads(
     return RuntimeUsed("threads", text)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------------
 
 
 class LocalEngine:
-    """Answers a pipe's calls. A copy has threads of its own."""
+    """The engine of a pipe in one process. A copy of the pipe gets threads of its own."""
 
     def __init__(self, prepared_pipe: PreparedPipe) -> None:
         self._prepared_pipe = prepared_pipe
@@ -128,70 +152,84 @@ class LocalEngine:
         self._lazy_state = _LazyState()
 
     def forward(self, options: CallOptions, batch: Batch) -> Any:
-        """What the model computes of a batch; behind it, an autograd function."""
+        """Return the output of the model. It is part of the caller's graph if gradients are on."""
         self._prepared_pipe.check_model_unchanged()
         self._replicas.check_forward_allowed()
-        fed = build_stage_inputs(
+        stage_inputs = build_stage_inputs(
             self._placed_partition.partition, options.chunks, batch, self._device_of
         )
-        size = options.build_program_key(fed.chunks, torch.is_grad_enabled())
-        program, *phases = self._program_cache.for_graph(fed.graph).get_forward_backward_phases(
-            size
-        )
+        key = options.build_program_key(stage_inputs.chunks, torch.is_grad_enabled())
+        program, *phases = self._program_cache.for_graph(
+            stage_inputs.graph
+        ).get_forward_backward_phases(key)
+        # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
         stages = block_aux_losses(self._placed_partition.partition.stages)
-        ran = select_runtime(
+        runtime_used = select_runtime(
             options.runtime, list(self._placed_partition.devices.values()), self._replicas
         )
-        runtime, tracked = self._build_executor(ran.runtime), torch.is_grad_enabled()
-        terms = CaptureOverrides(
+        executor, in_caller_graph = (
+            self._build_executor(runtime_used.runtime),
+            torch.is_grad_enabled(),
+        )
+        # Inside the captured step of another pipe, the shared generators are not compared: the
+        # capture has rules of its own for random numbers (see cuda_graph/graph_rng.py).
+        overrides = CaptureOverrides(
             DEFAULT_RNG_POLICY._replace(detect_outside_rng_use=not is_capturing())
         )
-        call = self._build_execution(runtime, program, stages, tracked, terms)
-        passage = AutogradCall(call, (phases[0], phases[1]), fed.by_stage)
+        execution = self._build_execution(executor, program, stages, in_caller_graph, overrides)
+        autograd_call = AutogradCall(execution, (phases[0], phases[1]), stage_inputs.by_stage)
         with self._replicas.deferred_sync():
             tensors = (
-                passage.apply_autograd_function()
+                autograd_call.apply_autograd_function()
                 if torch.is_grad_enabled()
-                else passage.forward()[0]
+                else autograd_call.forward()[0]
             )
-        return fed.merge_outputs(passage.unflatten_outputs(tensors))
+        return stage_inputs.merge_outputs(autograd_call.unflatten_outputs(tensors))
 
     def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
-        """Forward, loss and backward of a batch under the schedule."""
+        """Run forward, loss and backward of a batch under the schedule."""
         self._prepared_pipe.check_model_unchanged()
-        fed = build_stage_inputs(
+        stage_inputs = build_stage_inputs(
             self._placed_partition.partition, options.chunks, batch, self._device_of
         )
-        scale = read_loss_scale(
+        loss_scale = read_loss_scale(
             request.scaler, self._device_of(len(self._placed_partition.partition.stages) - 1)
         )
         with self._get_step_lock():
-            result = self._run_with_fallback(PreparedStep(options, request, fed, scale))
+            result = self._run_with_fallback(
+                PreparedStep(options, request, stage_inputs, loss_scale)
+            )
         if torch.is_grad_enabled():
+            # All ranks are here, so only processes that hold shards of DTensors have to agree.
             if request.scaler is not None:
                 propagate_overflow(self._placed_partition.partition.parameters(), None)
             self._lazy_state.last_measured = result.measured
         return result
 
     def _run_with_fallback(self, prepared_step: PreparedStep) -> StepResult:
-        """By what was asked for, or by what can."""
-        ran = select_runtime(
+        """Run a step with the selected runtime, and in threads if it cannot be captured."""
+        runtime_used = select_runtime(
             prepared_step.options.runtime,
             list(self._placed_partition.devices.values()),
             self._replicas,
         )
-        if ran.runtime == "graph":
-            for (
-                layer
-            ) in self._deferred_batchnorms:  # or what the last step left would make another kind
+        if runtime_used.runtime == "graph":
+            # The counters of a deferred BatchNorm are part of the key of the captured graph. Left
+            # as the last step set them, they would make every step look like a new kind of step.
+            for layer in self._deferred_batchnorms:
                 layer.begin_minibatch(prepared_step.stage_inputs.chunks)
             try:
-                return replace(self._graph_cache.run_step(prepared_step, self._run_step), ran=ran)
-            except CaptureError as reason:
-                ran = fall_back_to_threads(
-                    prepared_step.options.runtime, reason, self._lazy_state.capture_warnings
+                return replace(
+                    self._graph_cache.run_step(prepared_step, self._run_step), ran=runtime_used
                 )
-        return replace(self._run_step(prepared_step, self._build_executor(ran.runtime)), ran=ran)
+            except CaptureError as error:
+                runtime_used = fall_back_to_threads(
+                    prepared_step.options.runtime, error, self._lazy_state.capture_warnings
+                )
+        return replace(
+            self._run_step(prepared_step, self._build_executor(runtime_used.runtime)),
+            ran=runtime_used,
+        )
 
     def _run_step(
         self,
@@ -199,74 +237,89 @@ class LocalEngine:
         executor: LaneExecutor,
         overrides: CaptureOverrides = NO_OVERRIDES,
     ) -> StepResult:
-        settings, lesson, fed = (
+        options, request, stage_inputs = (
             prepared_step.options,
             prepared_step.request,
             prepared_step.stage_inputs,
         )
-        program, phase = self._prepared_pipe.select_step_program(settings, fed)
-        rule = fed.refine_reduction(resolve_reduction(lesson.loss_fn, settings.reduction))
+        program, phase = self._prepared_pipe.select_step_program(options, stage_inputs)
+        reduction = stage_inputs.refine_reduction(
+            resolve_reduction(request.loss_fn, options.reduction)
+        )
+        # The loss is computed by the last stage, in its thread and on its device.
         stages = append_loss(
             self._placed_partition.partition.stages,
-            lesson.loss_fn,
-            rule.target_counter,
-            fed.has_target,
-            lesson.return_outputs,
+            request.loss_fn,
+            reduction.target_counter,
+            stage_inputs.has_target,
+            request.return_outputs,
         )
-        ledger = LossAccumulator(rule, fed.rows.fractions(), fed.targets, prepared_step.loss_scale)
-        call = self._build_execution(executor, program, stages, False, overrides)
-        result = run_train_step(call, program, phase, fed, ledger, self._replicas)
-        if lesson.optimizer is not None:
-            lesson.optimizer.step()
+        accumulator = LossAccumulator(
+            reduction,
+            stage_inputs.rows.fractions(),
+            stage_inputs.targets,
+            prepared_step.loss_scale,
+        )
+        execution = self._build_execution(executor, program, stages, False, overrides)
+        result = run_train_step(
+            execution, program, phase, stage_inputs, accumulator, self._replicas
+        )
+        if request.optimizer is not None:
+            request.optimizer.step()
         return result
 
     @property
     def _graph_cache(self) -> GraphCache:
         if self._lazy_state.graph_cache is None:
-            places = list(self._placed_partition.devices.values())
+            devices = list(self._placed_partition.devices.values())
             self._lazy_state.graph_cache = GraphCache(
-                self._placed_partition.partition, places, self._placed_partition.placement
+                self._placed_partition.partition, devices, self._placed_partition.placement
             )
         return self._lazy_state.graph_cache
 
     def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
-        """Nothing has to be told to anybody."""
+        """Return an empty context: there are no other processes to tell of an error."""
         return nullcontext()
 
     def clip_grad_norm(
         self, parameters: Sequence[nn.Parameter], max_norm: float, options: ClipGradOptions
     ) -> Tensor:
-        """All are here."""
-        total = compute_total_grad_norm(parameters, None, options)
-        clip_grads_with_norm(parameters, total, max_norm, options)
-        return total
+        """Clip gradients by their norm over all stages. Return the norm before clipping."""
+        total_norm = compute_total_grad_norm(parameters, None, options)
+        clip_grads_with_norm(parameters, total_norm, max_norm, options)
+        return total_norm
 
     def get_checkpoint_peers(self) -> CheckpointPeers:
-        """There is one process."""
+        """Return a record that says that this process saves alone."""
         return CheckpointPeers()
 
     def forecast(self, options: CallOptions, cost: Cost | None) -> Timeline:
-        """With the costs of the last step, if there was one."""
+        """Return the simulated timeline of a step, by default with the costs of the last step."""
         return self._prepared_pipe.forecast(options, cost, self._lazy_state.last_measured)
 
     def measure_memory(self, options: CallOptions, batch: Batch, request: StepRequest) -> Memory:
-        """Of a step that is taken in this thread."""
+        """Run a step in this thread, undo its effects, and return the bytes it had alive."""
         self._prepared_pipe.check_model_unchanged()
         if self._replicas:
             raise RunError(
-                "pipe.memory leaves no trace, and stages in DistributedDataParallel or fully_shard "
-                "would: weigh the pipe without them"
+                "pipe.memory undoes the effects of its steps, which is not possible for stages in "
+                "DistributedDataParallel or fully_shard. Measure a pipe of the same model without "
+                "these wrappers."
             )
         partition, placement = self._placed_partition.partition, self._placed_partition.placement
-        inside = (module for stage in partition.stages for module in stage.modules())
+        stage_modules = (module for stage in partition.stages for module in stage.modules())
         with (
             self._get_step_lock(),
-            isolated_step(list(dict.fromkeys([*partition.names(), *inside])), batch) as given,
+            isolated_step(
+                list(dict.fromkeys([*partition.names(), *stage_modules])), batch
+            ) as isolated_batch,
         ):
-            fed = build_stage_inputs(partition, options.chunks, given, self._device_of)
-            program, _ = self._prepared_pipe.select_step_program(options, fed)
-            run = partial(self._run_step, PreparedStep(options, request, fed, None))
-            readings = profile_step_memory(run, self._placed_partition.devices, placement)
+            stage_inputs = build_stage_inputs(
+                partition, options.chunks, isolated_batch, self._device_of
+            )
+            program, _ = self._prepared_pipe.select_step_program(options, stage_inputs)
+            run_step = partial(self._run_step, PreparedStep(options, request, stage_inputs, None))
+            readings = profile_step_memory(run_step, self._placed_partition.devices, placement)
         return Memory(program, readings, count_resident_bytes(partition.stages, placement))
 
     def _build_execution(
@@ -280,45 +333,68 @@ class LocalEngine:
         schedule = program.schedule
         for layer in self._deferred_batchnorms:
             layer.begin_minibatch(schedule.chunks)
-        places, placement = self._placed_partition.devices, self._placed_partition.placement
-        places = dict(enumerate(overrides.devices)) or places
-        ties = LocalTiedWeights(
-            stages, list(places.values()), placement, in_caller_graph, schedule.chunks
+        devices, placement = self._placed_partition.devices, self._placed_partition.placement
+        # In a capture the ranks get devices whose timestamps the graph itself writes.
+        devices = dict(enumerate(overrides.devices)) or devices
+        tied_weights = LocalTiedWeights(
+            stages, list(devices.values()), placement, in_caller_graph, schedule.chunks
         )
-        manner = build_cell_policy(schedule, in_caller_graph or overrides.require_known_leaves)
-        return Execution(stages, places, placement, manner, executor, ties, overrides.rng_policy)
+        cell_policy = build_cell_policy(schedule, in_caller_graph or overrides.require_known_leaves)
+        return Execution(
+            stages, devices, placement, cell_policy, executor, tied_weights, overrides.rng_policy
+        )
 
     def _build_executor(self, runtime: str) -> LaneExecutor:
-        where = list(self._placed_partition.devices.values()), self._placed_partition.placement
+        mailbox_args = (
+            list(self._placed_partition.devices.values()),
+            self._placed_partition.placement,
+        )
+        # A single rank gains nothing from a thread of its own.
         if len(self._placed_partition.devices) == 1 or runtime == "inline":
-            return InlineExecutor(Mailboxes(*where))  # of one rank, there is nothing to run beside
-        return ThreadExecutor(self._get_worker_pool(), *where, self._build_forward_lock())
+            return InlineExecutor(Mailboxes(*mailbox_args))
+        return ThreadExecutor(self._get_worker_pool(), *mailbox_args, self._build_forward_lock())
 
     def _build_forward_lock(self) -> AbstractContextManager[object] | None:
-        """Stages in wrappers of data parallelism wait for other processes: they take none."""
+        """Return the lock that lets one compiled stage at a time compute a forward.
+
+        Stages in DistributedDataParallel or fully_shard get none. They wait for other processes in
+        their forward, and two processes that hold their locks for different stages would deadlock.
+        """
         return None if self._replicas else make_forward_lock(self._modules)
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        found = self._placed_partition.partition.computing()
-        return list(dict.fromkeys(module for one in found for module in one.modules()))
+        stage_modules = self._placed_partition.partition.computing()
+        return list(
+            dict.fromkeys(
+                module for stage_module in stage_modules for module in stage_module.modules()
+            )
+        )
 
     def _device_of(self, stage: int) -> torch.device:
         return self._placed_partition.stage_device(stage).device
 
     def _get_step_lock(self) -> AbstractContextManager[object]:
-        """Within, no other thread takes a step: it would find gradients of another unit."""
+        """Return the lock that a step holds. Raise if the caller is one of the pipe's workers.
+
+        While a step runs, `.grad` may have a provisional scale (see loss_accumulator.py), which a
+        step of another thread must not add to.
+        """
+        # A worker that waited for this lock would block the step that holds it, so it must get its
+        # error before.
         if self._lazy_state.worker_pool is not None:
             self._lazy_state.worker_pool.check_caller()
         return self._lazy_state.step_lock
 
     def _get_worker_pool(self) -> WorkerPool:
-        """The threads: made at the first call, and ended with the pipe."""
-        with self._lazy_state.pool_lock:  # one crew, though several threads call
+        """Return the threads of the pipe. They start with its first call and end with the pipe."""
+        with self._lazy_state.pool_lock:  # several threads may make the first call
             if (
                 self._lazy_state.worker_pool is None
                 or not self._lazy_state.worker_pool.is_in_this_process
             ):
+                # Threads run in no fixed order. Two ranks that communicate in one process group
+                # could start their collectives in another order than the peer process does.
                 check_separate_process_groups(
                     self._placed_partition.partition, self._placed_partition.placement
                 )
@@ -328,14 +404,15 @@ class LocalEngine:
 
 @dataclass
 class _LazyState:
-    """What is made when it is first needed. A copy of the pipe makes its own."""
+    """The state that is made when a call first needs it. A copy of the pipe starts without it."""
 
     worker_pool: WorkerPool | None = None
     graph_cache: GraphCache | None = None
-    capture_warnings: set[str] = field(default_factory=set)  # why steps were not captured
+    capture_warnings: set[str] = field(default_factory=set)  # reasons that were warned of
     pool_lock: Lock = field(default_factory=Lock)
     step_lock: AbstractContextManager[object] = field(default_factory=RLock)
     last_measured: HasTimeline | None = None
 
+    # Threads, locks and captured graphs cannot be copied or pickled.
     def __reduce__(self) -> tuple[type[_LazyState], tuple[()]]:
         return _LazyState, ()

@@ -1,8 +1,17 @@
-"""What the micro-batches of a training step count for, and what their losses come to.
+"""The loss of a training step, combined from its micro-batches, and the scale of its gradients.
 
-The step's loss is the sum of theirs; or their mean, by rows, or by weights. Weights that the
-loss returns are all known only after the last forward, and by then backwards have begun. The
-gradients of such a step are in a unit of their own, apart from earlier ones, until its end.
+With losses l_i, rows r_i and weights w_i of the micro-batches:
+
+    reduction                              loss of the step         gradient of l_i
+    sum                                    sum of l_i               1
+    mean                                   sum of l_i r_i / sum r   r_i / sum r
+    mean, targets counted before the step  sum of l_i w_i / sum w   w_i / sum w
+    mean, loss_fn returns (loss, weight)   sum of l_i w_i / sum w   w_i / d, then times d / sum w
+
+In the last row sum w is known only after the last forward, and by then backwards have begun. The
+step therefore uses a provisional divisor d, the weight of the first micro-batch times the number of
+micro-batches. Gradients of earlier steps are set aside meanwhile (`PreviousGradients`). At the end
+this step's gradients are multiplied by d / sum w and added to the earlier ones.
 """
 
 from __future__ import annotations
@@ -24,7 +33,7 @@ from penstock.torch_compat import pytree
 
 
 def read_loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """The factor of a `torch.amp.GradScaler`; None without one.
+    """Return the scale of a `torch.amp.GradScaler`, or None if there is no scaler.
 
     >>> read_loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0), torch.device("cpu"))
     tensor(8.)
@@ -32,40 +41,44 @@ def read_loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
     if scaler is None:
         return None
     if not isinstance(scaler, torch.amp.GradScaler):
-        raise PenstockTypeError(f"scaler is a torch.amp.GradScaler, not {type(scaler).__name__}")
+        raise PenstockTypeError(
+            f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}. For a constant "
+            "factor, multiply the loss in loss_fn."
+        )
     scale: Tensor = scaler.scale(torch.ones((), device=device))
     return scale
 
 
 class MicrobatchLoss(NamedTuple):
-    """What one micro-batch came to."""
+    """The loss of one micro-batch, and what came with it."""
 
     loss: Tensor
     extras: LossExtras = NO_EXTRAS
-    aux_loss: Tensor | None = None  # by layers
+    aux_loss: Tensor | None = None  # the sum that layers have added with `add_loss`
 
 
 @dataclass(frozen=True)
 class ReplicaShare:
-    """What a pipe counts for, whose batch is a part of one: others have the rest, in copies of it.
+    """The share that one replica of a pipe has in the global batch.
 
-    Gradients are those of the whole batch's loss, times the number of copies: their mean over the
-    copies is then the gradient, also of steps that were added up before.
+    Gradients of a replica are those of the global loss times the number of replicas. Their mean
+    over the replicas is then the global gradient, also if steps were accumulated before.
     """
 
     replica_count: int = 1
-    row_share: float = 1.0  # its share of all rows
-    global_target_count: float | None = None  # what the targets of all count for
+    row_share: float = 1.0  # rows of this replica / rows of all replicas
+    global_target_count: float | None = None  # counted targets of all replicas, if known
 
     def compute_row_factor(self) -> float:
-        """The factor of gradients of a mean by rows."""
+        """Return the factor of the gradients of a mean over rows."""
         return self.row_share * self.replica_count
 
 
 class LossAccumulator:
-    """The scores of one step, and what is made of them.
+    """The losses of one step: it collects them, scales their gradients and combines them.
 
-    `shares` are the micro-batches' parts of the rows. Gradients are multiplied by `scale`.
+    `row_shares` are the fractions of the rows that the micro-batches have. Gradients are
+    multiplied by `loss_scale`; the loss is not.
     """
 
     def __init__(
@@ -82,30 +95,33 @@ class LossAccumulator:
         )
         self._microbatch_losses: dict[int, MicrobatchLoss] = {}
         self._first_extras: LossExtras | None = None
-        self._gradient_divisor: Tensor | None = None  # what the gradients' weights are divided by
+        self._gradient_divisor: Tensor | None = None  # sum w, or d, of the module docstring
         self._previous_gradients: PreviousGradients | None = None
         self._replica_share = ReplicaShare()
         self._global_weight: Tensor | None = None
         self._targets = targets
-        given = [target for values in targets for target in values if isinstance(target, Tensor)]
-        if reduction.target_counter is not None and len(given) == len(row_shares):
+        target_tensors = [
+            target for values in targets for target in values if isinstance(target, Tensor)
+        ]
+        if reduction.target_counter is not None and len(target_tensors) == len(row_shares):
             self._gradient_divisor = torch.stack(
-                [reduction.target_counter(target) for target in given]
+                [reduction.target_counter(target) for target in target_tensors]
             ).sum()
 
     @property
     def is_sum(self) -> bool:
-        """Is the step's loss the sum of theirs?"""
+        """Return whether the loss of the step is the sum of the micro-batches' losses."""
         return self._is_sum
 
     @property
     def target_count(self) -> Tensor | None:
-        """Before the step: what all targets count for, if that is known."""
+        """The counted targets of the whole batch, if they are known. Read it before the step."""
         return self._gradient_divisor
 
     def set_replica_share(self, replica_share: ReplicaShare) -> None:
-        """Before the step: this is a part of a larger batch."""
+        """Declare that the batch is part of a larger one. Call it before the step."""
         self._replica_share = replica_share
+        # Divide by the global count and multiply by the number of replicas; see `ReplicaShare`.
         if self._gradient_divisor is not None and replica_share.global_target_count is not None:
             self._gradient_divisor = torch.full_like(
                 self._gradient_divisor,
@@ -114,34 +130,35 @@ class LossAccumulator:
 
     @property
     def microbatch_losses(self) -> list[MicrobatchLoss]:
-        """In the order of the micro-batches."""
+        """The losses in the order of the micro-batches."""
         return [self._microbatch_losses[i] for i in range(len(self._loss_shares))]
 
-    # ---- while the step runs --------------------------------------------------------------
+    # ---- during the step, called by the worker of the last stage --------------------------
 
     def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
-        """The gradients with which a micro-batch's backward begins: of its loss, and of no other.
-
-        What layers have added stands last. It is a mean by rows, whatever the loss is.
-        """
-        score = MicrobatchLoss(*unflatten_values(outputs.tensors, outputs.layout))  # type: ignore[arg-type]
-        self._check_consistent_extras(score.extras)
-        self._microbatch_losses[microbatch] = score
-        seeds: list[Tensor | None] = [None for _ in outputs.tensors]
-        seeds[0] = self._compute_loss_gradient(microbatch, score)
-        if score.aux_loss is not None:
+        """Record the loss of a micro-batch. Return the gradients with which its backward begins."""
+        microbatch_loss = MicrobatchLoss(*unflatten_values(outputs.tensors, outputs.layout))  # type: ignore[arg-type]
+        self._check_consistent_extras(microbatch_loss.extras)
+        self._microbatch_losses[microbatch] = microbatch_loss
+        # Among the tensors of the output, the loss comes first and the auxiliary loss last. The
+        # others (weight, metrics, outputs) get no gradient.
+        gradients: list[Tensor | None] = [None for _ in outputs.tensors]
+        gradients[0] = self._compute_loss_gradient(microbatch, microbatch_loss)
+        if microbatch_loss.aux_loss is not None:
+            # An auxiliary loss is averaged over rows, whatever the reduction of the loss is.
             share = self._row_shares[microbatch] * self._replica_share.compute_row_factor()
-            seeds[-1] = self._apply_loss_scale(torch.full_like(score.aux_loss, share))
-        return Payload(tuple(seeds))
+            gradients[-1] = self._apply_loss_scale(torch.full_like(microbatch_loss.aux_loss, share))
+        return Payload(tuple(gradients))
 
     def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
-        """Before a cell's backward: set earlier gradients aside, if these are of another unit."""
+        """Set earlier gradients aside before a cell's backward, if the scale is provisional."""
         if self._previous_gradients is not None:
             self._previous_gradients.set_aside(stage_runner, microbatch)
 
     def _compute_loss_gradient(self, microbatch: int, microbatch_loss: MicrobatchLoss) -> Tensor:
         loss, weight = microbatch_loss.loss, microbatch_loss.extras.weight
         if weight is None:
+            # A sum over replicas becomes a mean by the reduction, so the count makes up for it.
             factor = (
                 self._replica_share.replica_count
                 if self._is_sum
@@ -151,6 +168,8 @@ class LossAccumulator:
                 torch.full_like(loss, self._loss_shares[microbatch] * factor)
             )
         if self._gradient_divisor is None:
+            # The provisional divisor d. It estimates the final one, so that gradients have about
+            # their final size until they are rescaled.
             self._gradient_divisor = weight.masked_fill(weight == 0, 1) * len(self._loss_shares)
             self._previous_gradients = PreviousGradients()
         return self._apply_loss_scale(weight / self._gradient_divisor).to(loss.dtype)
@@ -163,87 +182,94 @@ class LossAccumulator:
         )
 
     def _check_consistent_extras(self, extras: LossExtras) -> None:
-        first = self._first_extras = self._first_extras or extras
+        first_extras = self._first_extras = self._first_extras or extras
         if extras.weight is not None and self._is_sum:
             raise RunError(
-                "loss_fn gave a weight, and reduction='sum' has no use for it: leave the weight "
-                "out, or take reduction='mean'"
+                "loss_fn returned a weight, but reduction='sum' does not use one. Return the loss "
+                "without the weight, or use reduction='mean'."
             )
-        if (first.weight is None) != (extras.weight is None):
+        if (first_extras.weight is None) != (extras.weight is None):
             raise RunError(
-                "loss_fn gave a weight for one micro-batch and none for another: give one for all "
-                "of them, or for none"
+                "loss_fn returned a weight for one micro-batch and none for another. Return one "
+                "for every micro-batch, or for none."
             )
-        if first.metrics.keys() != extras.metrics.keys():
+        if first_extras.metrics.keys() != extras.metrics.keys():
             raise RunError(
-                f"loss_fn gave the metrics {_format_metric_names(first)} for one micro-batch and {_format_metric_names(extras)} "
-                "for another: give the same for all of them"
+                f"loss_fn returned the metrics {_format_metric_names(first_extras)} for one "
+                f"micro-batch and {_format_metric_names(extras)} for another. Return the same "
+                "metrics for every micro-batch."
             )
 
-    # ---- after it -------------------------------------------------------------------------
+    # ---- after the step -------------------------------------------------------------------
 
     @property
     def _weights(self) -> list[Tensor]:
-        """None at all, if the loss has none."""
-        found = [score.extras.weight for score in self.microbatch_losses]
-        return [weight for weight in found if weight is not None]
+        """The weights of the micro-batches. Empty if the loss has no weights."""
+        weights = [microbatch_loss.extras.weight for microbatch_loss in self.microbatch_losses]
+        return [weight for weight in weights if weight is not None]
 
     @property
     def total_weight(self) -> Tensor | None:
-        """What the step's loss counts for among those of several copies; None: by its rows."""
+        """The weight of the step's loss among the replicas. None: its rows are its weight."""
         weights = self._weights
         return _sum_tensors(weights) if weights else None
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:
-        """One number of those of the micro-batches, as for their losses."""
+        """Combine one number of each micro-batch into one, in the way their losses are combined."""
         weights = self._weights
         if not weights:
             return _sum_tensors(
-                [n * share for n, share in zip(values, self._loss_shares, strict=True)]
+                [value * share for value, share in zip(values, self._loss_shares, strict=True)]
             )
         pairs = zip(values, weights, strict=True)
-        terms = [(n.to(w.device) * w).masked_fill(w == 0, 0) for n, w in pairs]
+        # A micro-batch without counted targets has weight 0, and its mean loss is NaN.
+        terms = [
+            (value.to(weight.device) * weight).masked_fill(weight == 0, 0)
+            for value, weight in pairs
+        ]
         mean = _sum_tensors(terms) / _sum_tensors(weights)
         return mean.to(values[0].dtype) if values[0].is_floating_point() else mean
 
     def compute_loss(self) -> Tensor:
-        """The step's, without what layers have added."""
-        total = self.combine([score.loss for score in self.microbatch_losses])
+        """Return the loss of the step, without auxiliary losses."""
+        total = self.combine([microbatch_loss.loss for microbatch_loss in self.microbatch_losses])
         if not self._is_sum and not self._weights and _has_ignored_targets(self._targets):
             warnings.warn(
-                f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses ignore, and this "
-                "loss, which is not one of them alone, gives no weight, so that each micro-batch "
-                "counts by its rows: return (loss, weight), with the number of targets that count",
+                f"there is a {DEFAULT_IGNORE_INDEX} among the targets, which PyTorch's losses "
+                "ignore. This loss_fn returns no weight, so each micro-batch counts by its rows, "
+                "not by its targets. Return (loss, weight) with the number of targets that count.",
                 stacklevel=5,
             )
         return total.detach()
 
     def compute_aux_losses(self) -> list[Tensor]:
-        """What layers have added to it, of each micro-batch."""
+        """Return the auxiliary loss of each micro-batch that has one, times its share of rows."""
         shares = zip(self.microbatch_losses, self._row_shares, strict=True)
         return [
-            score.aux_loss.detach() * share for score, share in shares if score.aux_loss is not None
+            microbatch_loss.aux_loss.detach() * share
+            for microbatch_loss, share in shares
+            if microbatch_loss.aux_loss is not None
         ]
 
     def compute_total_loss(self) -> Tensor:
-        """The step's loss, with what layers have added."""
+        """Return the loss of the step, auxiliary losses included."""
         total = self.compute_loss()
-        for added in self.compute_aux_losses():
-            total = total + added.to(total.device)
+        for aux_loss in self.compute_aux_losses():
+            total = total + aux_loss.to(total.device)
         return total
 
     def set_global_weight(self, global_weight: Tensor) -> None:
-        """After the step: those of all copies together."""
+        """Set the sum of the weights of all replicas. Call it after the step."""
         self._global_weight = global_weight
 
     @property
     def needs_rescale(self) -> bool:
-        """Are this step's gradients of another unit than earlier ones, until its end?"""
+        """Return whether this step's gradients have a provisional scale until the step ends."""
         return self._previous_gradients is not None
 
     @property
     def rescale_factor(self) -> Tensor | None:
-        """What this step's gradients are to be multiplied by; None if they are right already."""
+        """The factor that corrects this step's gradients. None if their scale is final."""
         if self._previous_gradients is None:
             return None
         assert self._gradient_divisor is not None
@@ -255,47 +281,55 @@ class LossAccumulator:
         )
 
     def finish_gradients(self) -> None:
-        """Add this step's gradients to the earlier ones."""
+        """Rescale this step's gradients if needed, and add them to those of earlier steps."""
         if self._previous_gradients is not None:
             factor = self.rescale_factor
             assert factor is not None
             self._previous_gradients.add_rescaled(factor)
 
     def restore_gradients(self) -> None:
-        """The step has failed: gradients are as they were before it."""
+        """Restore the gradients of earlier steps after the step has failed."""
         if self._previous_gradients is not None:
             self._previous_gradients.restore()
 
 
 class PreviousGradients:
-    """Gradients of earlier steps, while one runs whose own are of another unit."""
+    """The gradients of earlier steps, set aside while a step with a provisional scale runs.
+
+    Stages run in several threads, and a tied parameter belongs to several stages. The lock lets
+    only one of them set a parameter's gradient aside.
+    """
 
     def __init__(self) -> None:
         self._gradient_by_leaf: dict[Tensor, Tensor | None] = {}
         self._lock = threading.Lock()
 
     def set_aside(self, stage_runner: StageRunner, microbatch: int) -> None:
-        """Those that the cell's backward would add to, once; another cell may add to others."""
+        """Take away the `.grad` of the leaves of a cell, unless an earlier cell has done so."""
         leaves = dict.fromkeys(stage_runner.find_leaves(microbatch))
         with self._lock:
             for leaf in leaves:
                 if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                    # The hook would see a gradient with the provisional scale.
                     raise RunError(
-                        f"a parameter of shape {tuple(leaf.shape)} has a hook, and the weights "
-                        "that loss_fn gives are not all known when it runs: remove the hook, or "
-                        "take reduction='sum' and divide by the whole batch's weight in loss_fn"
+                        f"a parameter of shape {tuple(leaf.shape)} has a hook, but loss_fn returns "
+                        "weights, so the gradient has its final scale only after the hook. Remove "
+                        "the hook, or use reduction='sum' and divide by the weight of the whole "
+                        "batch in loss_fn."
                     )
                 if leaf not in self._gradient_by_leaf:
                     self._gradient_by_leaf[leaf], leaf.grad = leaf.grad, None
 
     @torch.no_grad()
     def add_rescaled(self, rescale_factor: Tensor) -> None:
-        """All together, this step's multiplied by the factor."""
+        """Multiply this step's gradients by the factor and add the earlier ones."""
         for leaf, earlier in self._gradient_by_leaf.items():
             new, leaf.grad = leaf.grad, earlier
             if new is None:
                 continue
             new.mul_(rescale_factor.to(new.device))
+            # Like autograd, add into the earlier gradient, so that its memory stays. A dense
+            # gradient cannot be added into a sparse one.
             if earlier is None:
                 leaf.grad = new
             elif earlier.is_sparse and not new.is_sparse:
@@ -304,24 +338,27 @@ class PreviousGradients:
                 earlier.add_(new)
 
     def restore(self) -> None:
-        """The earlier ones alone."""
+        """Put the earlier gradients back and drop those of this step."""
         for leaf, earlier in self._gradient_by_leaf.items():
             leaf.grad = earlier
 
 
 def _has_ignored_targets(targets: Sequence[tuple[Any, ...]]) -> bool:
-    """Those on the host alone are looked at: others would have to be waited for."""
+    """Return whether a target on the host has the default ignore index.
+
+    Targets on a GPU are not read: that would wait for the device.
+    """
     values = [value for target in targets for value in target]
     if not all(isinstance(value, Tensor) for value in values):
         values = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    found = [t for t in values if t.dtype == torch.int64 and not t.is_cuda]
-    return any(bool((t == DEFAULT_IGNORE_INDEX).any()) for t in found)
+    class_targets = [t for t in values if t.dtype == torch.int64 and not t.is_cuda]
+    return any(bool((t == DEFAULT_IGNORE_INDEX).any()) for t in class_targets)
 
 
 def _sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
     total = tensors[0]
-    for number in tensors[1:]:
-        total = total + number
+    for tensor in tensors[1:]:
+        total = total + tensor
     return total
 
 

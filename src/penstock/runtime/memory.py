@@ -1,8 +1,18 @@
-"""`Memory`: the bytes alive on each rank over the actions of a step, beside the forecast's."""
+"""`Memory`: the bytes alive on each rank during a step, measured and compared with the forecast.
+
+`profile_step_memory` runs a step inline, one action after another, and reads the live bytes of all
+ranks after each action. `Memory` holds the readings and turns them into curves and peaks.
+
+How bytes are attributed to ranks:
+
+    device                     live bytes
+    CPU                        storages created while the rank ran an action (by a dispatch mode)
+    GPU with one rank          the allocator's statistics of the device
+    GPU with several ranks     the allocator's segments, by the stream they were allocated on
+"""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +24,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import draw
 from penstock.device.device import Device, Gpu
@@ -26,24 +35,37 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Action, Compute, Op, Program, Schedule, Send
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.stage import Stage
-from penstock.torch_compat import pytree
+from penstock.torch_compat import EagerDispatchMode, force_eager, get_storage_address, pytree
 
 
 class MemoryReading(NamedTuple):
-    """An action, the place it has in its rank's lane, and what was alive after it."""
+    """The live bytes of every rank after one action."""
 
-    rank: int
+    rank: int  # the rank that ran the action
     lane_index: int
     action: Action
-    alive: tuple[int, ...]  # bytes, of every rank
+    alive: tuple[int, ...]  # bytes, by rank
 
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """What `Pipe.memory` gives back: of one step, the bytes that came on top of what was there.
+    """The result of `Pipe.memory`: the bytes that a step adds to what each rank holds anyway.
 
-    What was there before is `held`: parameters, their gradients, buffers. The `readings` stand in
-    the order in which the actions ran, one after another.
+    Printing it shows a table with one row per rank.
+
+    Attributes:
+        program: The program of the step.
+        readings: The live bytes after each action, in the order in which the actions ran.
+        held: The bytes of each rank's parameters, gradients and buffers, which are there before
+            and after the step.
+
+    >>> from torch import nn
+    >>> from penstock import Pipe
+    >>> layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> pipe = Pipe(layers, chunks=2, stages=2, devices=["cpu", "cpu"], loss_fn=nn.MSELoss())
+    >>> memory = pipe.memory(torch.zeros(6, 4), target=torch.zeros(6, 2))
+    >>> memory.ranks, memory.held
+    (2, (160, 80))
     """
 
     program: Program
@@ -52,23 +74,31 @@ class Memory:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.program.schedule.ranks
 
     def curve(self, rank: int) -> list[tuple[Compute, int]]:
-        """Each of the rank's computations, and the most that was alive from then to the next."""
-        found: list[tuple[Compute, int]] = []
+        """Return the computations of a rank, each with the most bytes alive until the next one.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            Pairs of an action and a number of bytes, in the order of the rank's lane.
+        """
+        curve: list[tuple[Compute, int]] = []
         for reading in self.readings:
             if reading.rank == rank and isinstance(reading.action, Compute):
-                found.append((reading.action, reading.alive[rank]))
-            elif found:
-                action, most = found[-1]
-                found[-1] = action, max(most, reading.alive[rank])
-        return found
+                curve.append((reading.action, reading.alive[rank]))
+            # Actions of other ranks can add to this rank's bytes: a payload arrives.
+            elif curve:
+                action, most = curve[-1]
+                curve[-1] = action, max(most, reading.alive[rank])
+        return curve
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """The most that was alive after any action, on each rank."""
+        """The most bytes alive after any action, by rank."""
         most = [0] * self.ranks
         for reading in self.readings:
             most = list(map(max, most, reading.alive))
@@ -76,33 +106,43 @@ class Memory:
 
     @cached_property
     def forecast(self) -> Timeline:
-        """On paper: its `memory(rank)` and its `peak` are bytes, and all seconds the same."""
+        """The simulated step, all actions of equal time. `memory(rank)` and `peak` are in bytes."""
+        # The bytes of one micro-batch are measured. The forecast predicts how many micro-batches
+        # are alive at once.
         even = Cost.even(self.program.schedule.placement)
         return simulate(self.program, replace(even, activation=self.activation))
 
     @cached_property
     def activation(self) -> tuple[int, ...]:
-        """What one micro-batch keeps on each stage: what its F, or its R, has added at most."""
+        """The bytes that one micro-batch keeps for its backward, by stage.
+
+        It is the most that the forward of any micro-batch has added; where cells are recomputed,
+        the most that a recomputation has added.
+        """
         most = [0] * self.program.schedule.stages
         for (stage, _), size in self._added_bytes_by_cell().items():
             most[stage] = max(most[stage], size)
         return tuple(most)
 
     def _added_bytes_by_cell(self) -> dict[tuple[int, int], int]:
-        """By cell. What arrives counts with it, and what is sent away does not, if it is moved."""
+        """Return the bytes that each cell has added to its rank.
+
+        A payload that arrives counts for the receiving cell. A payload that moves to another device
+        no longer counts for the cell that sent it.
+        """
         schedule = self.program.schedule
-        gains: Counter[tuple[int, int]] = Counter()
+        added_bytes: Counter[tuple[int, int]] = Counter()
         before = (0,) * self.ranks
         for reading in self.readings:
             for stage, microbatch in _find_allocating_cells(reading.action, schedule):
                 rank = schedule.placement[stage]
-                gains[stage, microbatch] += reading.alive[rank] - before[rank]
+                added_bytes[stage, microbatch] += reading.alive[rank] - before[rank]
             before = reading.alive
-        return gains
+        return added_bytes
 
     def __str__(self) -> str:
         columns = zip(self.held, self.peak, self.forecast.peak, strict=True)
-        rows = [(str(rank), *map(format_bytes, found)) for rank, found in enumerate(columns)]
+        rows = [(str(rank), *map(format_bytes, sizes)) for rank, sizes in enumerate(columns)]
         rows = [("rank", "held", "peak of a step", "forecast"), *rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -114,7 +154,15 @@ class Memory:
         return f"Memory(peak={self.peak}, forecast={self.forecast.peak})"
 
     def draw(self, path: str | PathLike[str], *, title: str | None = None) -> None:
-        """The curves of all ranks, measured over forecast, into an SVG or PNG file."""
+        """Draw the curves of all ranks, measured and forecast, into a file.
+
+        Args:
+            path: The file to write. Its suffix, .svg or .png, decides the format.
+            title: A title above the picture.
+
+        Raises:
+            MissingExtra: If matplotlib is not installed.
+        """
         ends = {(span.rank, span.action): span.end for span in self.forecast.spans}
         measured = [
             [(ends[rank, action], size) for action, size in self.curve(rank)]
@@ -124,7 +172,11 @@ class Memory:
 
 
 def _find_allocating_cells(action: Action, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """The cells of whose birth the action is a part: that of an F has messages."""
+    """Yield the cells to which the bytes that an action adds belong.
+
+    A forward belongs to its cell, and so do the messages of activations before and after it. For a
+    recomputed cell it is the recomputation, which has no messages.
+    """
     if isinstance(action, Compute):
         cell = action.stage, action.microbatch
         if action.op is (Op.R if cell in schedule.recomputed else Op.F):
@@ -134,65 +186,60 @@ def _find_allocating_cells(action: Action, schedule: Schedule) -> Iterator[tuple
         yield from {(src, microbatch), (dst, microbatch)} - schedule.recomputed
 
 
-# -------------------------------------------------------------------------------------------------
-# How a step is weighed: it runs inline, and after each action the bytes alive are read.
-#
-# On the host, a storage belongs to the rank that computed when it was made, until it dies. On a GPU
-# the allocator tells: what it has given out on a device or, where several ranks share one, what it
-# has given out on the streams of each. It counts a block as free as soon as nobody has it.
-# -------------------------------------------------------------------------------------------------
+# ---- probes: reading the live bytes --------------------------------------------------------------
 
 
 class MemoryProbe(Protocol):
-    """Reads the bytes of some ranks."""
+    """The interface of a reader of the live bytes of some ranks."""
 
     def track(self) -> AbstractContextManager[object]:
-        """Within, it can tell."""
+        """Return a context in which the probe notices allocations."""
 
     def attribute_to(self, rank: int) -> AbstractContextManager[object]:
-        """Within, that rank computes."""
+        """Return a context in which allocations belong to a rank."""
 
     def read_live_bytes(self) -> Mapping[int, int]:
-        """Bytes, by rank."""
+        """Return the live bytes, by rank."""
 
 
-class HostStorageProbe(TorchDispatchMode):
-    """Counts what ranks on the host have made, and is alive."""
+class HostStorageProbe(EagerDispatchMode):
+    """A dispatch mode that counts the live bytes of ranks on the CPU.
+
+    The mode sees every operation and keeps a weak reference to each storage that belongs to the
+    output and not to the arguments: a storage that is shared with an argument is not new.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._current_rank: int | None = None
         self._storages_by_rank: dict[int, WeakSet[torch.UntypedStorage]] = defaultdict(WeakSet)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether to load the compiler, which takes seconds, only to keep it from tracing this."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if self._current_rank is not None:
-            given = {_storage(t)._cdata for t in _host_tensors((args, kwargs))}
-            for tensor in _host_tensors(made):
+            input_addresses = {
+                get_storage_address(_storage(t)) for t in _host_tensors((args, kwargs))
+            }
+            for tensor in _host_tensors(output):
                 storage = _storage(tensor)
-                if storage._cdata not in given:
+                if get_storage_address(storage) not in input_addresses:
                     self._storages_by_rank[self._current_rank].add(storage)
-        return made
+        return output
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """What is compiled runs as it was written: inside, nothing could be seen."""
-        with ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:  # it takes seconds to load
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(self)
+        """Enter the mode, with compiled modules run as written.
+
+        A dispatch mode does not see the operations inside compiled code.
+        """
+        with force_eager(), self:
             yield
 
     @contextmanager
     def attribute_to(self, rank: int) -> Iterator[None]:
-        """What is made within is the rank's."""
+        """Attribute storages that are created in the context to a rank."""
         self._current_rank = rank
         try:
             yield
@@ -200,10 +247,10 @@ class HostStorageProbe(TorchDispatchMode):
             self._current_rank = None
 
     def read_live_bytes(self) -> Mapping[int, int]:
-        """Of the ranks that have made anything."""
+        """Return the live bytes of the ranks that have created storages."""
         return {
-            rank: sum(s.nbytes() for s in owned)
-            for rank, owned in [*self._storages_by_rank.items()]
+            rank: sum(storage.nbytes() for storage in storages)
+            for rank, storages in [*self._storages_by_rank.items()]
         }
 
 
@@ -217,47 +264,60 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 class CudaAllocatorProbe:
-    """Asks the allocator what ranks on GPUs have."""
+    """A reader of the statistics of PyTorch's CUDA allocator, for ranks on GPUs.
+
+    A block counts as free as soon as the last tensor that uses it is gone.
+    """
 
     def __init__(self, devices: Mapping[int, Gpu]) -> None:
-        count = Counter(place.device for place in devices.values())
+        rank_counts = Counter(device.device for device in devices.values())
         self._exclusive_devices = {
-            rank: p.device for rank, p in devices.items() if count[p.device] == 1
+            rank: device.device
+            for rank, device in devices.items()
+            if rank_counts[device.device] == 1
         }
+        # Ranks that share a GPU, such as virtual GPUs, are told apart by their streams.
         self._rank_by_stream = {
             stream.cuda_stream: rank
-            for rank, place in devices.items()
+            for rank, device in devices.items()
             if rank not in self._exclusive_devices
-            for stream in (place.compute_stream, place.copy_stream)
+            for stream in (device.compute_stream, device.copy_stream)
         }
 
     def track(self) -> AbstractContextManager[object]:
-        """It always can."""
+        """Return an empty context: the allocator always counts."""
         return nullcontext()
 
     def attribute_to(self, rank: int) -> AbstractContextManager[object]:
-        """The streams say who computes."""
+        """Return an empty context: the stream of an allocation names its rank."""
         return nullcontext()
 
     def read_live_bytes(self) -> Mapping[int, int]:
-        """Now, though the devices may still be busy: memory is given out and back by the host."""
-        found: Counter[int] = Counter()
+        """Return the live bytes now. It does not wait for the devices.
+
+        The host allocates and frees memory in its own order, so the numbers are right although
+        kernels may still be running.
+        """
+        live_bytes: Counter[int] = Counter()
         for rank, device in self._exclusive_devices.items():
             stats = torch.cuda.memory_stats_as_nested_dict(device)
-            found[rank] = stats["allocated_bytes"]["all"]["current"]
+            live_bytes[rank] = stats["allocated_bytes"]["all"]["current"]
         if self._rank_by_stream:
             for segment in torch.cuda.memory_snapshot():
                 owner = self._rank_by_stream.get(segment["stream"])
                 if owner is not None:
-                    found[owner] += segment["allocated_size"]
-        return found
+                    live_bytes[owner] += segment["allocated_size"]
+        return live_bytes
 
 
 def build_memory_probes(devices: Mapping[int, Device]) -> list[MemoryProbe]:
-    """One for the host, one for the GPUs."""
-    gpus = {rank: place for rank, place in devices.items() if isinstance(place, Gpu)}
-    found: list[MemoryProbe] = [CudaAllocatorProbe(gpus)] if gpus else []
-    return found if len(gpus) == len(devices) else [*found, HostStorageProbe()]
+    """Return a probe for the ranks on GPUs and one for the ranks on the CPU, as needed."""
+    gpus = {rank: device for rank, device in devices.items() if isinstance(device, Gpu)}
+    probes: list[MemoryProbe] = [CudaAllocatorProbe(gpus)] if gpus else []
+    return probes if len(gpus) == len(devices) else [*probes, HostStorageProbe()]
+
+
+# ---- measuring a step ----------------------------------------------------------------------------
 
 
 def profile_step_memory(
@@ -265,43 +325,50 @@ def profile_step_memory(
     devices: Mapping[int, Device],
     placement: Sequence[int],
 ) -> tuple[MemoryReading, ...]:
-    """Run a step, and read the gauges after each action: what is there more than before.
+    """Run a step twice and return the bytes that the second one adds, after each action.
 
-    It is the second one: the first shows what layers do, and makes the gradients.
+    The first run makes the gradients exist and lets every stage learn whether its layers draw
+    random numbers or work in place, which changes what it allocates.
     """
     readings: list[MemoryReading] = []
-    gauges = build_memory_probes(devices)
-    begun: dict[int, int] = {}
+    probes = build_memory_probes(devices)
+    baseline: dict[int, int] = {}
 
+    # The executor enters this context around every action.
     @contextmanager
     def read_after_action(rank: int, bound_action: BoundAction) -> Iterator[None]:
         with ExitStack() as stack:
-            for gauge in gauges:
-                stack.enter_context(gauge.attribute_to(rank))
+            for probe in probes:
+                stack.enter_context(probe.attribute_to(rank))
             yield
-        now = _read_all_probes(gauges)
-        alive = tuple(now.get(each, 0) - begun.get(each, 0) for each in devices)
+        live_bytes = _read_all_probes(probes)
+        alive = tuple(live_bytes.get(r, 0) - baseline.get(r, 0) for r in devices)
         readings.append(MemoryReading(rank, bound_action.lane_index, bound_action.action, alive))
 
     with ExitStack() as stack:
-        for gauge in gauges:
-            stack.enter_context(gauge.track())
-        where = list(devices.values()), placement
-        run_step(InlineExecutor(Mailboxes(*where)))
-        begun |= _read_all_probes(gauges)
-        run_step(InlineExecutor(Mailboxes(*where), read_after_action))
+        for probe in probes:
+            stack.enter_context(probe.track())
+        mailbox_args = list(devices.values()), placement
+        run_step(InlineExecutor(Mailboxes(*mailbox_args)))
+        baseline |= _read_all_probes(probes)
+        run_step(InlineExecutor(Mailboxes(*mailbox_args), read_after_action))
     return tuple(readings)
 
 
 def count_resident_bytes(stages: Iterable[Stage], placement: Sequence[int]) -> tuple[int, ...]:
-    """Bytes of each rank's parameters, of the gradients of those that learn, and of its buffers."""
-    owned: list[dict[Tensor, None]] = [{} for _ in range(max(placement) + 1)]
+    """Return the bytes of the parameters, their gradients and the buffers of each rank."""
+    # A dict per rank, because a tied tensor counts once on each rank that has it.
+    tensors_by_rank: list[dict[Tensor, None]] = [{} for _ in range(max(placement) + 1)]
     for stage in stages:
         for module in stage.modules():
-            held = (*module._parameters.values(), *module._buffers.values())
-            owned[placement[stage.index]].update((t, None) for t in held if t is not None)
-    return tuple(sum(t.nbytes * (1 + t.requires_grad) for t in tensors) for tensors in owned)
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            tensors_by_rank[placement[stage.index]].update(
+                (t, None) for t in tensors if t is not None
+            )
+    return tuple(
+        sum(t.nbytes * (1 + t.requires_grad) for t in tensors) for tensors in tensors_by_rank
+    )
 
 
 def _read_all_probes(probes: Sequence[MemoryProbe]) -> dict[int, int]:
-    return {rank: size for gauge in probes for rank, size in gauge.read_live_bytes().items()}
+    return {rank: size for probe in probes for rank, size in probe.read_live_bytes().items()}

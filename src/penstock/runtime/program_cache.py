@@ -1,4 +1,12 @@
-"""The programs of a pipe, for each number of micro-batches: made when they are first needed."""
+"""The programs of a pipe, ready to run, made when a call first needs them.
+
+A schedule becomes runnable in three steps:
+
+    ScheduleFactory(chunks) -> Schedule -> lower -> Program -> bind_program -> Phase
+
+`ProgramCache` keeps the results by number of micro-batches and kind of recomputation, so a later
+call with the same key repeats none of them.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +27,19 @@ from penstock.schedules.lowering import (
 from penstock.schedules.registry import ScheduleFactory
 from penstock.schedules.simulator import play
 
-# -------------------------------------------------------------------------------------------------
-# A program made ready to be carried out, whole or as a forward and a backward phase.
-# -------------------------------------------------------------------------------------------------
+# ---- phases --------------------------------------------------------------------------------------
 
 
 class Phase(NamedTuple):
-    """The steps of each rank, and all of them in the one order in which they could be played."""
+    """The actions that are run in one go: a whole program, its forwards, or its backwards."""
 
+    # the actions of each rank
     lanes: tuple[tuple[BoundAction, ...], ...]
+    # the actions of all ranks, with their ranks, in an order in which one thread can run them
     execution_order: tuple[tuple[int, BoundAction], ...]
 
     def filter_actions(self, predicate: Callable[[Action], bool]) -> Phase:
-        """Those steps alone."""
+        """Return a phase with the actions that fulfil the predicate."""
         return Phase(
             tuple(tuple(s for s in lane if predicate(s.action)) for lane in self.lanes),
             tuple((rank, s) for rank, s in self.execution_order if predicate(s.action)),
@@ -39,29 +47,34 @@ class Phase(NamedTuple):
 
 
 def bind_program(program: Program) -> Phase:
-    """All of a program."""
+    """Return a phase with all actions of a program."""
     lanes = tuple(bind_lane(program, rank) for rank in range(program.schedule.ranks))
     order = tuple((span.rank, lanes[span.rank][span.step]) for span in play(program))
     return Phase(lanes, order)
 
 
 def is_forward(action: Action) -> bool:
-    """A forward, or a message of activations?"""
+    """Return whether an action is a forward, or a message that carries activations."""
     if isinstance(action, Compute):
         return action.op is Op.F
+    # Stages are numbered in topological order, so activations go to higher stages and gradients to
+    # lower ones.
     return action.message.src < action.message.dst
 
 
 def is_backward(action: Action) -> bool:
-    """Anything else."""
+    """Return whether an action is part of the backward, recomputation included."""
     return not is_forward(action)
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the cache -----------------------------------------------------------------------------------
 
 
 class ProgramKey(NamedTuple):
-    """How many micro-batches there are, and which are recomputed: none, unless it `trains`."""
+    """The key of a program: the number of micro-batches, and which of them are recomputed.
+
+    `checkpoint` is the option of the pipe. It counts only if `allow_recompute` is set.
+    """
 
     chunks: int
     allow_recompute: bool
@@ -69,7 +82,7 @@ class ProgramKey(NamedTuple):
 
 
 class ProgramCache:
-    """Of one choice of a schedule. A copy makes its own."""
+    """The programs of one schedule. A copy of the pipe starts with an empty cache."""
 
     def __init__(self, schedule_choice: ScheduleFactory, graph: StageGraph) -> None:
         self._schedule_choice, self._graph = schedule_choice, graph
@@ -81,7 +94,10 @@ class ProgramCache:
         return ProgramCache, (self._schedule_choice, self._graph)
 
     def for_graph(self, graph: StageGraph) -> ProgramCache:
-        """Those where other stages feed each other: what a model sends may depend on its inputs."""
+        """Return the cache for a stage graph.
+
+        In a traced model the inputs may decide which stage sends to which.
+        """
         if graph == self._graph:
             return self
         if graph not in self._caches_by_graph:
@@ -91,14 +107,18 @@ class ProgramCache:
         return self._caches_by_graph[graph]
 
     def get_step_phase(self, key: ProgramKey) -> tuple[Program, Phase]:
-        """All in one go."""
+        """Return the program of `pipe.step`, as one phase."""
         if key not in self._step_phases:
             program = lower(self._build_schedule(key), self._graph)
             self._step_phases[key] = program, bind_program(program)
         return self._step_phases[key]
 
     def get_forward_backward_phases(self, key: ProgramKey) -> tuple[Program, Phase, Phase]:
-        """All forwards, and the whole backwards that may follow."""
+        """Return the program of `pipe(x)`, as a forward phase and a backward phase.
+
+        The loss is computed by the caller in between, so all forwards come first. Backwards are
+        not split into I and W: the gradients of the parameters are due when the phase ends.
+        """
         if key not in self._forward_backward_phases:
             program = lower(
                 forwards_first(join_split_backwards(self._build_schedule(key))), self._graph
@@ -113,6 +133,8 @@ class ProgramCache:
 
     def _build_schedule(self, key: ProgramKey) -> Schedule:
         schedule = self._schedule_choice(key.chunks)
+        # `recompute` adds R actions according to `checkpoint`. A schedule of the user may have R
+        # actions of its own; `remove_recompute` drops them.
         if key.allow_recompute:
             return recompute(schedule, recompute_mode(key.checkpoint, key.chunks))
         return remove_recompute(schedule)

@@ -1,7 +1,10 @@
-"""A transport that keeps nothing: a send blocks until its receiver takes it, as with NCCL.
+"""A transport without buffers, for tests: a send blocks until its receiver is there, as with NCCL.
 
-It is for tests, of ours and of yours: what buffers hide, it shows. Only the order of the messages
-between two ranks tells them apart, and ranks that wait for each other are told so at once.
+Queues hide programs that would deadlock under NCCL. This transport shows them:
+
+- A send blocks until the other rank receives, and the other way round.
+- The order alone tells the messages between two ranks apart; there are no tags.
+- Ranks that wait for each other in a circle get an error at once.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def _create_locked_lock() -> Lock:
 
 @dataclass
 class _PostedTransfer:
-    """One end of a message, which waits for the other."""
+    """A send or a receive that waits for its other end, or has met it."""
 
     action: Send | Recv
     delivery: InFlightPayload | None
@@ -36,18 +39,21 @@ class _PostedTransfer:
 
 @dataclass
 class _RendezvousChannel:
-    """From one rank to another: what is sent and not received, and the other way round."""
+    """The unmatched sends and receives from one rank to another. One of the queues is empty."""
 
     pending_sends: deque[_PostedTransfer] = field(default_factory=deque)
     pending_recvs: deque[_PostedTransfer] = field(default_factory=deque)
 
 
 class Rendezvous:
-    """In the place of `Mailboxes`, in one process: one thread a rank.
+    """A replacement for `Mailboxes` in one process, with one thread per rank.
 
-    blocking_recv  a receive blocks where it stands in the lane until its message is there; otherwise
-                   it is posted there, and its message is waited for where it is used
-    timeout        seconds after which a waiting rank gives up: its message was lost
+    Args:
+        devices: The device of each rank.
+        placement: The rank of each stage.
+        blocking_recv: If True, a receive blocks at its place in the lane until its message is
+            there. Otherwise it is posted there, and the rank waits where it uses the message.
+        timeout: Seconds after which a waiting rank raises, because its message never came.
 
     >>> from penstock.device.device import Cpu
     >>> ranks = Rendezvous([Cpu(), Cpu()], (0, 1), blocking_recv=False)
@@ -73,45 +79,51 @@ class Rendezvous:
         self._channels: defaultdict[tuple[int, int], _RendezvousChannel] = defaultdict(
             _RendezvousChannel
         )
-        self._waiting: dict[
-            int, tuple[int, _PostedTransfer]
-        ] = {}  # by rank, for whom, and with what
+        # Each rank that waits, with the rank that it waits for and its send or receive.
+        self._waiting: dict[int, tuple[int, _PostedTransfer]] = {}
 
     def endpoint(self, rank: int) -> RendezvousEndpoint:
-        """The rank's end."""
+        """Return the transport of a rank."""
         return RendezvousEndpoint(self, rank)
 
     def stop(self) -> None:
-        """Wake up everybody who waits; nobody waits again."""
+        """Wake every rank that waits, and let no rank wait again."""
         with self._lock:
             self._stop()
 
     def _stop(self) -> None:
         self.stopped = True
-        for _, offer in self._waiting.values():
-            offer.wakeup.release()
+        for _, posted in self._waiting.values():
+            posted.wakeup.release()
         self._waiting.clear()
 
-    # ---- what the ends ask for ------------------------------------------------------------
+    # ---- matching sends and receives ------------------------------------------------------
+    #
+    # Whichever end comes first puts its `_PostedTransfer` into the queue of the channel. The second
+    # end takes it out, hands the payload over and releases the `wakeup` locks of both. `_lock`
+    # guards the queues and `_waiting`; no rank waits while it holds `_lock`.
 
     def post(self, rank: int, peer: int, mine: _PostedTransfer, blocking: bool) -> None:
-        """Meet the other end of the road, or wait for it: now, or with `wait`."""
-        sends = isinstance(mine.action, Send)
+        """Match a send or receive with its other end, or queue it.
+
+        With `blocking`, this waits for the other end; otherwise `wait` does.
+        """
+        is_send = isinstance(mine.action, Send)
         with self._lock:
             if self.stopped:
                 raise Stopped
-            road = self._channels[(rank, peer) if sends else (peer, rank)]
-            others, own = (
-                (road.pending_recvs, road.pending_sends)
-                if sends
-                else (road.pending_sends, road.pending_recvs)
+            channel = self._channels[(rank, peer) if is_send else (peer, rank)]
+            peer_queue, own_queue = (
+                (channel.pending_recvs, channel.pending_sends)
+                if is_send
+                else (channel.pending_sends, channel.pending_recvs)
             )
-            if not others:
-                own.append(mine)
+            if not peer_queue:
+                own_queue.append(mine)
                 if blocking:
                     self._register_wait(rank, peer, mine)
             else:
-                theirs = others.popleft()
+                theirs = peer_queue.popleft()
                 self._check_order(rank, peer, mine, theirs)
                 mine.delivery = theirs.delivery = mine.delivery or theirs.delivery
                 mine.is_matched = theirs.is_matched = True
@@ -123,7 +135,7 @@ class Rendezvous:
             self._wait(rank, peer, mine)
 
     def wait(self, rank: int, peer: int, mine: _PostedTransfer) -> InFlightPayload:
-        """What was posted has come."""
+        """Wait until a posted receive has met its send. Return the payload, on its way."""
         with self._lock:
             if not mine.is_matched:
                 if self.stopped:
@@ -134,25 +146,30 @@ class Rendezvous:
         return mine.delivery
 
     def _register_wait(self, rank: int, peer: int, mine: _PostedTransfer) -> None:
-        """Unless those whom it would wait for wait for it."""
+        """Record that a rank waits for a peer. Raise if that closes a circle of waiting ranks."""
         self._waiting[rank] = peer, mine
+        # A rank waits for one other rank at a time, so following the waits from `peer` either ends
+        # at a rank that runs or comes back to `rank`.
         chain, last = [rank], peer
         while last in self._waiting and last not in chain:
             chain.append(last)
             last = self._waiting[last][0]
         if last == rank:
-            waits = "; ".join(self._describe_wait(each) for each in chain)
+            waits = "; ".join(self._describe_wait(waiting_rank) for waiting_rank in chain)
             self._stop()
-            raise RunError(f"these ranks wait for each other, and would for ever: {waits}")
+            raise RunError(
+                f"these ranks wait for each other in a deadlock: {waits}. Check the program with "
+                "penstock.verify."
+            )
 
     def _wait(self, rank: int, peer: int, mine: _PostedTransfer) -> None:
         if not mine.wakeup.acquire(timeout=self.timeout):
             with self._lock:
                 self._stop()
             raise RunError(
-                f"rank {rank} has waited {self.timeout:g} s at {mine.action} for rank {peer}, "
-                "which never came to the other end: the program has lost it, or rank "
-                f"{peer} computes for longer than that; then give more patience"
+                f"rank {rank} has waited {self.timeout:g} s at {mine.action} for rank {peer}. "
+                f"Either the lane of rank {peer} lacks the other end of this message, or rank "
+                f"{peer} computes for longer than that. In the second case, set a larger timeout."
             )
         if not mine.is_matched:
             raise Stopped
@@ -163,24 +180,25 @@ class Rendezvous:
         if mine.action.message != theirs.action.message:
             self._stop()
             raise RunError(
-                f"rank {rank} is at {mine.action} where rank {peer} is at {theirs.action}: between "
-                "two ranks order alone tells messages apart, so both must have them in the same"
+                f"rank {rank} is at {mine.action} where rank {peer} is at {theirs.action}. Only "
+                "their order tells the messages between two ranks apart, so both lanes must have "
+                "these messages in the same order."
             )
 
     def _describe_wait(self, rank: int) -> str:
-        peer, offer = self._waiting[rank]
-        return f"rank {rank} at {offer.action} for rank {peer}"
+        peer, posted = self._waiting[rank]
+        return f"rank {rank} at {posted.action} for rank {peer}"
 
 
 class RendezvousEndpoint:
-    """A rank's end of a rendezvous."""
+    """The transport of one rank over a `Rendezvous`."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self._rendezvous, self._rank = rendezvous, rank
         self._device = rendezvous.devices[rank]
 
     def send(self, message: Message, payload: Payload) -> None:
-        """Hand over, once the receiver is there."""
+        """Send a payload, and wait until the receiver is there."""
         receiver = self._rendezvous.placement[message.dst]
         delivery = transfer(payload, self._device, self._rendezvous.devices[receiver])
         self._rendezvous.post(
@@ -188,13 +206,13 @@ class RendezvousEndpoint:
         )
 
     def recv(self, message: Message) -> Callable[[], Payload]:
-        """Be there for the sender."""
+        """Post a receive. Return a function that waits for the payload and returns it."""
         sender = self._rendezvous.placement[message.src]
-        offer = _PostedTransfer(Recv(message), None)
-        self._rendezvous.post(self._rank, sender, offer, self._rendezvous.blocking_recv)
+        posted = _PostedTransfer(Recv(message), None)
+        self._rendezvous.post(self._rank, sender, posted, self._rendezvous.blocking_recv)
         if self._rendezvous.blocking_recv:
-            return lambda: self._take_payload(offer)
-        return lambda: self._rendezvous.wait(self._rank, sender, offer).receive_on(self._device)
+            return lambda: self._take_payload(posted)
+        return lambda: self._rendezvous.wait(self._rank, sender, posted).receive_on(self._device)
 
     def _take_payload(self, posted_recv: _PostedTransfer) -> Payload:
         assert posted_recv.delivery is not None

@@ -1,8 +1,12 @@
-"""What comes from outside: the micro-batches of a call, for each stage that takes some of it.
+"""Split the batch of a call into micro-batches and assign its tensors to stages.
 
-Of a Sequential, the batch goes to the first stage, the target to the last, a side input to every
-stage whose layers name it. Of a whole forward, each stage gets the inputs that its part takes.
-All is moved there at once, not from stage to stage.
+    model         positional inputs         keyword inputs                    target
+    Sequential    the first stage           every stage with a layer that     the last stage
+                                            takes an input of that name
+    traced        every stage whose part    every stage whose part of the     the last stage
+                  of the forward uses it    forward uses it
+
+Each tensor goes straight to the device of the stage that uses it, not from stage to stage.
 """
 
 from __future__ import annotations
@@ -29,72 +33,84 @@ from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import LossReduction, TargetCounter, extract_model_loss
 from penstock.torch_compat import pytree
 
-InputsByStage = Mapping[int, list[tuple[Any, ...]]]  # by stage, the values of each micro-batch
-DeviceOfStage = Callable[[int], torch.device | None]  # a stage's device; None: it is not fed here
+# For each stage, the input values of each micro-batch.
+InputsByStage = Mapping[int, list[tuple[Any, ...]]]
+# Returns the device of a stage, or None if this process does not supply the stage's inputs.
+DeviceOfStage = Callable[[int], torch.device | None]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a call was given."""
+    """The arguments of one call of a pipe."""
 
     inputs: tuple[Any, ...]
     keyword_inputs: Mapping[str, Any] = field(default_factory=dict)
-    target: tuple[Any, ...] = ()  # of one, or of none
-    uses_model_loss: bool = False  # the loss is the model's own
+    target: tuple[Any, ...] = ()  # one value, or none
+    uses_model_loss: bool = False  # a step without loss_fn: the model computes the loss itself
 
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What each stage is given from outside, and the rows that it was cut by."""
+    """The inputs of each stage from outside the pipe, split into micro-batches."""
 
     by_stage: InputsByStage
     rows: MicrobatchRows
     chunks: int
-    graph: StageGraph  # who feeds whom in this call
-    has_target: bool = False  # is the last value of the last stage's
-    assignment_digest: str = (
-        ""  # how: the same on every rank that divides the forward in the same way
-    )
-    target_count: TargetCounter | None = (
-        None  # what counts of targets that the model's own loss has
-    )
-    loss_shares: Sequence[
-        float | Tensor
-    ] = ()  # of the micro-batches in that loss, outside of a step
-    label_inputs: Sequence[tuple[Any, ...]] = ()  # that it may count, and it is not known how
-    unsplit_tensors: tuple[
-        Tensor, ...
-    ] = ()  # what was cut, if it was these alone, and all by their rows
+    # which stage sends to which in this call
+    graph: StageGraph
+    # whether the last input of the last stage is the target
+    has_target: bool = False
+    # a digest of how a traced forward was assigned to stages; ranks compare it
+    assignment_digest: str = ""
+    # how the model's own loss counts its targets, if that is known
+    target_count: TargetCounter | None = None
+    # the weights of the micro-batches in the model's own loss, for `pipe(x)`
+    loss_shares: Sequence[float | Tensor] = ()
+    # inputs with "label" in their names, if it is not known how the model's own loss counts them
+    label_inputs: Sequence[tuple[Any, ...]] = ()
+    # the tensors before the split, if all inputs are tensors that are split by their rows
+    unsplit_tensors: tuple[Tensor, ...] = ()
 
     def refine_reduction(self, reduction: LossReduction) -> LossReduction:
-        """How losses make one, if the model's own says what counts in it."""
+        """Return the reduction, with the target counter of the model's own loss if it has one."""
         if self.target_count is None or reduction.is_sum:
             return reduction
         return replace(reduction, target_counter=self.target_count)
 
     def merge_outputs(self, outputs: Sequence[Any]) -> Any:
-        """One output of those of the micro-batches; a loss of the model's own is one number."""
+        """Combine the outputs of the micro-batches into the output of the batch.
+
+        If the output contains the model's own loss, that is averaged; all else is concatenated.
+        """
         losses = [extract_model_loss(output) for output in outputs]
         if not self.loss_shares or not all(isinstance(x, Tensor) and not x.dim() for x in losses):
             return gather(outputs, self.rows)
-        parts = [_weight_loss(*pair) for pair in zip(losses, self.loss_shares, strict=True)]
-        total = torch.stack(parts).sum().to(losses[0].dtype)
+        weighted_losses = [
+            _weight_loss(*pair) for pair in zip(losses, self.loss_shares, strict=True)
+        ]
+        total = torch.stack(weighted_losses).sum().to(losses[0].dtype)
         leaves = pytree.tree_leaves(outputs[0])
-        at = next(number for number, leaf in enumerate(leaves) if leaf is losses[0])
-        return total if outputs[0] is losses[0] else gather(outputs, self.rows, {at: total})
+        loss_index = next(index for index, leaf in enumerate(leaves) if leaf is losses[0])
+        return total if outputs[0] is losses[0] else gather(outputs, self.rows, {loss_index: total})
 
     def split_alike(self, unsplit_tensors: Sequence[Tensor]) -> InputsByStage:
-        """What would be given if these had been cut."""
+        """Split other tensors in the place of `unsplit_tensors`, in the same way."""
         columns = [torch.split(whole, list(self.rows.counts)) for whole in unsplit_tensors]
-        pieces, inputs = list(zip(*columns, strict=True)), len(unsplit_tensors) - self.has_target
-        given = {0: [piece[:inputs] for piece in pieces]}
+        pieces, input_count = (
+            list(zip(*columns, strict=True)),
+            len(unsplit_tensors) - self.has_target,
+        )
+        by_stage = {0: [piece[:input_count] for piece in pieces]}
         if self.has_target:
-            _append_target(given, max(self.by_stage), [piece[-1] for piece in pieces])
-        return given
+            _append_target(by_stage, max(self.by_stage), [piece[-1] for piece in pieces])
+        return by_stage
 
     @property
     def targets(self) -> list[tuple[Any, ...]]:
-        """Those of the micro-batches; empty, if there is none."""
+        """The targets of each micro-batch, or the inputs that may be targets of the model's loss.
+
+        An entry is an empty tuple if there is no target.
+        """
         if not self.has_target:
             return list(self.label_inputs) or [()] * self.chunks
         return [values[-1:] for values in self.by_stage[max(self.by_stage)]]
@@ -103,7 +119,7 @@ class StageInputs:
 def build_stage_inputs(
     partition: Partition, chunks: int, batch: Batch, device_of_stage: DeviceOfStage
 ) -> StageInputs:
-    """Cut a batch, and deal it out to the stages."""
+    """Split a batch into micro-batches and assign its tensors to stages."""
     check_inputs(batch.inputs, batch.keyword_inputs.values(), device_of_stage(0))
     if isinstance(partition.how, TracedPartition):
         return _build_traced_inputs(partition, partition.how, chunks, batch, device_of_stage)
@@ -117,57 +133,69 @@ def _build_sequential_inputs(
     batch: Batch,
     device_of_stage: DeviceOfStage,
 ) -> StageInputs:
-    inputs, side, target = batch.inputs, batch.keyword_inputs, batch.target
-    if not side and not target:
+    inputs, keyword_inputs, target = batch.inputs, batch.keyword_inputs, batch.target
+    if not keyword_inputs and not target:
         pieces, rows = scatter(inputs, chunks)
-        given = {0: pieces} if device_of_stage(0) else {}
+        by_stage = {0: pieces} if device_of_stage(0) else {}
         return StageInputs(
-            given, rows, len(pieces), partition.graph, unsplit_tensors=_row_aligned_tensors(inputs)
+            by_stage,
+            rows,
+            len(pieces),
+            partition.graph,
+            unsplit_tensors=_row_aligned_tensors(inputs),
         )
-    takers = _find_consumers(partition, sequential, side)
-    last = len(partition.stages) - 1
-    values, names = list(inputs), [f"input {at}" for at in range(len(inputs))]
-    homes: dict[tuple[str, torch.device | None], int] = {}
-    for name, stages in takers.items():
+    consumers = _find_consumers(partition, sequential, keyword_inputs)
+    last_stage = len(partition.stages) - 1
+    # All values are split by one call of `scatter`, which checks that their rows agree. A keyword
+    # input that stages on several devices take is moved once to each device, before the split.
+    values, names = list(inputs), [f"input {index}" for index in range(len(inputs))]
+    value_indices: dict[tuple[str, torch.device | None], int] = {}
+    for name, stages in consumers.items():
         for device in dict.fromkeys(map(device_of_stage, stages)):
-            homes[name, device] = len(values)
-            values.append(move_to_device(side[name], device))
+            value_indices[name, device] = len(values)
+            values.append(move_to_device(keyword_inputs[name], device))
             names.append(name)
     for value in target:
-        values.append(move_to_device(value, device_of_stage(last)))
+        values.append(move_to_device(value, device_of_stage(last_stage)))
         names.append("target")
     pieces, rows = scatter(tuple(values), chunks, names)
-    given = {0: [piece[: len(inputs)] for piece in pieces]}
-    for stage in sorted({stage for stages in takers.values() for stage in stages}):
-        mine = {
-            name: homes[name, device_of_stage(stage)] for name in takers if stage in takers[name]
+    by_stage = {0: [piece[: len(inputs)] for piece in pieces]}
+    for stage in sorted({stage for stages in consumers.values() for stage in stages}):
+        stage_indices = {
+            name: value_indices[name, device_of_stage(stage)]
+            for name in consumers
+            if stage in consumers[name]
         }
-        before = given.get(stage, [()] * len(pieces))
-        given[stage] = [
-            (*values, SideInputs({name: piece[at] for name, at in mine.items()}))
-            for values, piece in zip(before, pieces, strict=True)
+        positional_inputs = by_stage.get(stage, [()] * len(pieces))
+        by_stage[stage] = [
+            (*values, SideInputs({name: piece[index] for name, index in stage_indices.items()}))
+            for values, piece in zip(positional_inputs, pieces, strict=True)
         ]
     if target:
-        _append_target(given, last, [piece[-1] for piece in pieces])
-    fed = {stage: parts for stage, parts in given.items() if device_of_stage(stage) is not None}
-    wholes = _row_aligned_tensors(tuple(values)) if not side else ()
+        _append_target(by_stage, last_stage, [piece[-1] for piece in pieces])
+    local_inputs = {
+        stage: microbatches
+        for stage, microbatches in by_stage.items()
+        if device_of_stage(stage) is not None
+    }
+    unsplit_tensors = _row_aligned_tensors(tuple(values)) if not keyword_inputs else ()
     return StageInputs(
-        fed,
+        local_inputs,
         rows,
         len(pieces),
         partition.graph,
-        bool(target) and last in fed,
-        unsplit_tensors=wholes,
+        bool(target) and last_stage in local_inputs,
+        unsplit_tensors=unsplit_tensors,
     )
 
 
 def _append_target(
     inputs_by_stage: dict[int, list[tuple[Any, ...]]], last_stage: int, targets: list[Any]
 ) -> None:
-    """To the last stage, after what it has."""
-    before = inputs_by_stage.get(last_stage, [()] * len(targets))
+    """Append the target of each micro-batch to the inputs of the last stage."""
+    inputs = inputs_by_stage.get(last_stage, [()] * len(targets))
     inputs_by_stage[last_stage] = [
-        (*values, one) for values, one in zip(before, targets, strict=True)
+        (*values, target) for values, target in zip(inputs, targets, strict=True)
     ]
 
 
@@ -178,12 +206,14 @@ def _row_aligned_tensors(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
 def _find_consumers(
     partition: Partition, sequential: SequentialLayout, keyword_inputs: Mapping[str, Any]
 ) -> dict[str, list[int]]:
-    """The stages that take each side input."""
-    takes, stages = sequential.side_names, partition.stages
+    """Return the stages that take each keyword input."""
+    side_names, stages = sequential.side_names, partition.stages
     layers = [name for stage in stages for name in stage.names]
-    check_side_inputs(keyword_inputs, layers, [names for stage in takes for names in stage])
+    check_side_inputs(keyword_inputs, layers, [names for stage in side_names for names in stage])
     return {
-        name: [at for at, stage in enumerate(takes) if any(name in names for names in stage)]
+        name: [
+            index for index, stage in enumerate(side_names) if any(name in names for names in stage)
+        ]
         for name in keyword_inputs
     }
 
@@ -195,58 +225,87 @@ def _build_traced_inputs(
     batch: Batch,
     device_of_stage: DeviceOfStage,
 ) -> StageInputs:
-    """Each micro-batch is divided in its own way; who feeds whom in one of them, does in all."""
-    inputs, side = (
+    """Split a batch for a traced model: trace each micro-batch and assign its inputs to stages."""
+    inputs, keyword_inputs = (
         batch.inputs,
         {**traced.get_default_inputs(batch.keyword_inputs), **batch.keyword_inputs},
     )
-    last = len(partition.stages) - 1
-    target = tuple(move_to_device(value, device_of_stage(last)) for value in batch.target)
-    names = [*(f"input {at}" for at in range(len(inputs))), *side, "target"]
-    pieces, rows = scatter((*inputs, *side.values(), *target), chunks, names)
-    state, split_at = traced.read_settings(), len(inputs)
-    ends = split_at + len(side)
-    dealt = [
+    last_stage = len(partition.stages) - 1
+    target = tuple(move_to_device(value, device_of_stage(last_stage)) for value in batch.target)
+    names = [*(f"input {index}" for index in range(len(inputs))), *keyword_inputs, "target"]
+    pieces, rows = scatter((*inputs, *keyword_inputs.values(), *target), chunks, names)
+    settings, keywords_start = traced.read_settings(), len(inputs)
+    keywords_end = keywords_start + len(keyword_inputs)
+    plans = [
         traced.trace_microbatch(
-            piece[:split_at], dict(zip(side, piece[split_at:ends], strict=True)), state
+            piece[:keywords_start],
+            dict(zip(keyword_inputs, piece[keywords_start:keywords_end], strict=True)),
+            settings,
         )
         for piece in pieces
     ]
-    edges = sorted({edge for one in dealt for edge in one.edges})
+    # Micro-batches of one batch may take different paths through the forward. The program is the
+    # same for all of them, so an edge that one micro-batch needs is an edge for all.
+    edges = sorted({edge for plan in plans for edge in plan.edges})
     graph = StageGraph.chain(len(partition.stages), edges)
-    sends = {s: tuple(d for a, d in graph.edges if a == s) for s in range(last + 1)}
-    handed = [one.make_forward_request(state, sends) for one in dealt]
-    given: dict[int, list[tuple[Any, ...]]] = {}
-    for stage in range(last + 1):
+    destinations = {
+        stage: tuple(dst for src, dst in graph.edges if src == stage)
+        for stage in range(last_stage + 1)
+    }
+    forward_requests = [plan.make_forward_request(settings, destinations) for plan in plans]
+    by_stage: dict[int, list[tuple[Any, ...]]] = {}
+    for stage in range(last_stage + 1):
         device = device_of_stage(stage)
         if device is not None:
-            partition.stages[stage].may_draw_random |= any(one.uses_rng(stage) for one in dealt)
+            partition.stages[stage].may_draw_random |= any(plan.uses_rng(stage) for plan in plans)
             partition.stages[stage].may_mutate_inputs |= any(
-                one.mutates_inputs(stage) for one in dealt
+                plan.mutates_inputs(stage) for plan in plans
             )
-            given[stage] = [
-                (told, *(move_to_device(tensor, device) for tensor in one.select_inputs(stage)))
-                for told, one in zip(handed, dealt, strict=True)
+            by_stage[stage] = [
+                (
+                    forward_request,
+                    *(move_to_device(tensor, device) for tensor in plan.select_inputs(stage)),
+                )
+                for forward_request, plan in zip(forward_requests, plans, strict=True)
             ]
-    targets, counting = [piece[-1] for piece in pieces] if target else [], None
-    own = None if target else _find_model_targets(dealt)
-    shares = (
-        _compute_loss_shares(rows, own, device_of_stage(last)) if not batch.uses_model_loss else ()
+    targets, target_counter = [piece[-1] for piece in pieces] if target else [], None
+    # Without a target, the model may compute the loss itself, from labels among its inputs.
+    model_targets = None if target else _find_model_targets(plans)
+    loss_shares = (
+        _compute_loss_shares(rows, model_targets, device_of_stage(last_stage))
+        if not batch.uses_model_loss
+        else ()
     )
-    if own is not None and batch.uses_model_loss:
-        targets, counting = [move_to_device(one, device_of_stage(last)) for one in own[0]], own[1]
-    if targets and last in given:
-        _append_target(given, last, targets)
-    labels = (
+    if model_targets is not None and batch.uses_model_loss:
+        targets, target_counter = (
+            [move_to_device(labels, device_of_stage(last_stage)) for labels in model_targets[0]],
+            model_targets[1],
+        )
+    if targets and last_stage in by_stage:
+        _append_target(by_stage, last_stage, targets)
+    label_inputs = (
         [()]
-        if own or target
+        if model_targets or target
         else [
-            tuple(v for name, v in zip(names, piece, strict=False) if "label" in name)
+            tuple(value for name, value in zip(names, piece, strict=False) if "label" in name)
             for piece in pieces
         ]
     )
-    has_target, ways = bool(targets) and last in given, " ".join(one.fingerprint for one in dealt)
-    return StageInputs(given, rows, len(pieces), graph, has_target, ways, counting, shares, labels)
+    has_target, digest = (
+        bool(targets) and last_stage in by_stage,
+        " ".join(plan.fingerprint for plan in plans),
+    )
+    return StageInputs(
+        by_stage,
+        rows,
+        len(pieces),
+        graph,
+        has_target,
+        digest,
+        target_counter,
+        loss_shares,
+        label_inputs,
+    )
 
 
 def _compute_loss_shares(
@@ -254,7 +313,7 @@ def _compute_loss_shares(
     model_targets: tuple[list[Tensor], TargetCounter] | None,
     device: torch.device | None,
 ) -> Sequence[float | Tensor]:
-    """The micro-batches' parts in the model's own loss: by what counts, or by rows."""
+    """Return the weight of each micro-batch in the model's own loss: by counted targets or rows."""
     if model_targets is None:
         return rows.fractions()
     counts = torch.stack([model_targets[1](target) for target in model_targets[0]])
@@ -262,18 +321,21 @@ def _compute_loss_shares(
 
 
 def _weight_loss(loss: Tensor, share: float | Tensor) -> Tensor:
-    """What counts for nothing may be no number."""
+    """Multiply a loss by its share. A loss with share 0 counts as 0, even if it is NaN."""
     return loss * share if isinstance(share, float) else (loss * share).masked_fill(share == 0, 0)
 
 
 def _find_model_targets(
     microbatch_plans: Sequence[TracedMicrobatch],
 ) -> tuple[list[Tensor], TargetCounter] | None:
-    """Those of the model's own loss, if every micro-batch has them, and counts them alike."""
-    found = [pair for one in microbatch_plans if (pair := one.compute_loss_targets()) is not None]
+    """Return the targets of the model's own loss and their counter.
+
+    Return None unless every micro-batch has such targets and counts them in the same way.
+    """
+    pairs = [pair for plan in microbatch_plans if (pair := plan.compute_loss_targets()) is not None]
     if (
-        len(found) < len(microbatch_plans)
-        or len({counting.ignore_index for _, counting in found}) > 1
+        len(pairs) < len(microbatch_plans)
+        or len({counter.ignore_index for _, counter in pairs}) > 1
     ):
         return None
-    return [target for target, _ in found], found[0][1]
+    return [target for target, _ in pairs], pairs[0][1]

@@ -1,4 +1,11 @@
-"""What is asked of one call of a pipe, whichever runtime answers it."""
+"""The records of one call of a pipe, and `Engine`, the interface that answers it.
+
+CallOptions    options of the pipe as they are now: chunks, checkpoint, training, runtime
+StepRequest    arguments of `pipe.step`: loss function, outputs, scaler, optimizer
+Batch          the inputs and the target (see stage_inputs.py)
+PreparedPipe   the part that does not change between calls: stages, programs, replicas
+PreparedStep   options, request and the batch split into micro-batches
+"""
 
 from __future__ import annotations
 
@@ -30,7 +37,7 @@ from penstock.stage.stage_runner import SavedForBackward
 
 @dataclass(frozen=True)
 class CallOptions:
-    """The options of a pipe that may change from call to call."""
+    """The options of a pipe that may change between calls, as attributes of the pipe."""
 
     chunks: int
     checkpoint: str
@@ -39,13 +46,17 @@ class CallOptions:
     reduction: str | None
 
     def build_program_key(self, chunks: int, allow_recompute: bool = True) -> ProgramKey:
-        """Of a call with so many micro-batches."""
+        """Return the key of the program for a call with `chunks` micro-batches."""
+        # As in PyTorch's old `Pipe`, a model in eval mode is never recomputed.
         return ProgramKey(chunks, self.training and allow_recompute, self.checkpoint)
 
 
 @dataclass(frozen=True)
 class PreparedPipe:
-    """A model cut and placed, the programs that run it, and the layers as the pipe has them now."""
+    """A model that is cut and placed, with its programs.
+
+    `layers` are the children of the pipe: the live dictionary, so later changes show.
+    """
 
     placed_partition: PlacedPartition
     program_cache: ProgramCache
@@ -53,10 +64,12 @@ class PreparedPipe:
     layers: Mapping[str, nn.Module | None]
 
     def check_model_unchanged(self) -> None:
-        """The layers are those that were cut, and have been given their numbers."""
-        how = self.placed_partition.partition.how
-        if isinstance(how, TracedPartition):
-            how.check_unchanged()
+        """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
+        # A stage holds its layers. A layer that the user puts into the pipe later would be saved
+        # and optimised, but it would not run.
+        layout = self.placed_partition.partition.how
+        if isinstance(layout, TracedPartition):
+            layout.check_unchanged()
         else:
             check_layers_unchanged(self.layers, self.placed_partition.local_stages)
         self.placed_partition.uninitialized_tensors.check_initialized()
@@ -64,10 +77,14 @@ class PreparedPipe:
     def select_step_program(
         self, options: CallOptions, stage_inputs: StageInputs
     ) -> tuple[Program, Phase]:
-        """The whole program; without gradients, its forwards."""
+        """Return the program of a step and the phase to run.
+
+        Under `torch.no_grad()` the phase has the forwards only.
+        """
         programs = self.program_cache.for_graph(stage_inputs.graph)
         if torch.is_grad_enabled():
             return programs.get_step_phase(options.build_program_key(stage_inputs.chunks))
+        # Without a backward there is nothing to recompute for.
         program, forwards, _ = programs.get_forward_backward_phases(
             options.build_program_key(stage_inputs.chunks, False)
         )
@@ -76,7 +93,10 @@ class PreparedPipe:
     def forecast(
         self, options: CallOptions, cost: Cost | None, last_measured: HasTimeline | None
     ) -> Timeline:
-        """A training step on paper: at this cost, or at that of the last one, if there was one."""
+        """Return the simulated timeline of a training step.
+
+        Without a `cost`, the measured costs of the last step are used, if there was one.
+        """
         program, _ = self.program_cache.get_step_phase(options.build_program_key(options.chunks))
         if cost is None and last_measured is not None:
             cost = last_measured.timeline.cost
@@ -85,36 +105,38 @@ class PreparedPipe:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What a training step is to do with the outputs."""
+    """The options of one training step: loss function, outputs, scaler, optimizer."""
 
     loss_fn: LossFn | None
     return_outputs: bool
     scaler: torch.amp.GradScaler | None
-    optimizer: torch.optim.Optimizer | None = None  # takes its step, too
+    optimizer: torch.optim.Optimizer | None = None  # its `step()` is called after the backwards
 
     def validate(self) -> None:
-        """The optimizer has something to go by, and may go by it."""
+        """Raise if an optimizer was given and cannot step: no gradients, or a scaler decides."""
         if self.optimizer is None:
             return
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise PenstockTypeError(
-                f"optimizer is a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
+                "optimizer must be a torch.optim.Optimizer, not "
+                f"{type(self.optimizer).__name__}. Pass the optimizer itself."
             )
         if not torch.is_grad_enabled():
             raise ArgumentError(
-                "step(optimizer=...) under torch.no_grad: there are no gradients to go by; leave "
-                "the optimizer out"
+                "step(optimizer=...) was called under torch.no_grad(), so there are no gradients. "
+                "Leave the optimizer out, or enable gradients."
             )
         if self.scaler is not None:
             raise ArgumentError(
-                "step(optimizer=..., scaler=...): the scaler decides whether the optimizer takes "
-                "its step; leave the optimizer out, and call scaler.step(optimizer) after it"
+                "step(optimizer=..., scaler=...) was called, but the scaler decides whether the "
+                "optimizer steps. Leave the optimizer out and call scaler.step(optimizer) after "
+                "the step."
             )
 
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A training step, made ready: what is fed, and what the gradients are multiplied by."""
+    """A training step whose batch is split. Gradients are multiplied by `loss_scale`."""
 
     options: CallOptions
     request: StepRequest
@@ -123,41 +145,46 @@ class PreparedStep:
 
 
 class CheckpointPeers(NamedTuple):
-    """A group of all processes that save together, None if there is one; of which copy this is."""
+    """The processes that save a checkpoint together."""
 
-    process_group: Any = None
-    replica: int = 0
+    process_group: Any = None  # of all of them; None: this process saves alone
+    replica: int = 0  # the replica of the pipe that this process belongs to
 
 
 class Engine(Protocol):
-    """What runs a pipe: in one process, or as one of several."""
+    """The interface that runs a pipe: `LocalEngine` in one process, `DistributedEngine` in many."""
 
     def forward(self, options: CallOptions, batch: Batch) -> Any:
-        """What the model computes of a batch."""
+        """Return the output of the model for a batch."""
 
     def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
-        """Forward, loss and backward."""
+        """Run forward, loss and backward of a batch."""
 
     def guard_call(self, call_name: str, **facts: object) -> AbstractContextManager[object]:
-        """Within, what is raised on one rank is raised on all, if the facts are the same there."""
+        """Return a context in which an error on one rank is raised on all ranks.
+
+        All ranks compare the `facts` first and raise if they differ.
+        """
 
     def clip_grad_norm(
         self, parameters: Sequence[nn.Parameter], max_norm: float, options: ClipGradOptions
     ) -> Tensor:
-        """Clip by the norm over all ranks; gives the norm before."""
+        """Clip gradients by their norm over all ranks. Return the norm before clipping."""
 
     def get_checkpoint_peers(self) -> CheckpointPeers:
-        """With whom this process saves."""
+        """Return the processes that this process saves checkpoints with."""
 
     def forecast(self, options: CallOptions, cost: Any) -> Timeline:
-        """The timeline of a training step on paper."""
+        """Return the simulated timeline of a training step."""
 
     def measure_memory(self, options: CallOptions, batch: Batch, request: StepRequest) -> Memory:
-        """What is alive in a training step, measured."""
+        """Run a training step and return the bytes alive after each action."""
 
 
 def build_cell_policy(schedule: Schedule, require_known_leaves: bool = False) -> CellPolicy:
-    """How the schedule has its cells computed, if there are gradients at all."""
+    """Return the rules by which a schedule computes its cells, in the caller's grad mode."""
+    # Read here, in the caller's thread: the rules are applied by worker threads, whose grad mode is
+    # their own.
     grad = torch.is_grad_enabled()
 
     def saved_for_backward(stage: int, microbatch: int) -> SavedForBackward:

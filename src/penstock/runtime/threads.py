@@ -1,4 +1,16 @@
-"""One thread a rank. The threads live as long as their crew, and wait for work between calls."""
+"""The `threads` runtime: one thread per rank.
+
+A `WorkerPool` belongs to a pipe and keeps its threads between calls. A `ThreadExecutor` belongs to
+one call and gives each thread a lane to run.
+
+    caller's thread                      thread of rank r
+    ---------------                      ----------------
+    WorkerPool.run_jobs
+      put a job into every queue   --->  _worker_loop takes the job
+      wait until all are done            ThreadExecutor._run_lane: its actions, one by one
+                                         on an error: record it, wake and stop the other ranks
+      raise the first error        <---  mark the job as done
+"""
 
 from __future__ import annotations
 
@@ -23,7 +35,7 @@ Job = Callable[[], None]
 
 
 class WorkerPool:
-    """Threads that do one job each, all at the same time; they end when nobody holds the crew."""
+    """Threads that run one job each, all at the same time. They end when the pool is collected."""
 
     def __init__(self, size: int) -> None:
         self._pid = os.getpid()
@@ -33,53 +45,60 @@ class WorkerPool:
         self._run_lock = threading.Lock()
         threads = [
             threading.Thread(
-                target=_worker_loop, args=(orders,), name=f"penstock-{rank}", daemon=True
+                target=_worker_loop, args=(queue,), name=f"penstock-{rank}", daemon=True
             )
-            for rank, orders in enumerate(self._job_queues)
+            for rank, queue in enumerate(self._job_queues)
         ]
         for thread in threads:
             thread.start()
         self._thread_idents = {thread.ident for thread in threads}
+        # The threads hold their queues, not the pool, so the pool can be collected while they wait.
         weakref.finalize(self, _shut_down, self._job_queues, threads, self._pid)
 
     @property
     def is_in_this_process(self) -> bool:
-        """Do the threads exist in this process? A fork has none."""
+        """Return whether the threads exist in this process. A fork does not copy threads."""
         return self._pid == os.getpid()
 
     def check_caller(self) -> None:
-        """It is none of the crew: that one would wait for itself."""
+        """Raise if the caller is one of the pool's own threads: it would wait for itself."""
         if threading.get_ident() in self._thread_idents:
             raise RunError(
-                "a pipe was called by one of its own workers, in a layer or a hook, and would wait "
-                "for itself: call it after the step, or make another Pipe for this"
+                "a pipe was called by one of its own workers, from a layer or a hook, and would "
+                "wait for itself. Call it after the step, or make another Pipe for this call."
             )
 
     def run_jobs(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
-        """Do the jobs, one a thread, and wait for all. When one fails, `stop` the others.
+        """Run one job in each thread and wait for all of them.
 
-        The first error is raised here, as it was raised there.
+        When a job fails, `stop` is called to stop the others, and the first error is raised here.
         """
         self.check_caller()
         if not self.is_in_this_process:
             raise RunError(
-                "this pipe was called in another process, whose threads a fork does not have: call "
-                "it, forward and backward, in one process"
+                "this pipe was called in another process, which was forked and does not have the "
+                "pipe's threads. Run the forward and its backward in the same process."
             )
-        with self._run_lock:  # all ranks must see calls in the same order
+        # Two callers may use one pipe. Every rank must see their calls in the same order, or one
+        # rank would wait for a message of a call that another rank has not begun.
+        with self._run_lock:
             self._run_jobs(jobs, stop)
 
     def _run_jobs(self, jobs: Sequence[Job], stop: Callable[[], None]) -> None:
         failures: list[BaseException] = []
-        orders = [_QueuedJob(job, stop, failures) for job in jobs]
-        while not all(order.done.is_set() for order in orders):
-            try:  # Ctrl-C may come at any line, and every order is given and awaited all the same
-                for queue, order in zip(self._job_queues, orders, strict=True):
-                    if not order.is_queued:
-                        queue.put(order)
-                        order.is_queued = True
-                for order in orders:
-                    while not order.done.wait(timeout=1):  # a signal may come just before it
+        queued_jobs = [_QueuedJob(job, stop, failures) for job in jobs]
+        # A KeyboardInterrupt may be raised between any two lines here. The loop then goes on until
+        # every job has been queued and has ended: a thread that still runs would write into the
+        # state of the next call. A job that is queued twice runs once.
+        while not all(queued_job.done.is_set() for queued_job in queued_jobs):
+            try:
+                for queue, queued_job in zip(self._job_queues, queued_jobs, strict=True):
+                    if not queued_job.is_queued:
+                        queue.put(queued_job)
+                        queued_job.is_queued = True
+                for queued_job in queued_jobs:
+                    # With a timeout, a signal that arrived just before the wait is still handled.
+                    while not queued_job.done.wait(timeout=1):
                         pass
             except BaseException as interrupt:
                 failures.append(interrupt)
@@ -88,11 +107,16 @@ class WorkerPool:
             try:
                 raise next((e for e in failures if not isinstance(e, Stopped)), failures[0])
             finally:
-                del failures, orders, order
+                # The error holds this frame. Without the `del`, the frame would hold all errors
+                # and jobs, and with them the tensors of the call.
+                del failures, queued_jobs, queued_job
 
 
 class ThreadExecutor:
-    """The runtime of one call, in a crew's threads. They may have to take turns at forwards."""
+    """The executor of one call in the threads of a pool.
+
+    With `forward_lock`, only one rank at a time computes a forward.
+    """
 
     def __init__(
         self,
@@ -106,34 +130,35 @@ class ThreadExecutor:
         self._mailboxes = Mailboxes(devices, placement)
 
     def endpoint(self, rank: int) -> Transport:
-        """The rank's mailbox."""
+        """Return the mailbox of a rank."""
         return self._mailboxes.endpoint(rank)
 
     def execute(self, workers: Sequence[Worker], phase: Phase, context: CallerContext) -> None:
-        """All lanes at the same time; when one fails, the others stop."""
+        """Run all lanes at the same time. When one fails, the others stop."""
         for worker in workers:
             worker.forward_lock = self._forward_lock
         jobs = [
-            partial(self._run_lane, worker, steps, context)
-            for worker, steps in zip(workers, phase.lanes, strict=True)
+            partial(self._run_lane, worker, lane, context)
+            for worker, lane in zip(workers, phase.lanes, strict=True)
         ]
         self._pool.run_jobs(jobs, self._mailboxes.stop)
 
     def _run_lane(
         self, worker: Worker, actions: Sequence[BoundAction], context: CallerContext
     ) -> None:
-        # inference_mode(False) would switch autograd's threads on again
+        # `torch.inference_mode(False)` would turn autograd's threads on again, so that context is
+        # entered only where inference mode is on.
         inference = context.inference_mode
         mode = torch.inference_mode() if inference else torch.set_grad_enabled(context.grad_enabled)
         with mode, worker.device.activate():
-            for step in actions:
+            for bound_action in actions:
                 if self._mailboxes.stopped:
                     raise Stopped
-                worker.execute(step)
+                worker.execute(bound_action)
 
 
 class _QueuedJob:
-    """A job, and what became of it."""
+    """A job with its state: queued, started, done."""
 
     def __init__(self, job: Job, stop: Callable[[], None], failures: list[BaseException]) -> None:
         self.is_queued = self._is_started = False
@@ -141,7 +166,7 @@ class _QueuedJob:
         self._job, self._stop, self._failures = job, stop, failures
 
     def run_once(self) -> None:
-        """Once, though it may be given twice; when it fails, the others are stopped."""
+        """Run the job unless it has been started before. On an error, stop the other ranks."""
         if self._is_started:
             return
         self._is_started = True
@@ -151,6 +176,7 @@ class _QueuedJob:
             self._failures.append(error)
             self._stop()
         finally:
+            # The thread may wait long for its next job. It must not keep the tensors of this one.
             del self._job, self._stop, self._failures
             self.done.set()
 
@@ -160,7 +186,11 @@ def _shut_down(
     threads: Sequence[threading.Thread],
     pid: int,
 ) -> None:
-    """Let the threads end, and wait for them unless this is one of them, or another process."""
+    """End the threads and wait for them.
+
+    Collection may happen in one of these threads, which cannot join itself, or in a forked process,
+    where the threads do not exist.
+    """
     for queue in job_queues:
         queue.put(None)
     if pid == os.getpid():
@@ -170,13 +200,15 @@ def _shut_down(
 
 
 def _worker_loop(job_queue: SimpleQueue[_QueuedJob | None]) -> None:
-    # A backward runs in the thread that asks for it. Autograd's own thread for a GPU may be the
-    # one that waits for this worker, and one thread for all ranks would be a queue.
+    # A backward must run in the thread that asks for it. By default PyTorch runs it in autograd's
+    # thread for the GPU. Inside `loss.backward()` that thread is already waiting for this worker,
+    # which would be a deadlock; and one thread for all ranks would run them one after another.
     torch.autograd.set_multithreading_enabled(False)
-    torch.get_num_threads()  # a thread follows `torch.set_num_threads` only once it has asked
+    # A thread follows `torch.set_num_threads` only after it has asked for the number once.
+    torch.get_num_threads()
     while True:
-        order = job_queue.get()
-        if order is None:
+        queued_job = job_queue.get()
+        if queued_job is None:
             return
-        order.run_once()
-        del order
+        queued_job.run_once()
+        del queued_job

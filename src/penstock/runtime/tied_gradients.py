@@ -1,10 +1,14 @@
-"""What several stages share: who owns it, what the others compute with, and who gets the gradient.
+"""Tied weights among ranks of one process: owners, proxies, and the sum of their gradients.
 
-A parameter is the first stage's that has it; stages of other ranks compute with stand-ins. What
-these learn is added to the owner's `.grad` after the run, by the caller's thread.
+A parameter that several stages share is owned by the rank of the first stage that has it. Stages of
+other ranks compute with proxies. After a run, the caller's thread adds the gradients of the proxies
+to the owner's `.grad`.
 
-No stage may change what is shared while it computes: in the unsplit model the layers that share it
-take turns, and stages do not, as soon as there are several ranks or micro-batches.
+    stage 0, rank 0: embedding.weight  <──── gradient of the proxy, added after the run
+    stage 3, rank 1: proxy of embedding.weight (same values, `.grad` of its own)
+
+No stage may change a shared tensor while it computes. In the unsplit model the layers that share
+it run one after another; stages run at the same time, or at different micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +25,11 @@ from penstock.stage.stage import Stage
 
 
 class LocalTiedWeights:
-    """Of one call: `stand_ins` for each stage. With `hooked`, for parameters with hooks, too."""
+    """The tied weights of one call, with the `proxies` of each stage.
+
+    With `proxy_hooked`, parameters with hooks get proxies, too. Through `pipe(x)` a hook must see
+    the gradient of the whole batch, and a stage has one gradient for each micro-batch.
+    """
 
     def __init__(
         self,
@@ -31,68 +39,82 @@ class LocalTiedWeights:
         proxy_hooked: bool,
         chunks: int,
     ) -> None:
-        modules = [unwrap_stage_modules(stage) for stage in stages]
+        modules_by_stage = [unwrap_stage_modules(stage) for stage in stages]
         ranks = [placement[stage.index] for stage in stages]
-        held = [collect_module_and_tensor_ids(those) for those in modules]
-        shared = find_shared_ids(held)
-        owners = _find_owner_ranks(stages, ranks, held) if shared and len(devices) > 1 else {}
+        ids_by_stage = [collect_module_and_tensor_ids(modules) for modules in modules_by_stage]
+        shared_ids = find_shared_ids(ids_by_stage)
+        owners = (
+            _find_owner_ranks(stages, ranks, ids_by_stage)
+            if shared_ids and len(devices) > 1
+            else {}
+        )
         self._proxy_pools = [
             ProxyPool(
-                place.device, {key for key, owner in owners.items() if owner != rank}, proxy_hooked
+                device.device,
+                {key for key, owner in owners.items() if owner != rank},
+                proxy_hooked,
             )
-            for rank, place in enumerate(devices)
+            for rank, device in enumerate(devices)
         ]
+        # Nothing that is shared may change while stages compute. With one micro-batch, the stages
+        # of one rank run one after another, as in the unsplit model. Then only what several ranks
+        # share has to stay the same.
         self.proxies = {
             stage.index: StageProxies(
-                those, self._proxy_pools[rank], shared if chunks > 1 else owners
+                modules, self._proxy_pools[rank], shared_ids if chunks > 1 else owners
             )
-            for stage, rank, those in zip(stages, ranks, modules, strict=True)
+            for stage, rank, modules in zip(stages, ranks, modules_by_stage, strict=True)
         }
 
     def accumulate_gradients(self) -> None:
-        """Hand over what the stand-ins have learned: in one backward, rank after rank.
-
-        So the hooks of an owner see the sum of what all other ranks add, once.
-        """
-        learned = [pair for doubles in self._proxy_pools for pair in doubles.take_gradients()]
-        if learned:
-            owners = [owner for owner, _ in learned]
-            torch.autograd.backward(owners, [g.to(owner.device) for owner, g in learned])
+        """Add the gradients of the proxies to the parameters they stand for, rank after rank."""
+        # One backward for all: the hooks of a parameter then see the sum of what the other ranks
+        # add, once. The order of the ranks is fixed, so the sum is the same in every run.
+        pairs = [pair for pool in self._proxy_pools for pair in pool.take_gradients()]
+        if pairs:
+            owners = [owner for owner, _ in pairs]
+            torch.autograd.backward(
+                owners, [gradient.to(owner.device) for owner, gradient in pairs]
+            )
 
 
 def unwrap_stage_modules(stage: Stage) -> list[nn.Module]:
-    """The stage's own, though another call may be computing with stand-ins for them."""
+    """Return the modules of a stage, without the proxies that another call may have put in."""
     return [unwrap_proxy(module) for module in stage.modules()]
 
 
 def find_shared_ids(ids_by_stage: Sequence[set[int]]) -> set[int]:
-    """The ids that several stages have."""
-    once: set[int] = set().union(*ids_by_stage)
-    if len(once) == sum(map(len, ids_by_stage)):
-        return set()  # as for most models
+    """Return the ids that several stages have."""
+    distinct: set[int] = set().union(*ids_by_stage)
+    if len(distinct) == sum(map(len, ids_by_stage)):
+        return set()  # nothing is shared, as in most models
     counts = Counter(key for ids in ids_by_stage for key in ids)
-    return {key for key, times in counts.items() if times > 1}
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _find_owner_ranks(
     stages: Sequence[Stage], ranks: Sequence[int], ids_by_stage: Sequence[set[int]]
 ) -> dict[int, int]:
-    """The ids of modules, parameters and buffers that several ranks have, with their owners.
+    """Return the ids of modules, parameters and buffers that several ranks have, with their owners.
 
-    It is the rank of the first stage; that of a layer of the pipe itself is its own stage's.
+    The owner is the rank of the first stage that has the object. A layer of the pipe is owned by
+    the rank of its own stage, even if an earlier stage refers to it.
     """
-    first = {id(layer): rank for s, rank in zip(stages, ranks, strict=True) for layer in s.layers}
+    owner_by_id = {
+        id(layer): rank for stage, rank in zip(stages, ranks, strict=True) for layer in stage.layers
+    }
     owners: dict[int, int] = {}
     for rank, ids in zip(ranks, ids_by_stage, strict=True):
         for key in ids:
-            owner = first.setdefault(key, rank)
+            owner = owner_by_id.setdefault(key, rank)
             if owner != rank:
                 owners[key] = owner
     return owners
 
 
 def collect_module_and_tensor_ids(modules: Sequence[nn.Module]) -> set[int]:
-    """The ids of the modules and of their tensors."""
+    """Return the ids of modules, of their parameters and of their buffers."""
+    # Ids instead of the objects: hashing a tensor is slow, and this runs in every call.
     ids = {id(unwrap_proxy(t)) for m in modules for t in m._parameters.values() if t is not None}
     ids.update([id(unwrap_proxy(t)) for m in modules for t in m._buffers.values() if t is not None])
     ids.update(map(id, modules))

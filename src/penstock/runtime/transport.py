@@ -1,4 +1,9 @@
-"""What carries messages between ranks; all that differs between runtimes."""
+"""The interface that carries messages between ranks, and its implementation for one process.
+
+A `Worker` sends and receives through a `Transport` and knows nothing else of the other ranks. In
+one process that is a `Mailbox`; `runtime/distributed/` has one for processes, and
+`runtime/cuda_graph/` one for captured steps.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +17,28 @@ from penstock.stage.payload import Payload
 
 
 class Stopped(Exception):
-    """Another rank has failed; there is no sense in going on."""
+    """Raised on a rank that waits or goes on after another rank has failed."""
 
 
 class Transport(Protocol):
-    """One rank's end."""
+    """The end of the message channels that one rank holds."""
 
     def send(self, message: Message, payload: Payload) -> None:
-        """Hand over; does not wait for the receiver."""
+        """Send a payload, without waiting for the receiver."""
 
     def recv(self, message: Message) -> Callable[[], Payload]:
-        """Ask for a message; the call that it gives waits for it."""
+        """Post a receive. Return a function that waits for the payload and returns it."""
 
 
 class TransportFactory(Protocol):
-    """What joins the ranks of one process."""
+    """The message channels among the ranks of one process."""
 
     def endpoint(self, rank: int) -> Transport:
-        """The rank's end."""
+        """Return the transport of a rank."""
 
 
 class Mailboxes:
-    """One box a rank, in one process. Anybody puts in, its owner takes out."""
+    """One queue per rank, in one process. Every rank puts messages in; the owner takes them out."""
 
     def __init__(self, devices: Sequence[Device], placement: Sequence[int]) -> None:
         self.devices, self.placement = devices, placement
@@ -43,18 +48,18 @@ class Mailboxes:
         ]
 
     def endpoint(self, rank: int) -> Mailbox:
-        """The rank's end."""
+        """Return the mailbox of a rank."""
         return Mailbox(self, rank)
 
     def stop(self) -> None:
-        """Wake up everybody who waits, and let nobody begin another step."""
+        """Wake every rank that waits, and let no rank begin another action."""
         self.stopped = True
-        for box in self.queues:
-            box.put(None)
+        for queue in self.queues:
+            queue.put(None)
 
 
 class Mailbox:
-    """A rank's end of the mailboxes."""
+    """The transport of one rank over the queues of a `Mailboxes`."""
 
     def __init__(self, mailboxes: Mailboxes, rank: int) -> None:
         self._mailboxes, self._rank = mailboxes, rank
@@ -63,20 +68,22 @@ class Mailbox:
         self._early_arrivals: dict[Message, InFlightPayload] = {}
 
     def send(self, message: Message, payload: Payload) -> None:
-        """Put it into the box of its destination's rank."""
+        """Put a payload into the queue of the receiver's rank and start its copy there."""
         receiver = self._mailboxes.placement[message.dst]
         delivery = transfer(payload, self._device, self._mailboxes.devices[receiver])
         self._mailboxes.queues[receiver].put((message, delivery))
 
     def recv(self, message: Message) -> Callable[[], Payload]:
-        """The boxes take what comes: there is nothing to prepare."""
+        """Return a function that waits for the payload. The queue needs no preparation."""
         return lambda: self._wait(message).receive_on(self._device)
 
     def _wait(self, message: Message) -> InFlightPayload:
+        # Messages of several senders share the queue, so others may arrive before this one. They
+        # are set aside until their own receive asks for them.
         while message not in self._early_arrivals:
-            arrived = self._queue.get()
-            if arrived is None:
-                self._queue.put(None)
+            arrival = self._queue.get()
+            if arrival is None:
+                self._queue.put(None)  # the mark stays, so that every later wait ends, too
                 raise Stopped
-            self._early_arrivals[arrived[0]] = arrived[1]
+            self._early_arrivals[arrival[0]] = arrival[1]
         return self._early_arrivals.pop(message)

@@ -1,4 +1,14 @@
-"""A worker carries out one rank's lane over the rank's stages."""
+"""`Worker`: runs the actions of one rank's lane, one after another.
+
+    action            what the worker does
+    ------            --------------------
+    Recv              post the receive; wait for the payload only where a computation needs it
+    F, R, B, I, W     take the payloads it consumes, call the rank's `StageRunner`, keep the
+                      payloads it produces
+    Send              hand a kept payload to the transport
+
+Tensors that enter the pipe from the caller, or leave it, go through a `CellIO` instead of messages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +37,7 @@ from penstock.stage.stage_runner import StageRunner
 
 
 class BoundAction(NamedTuple):
-    """An action at its place in the lane, with the messages it takes and makes."""
+    """An action with its index in the lane and the messages that it consumes and produces."""
 
     lane_index: int
     action: Action
@@ -36,7 +46,7 @@ class BoundAction(NamedTuple):
 
 
 class TimedAction(NamedTuple):
-    """When a step was carried out."""
+    """An action with the timestamps of its start and its end."""
 
     bound_action: BoundAction
     start: Timestamp
@@ -44,18 +54,22 @@ class TimedAction(NamedTuple):
 
 
 class TimedActionLog(list[TimedAction]):
-    """Those of a rank, in order. When nobody looks at them any more, its place forgets them."""
+    """The timed actions of a rank, in order.
+
+    When the log is collected, its timestamps go back to the device, which uses them again: on a
+    GPU they are CUDA events, and creating an event takes as long as recording it.
+    """
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device
 
     def __del__(self) -> None:
-        self._device.recycle_timestamps(moment for _, *both in self for moment in both)
+        self._device.recycle_timestamps(moment for _, *moments in self for moment in moments)
 
 
 def bind_lane(program: Program, rank: int) -> tuple[BoundAction, ...]:
-    """A lane, ready to be carried out: the rule has been asked for every action."""
+    """Return the actions of a lane with their messages, so that running them looks nothing up."""
 
     def bind_action(lane_index: int, action: Action) -> BoundAction:
         if not isinstance(action, Compute):
@@ -65,15 +79,22 @@ def bind_lane(program: Program, rank: int) -> tuple[BoundAction, ...]:
             lane_index, action, tuple(consumes(action, graph)), tuple(produces(action, graph))
         )
 
-    return tuple(bind_action(at, action) for at, action in enumerate(program.lanes[rank]))
+    return tuple(bind_action(index, action) for index, action in enumerate(program.lanes[rank]))
 
 
 class CellIO:
-    """What comes from outside into cells, and what they give out: forward and backward.
+    """The payloads that enter cells from the caller and leave them for the caller.
 
-    Each cell (stage, micro-batch) takes at most one parcel and gives at most one, each way.
-    `answer` makes the gradients for an output as soon as it is there, if they are known;
-    `prepare` is told of each cell before its backward.
+    Each dictionary maps a cell (stage, micro-batch) to a payload; a cell has at most one of each:
+
+                         enters the cell     leaves the cell
+        forward          inputs              outputs
+        backward         output_gradients    input_gradients
+
+    Attributes:
+        compute_output_gradients: Called with micro-batch and output as soon as an output is there.
+            Returns the gradients with which its backward begins. None: the caller supplies them.
+        before_backward: Called with stage runner and micro-batch before the backward of each cell.
     """
 
     def __init__(self) -> None:
@@ -86,7 +107,7 @@ class CellIO:
 
 
 class Worker:
-    """One rank of one call: its tapes, its messages, and when it did what."""
+    """One rank in one call: its stage runners, its payloads and its timestamps."""
 
     def __init__(
         self,
@@ -99,38 +120,41 @@ class Worker:
         self.rank, self.device = rank, device
         self.stage_runners = stage_runners
         self.timed_actions = TimedActionLog(device)
-        self._last_end: Timestamp | None = None  # the end of the last step, if nothing came since
+        # The end of the last action, or None if the rank has waited for a message since.
+        self._last_end: Timestamp | None = None
         self._transport, self._cell_io = transport, cell_io
-        self._ready_payloads: dict[
-            Message, Payload
-        ] = {}  # not sent yet, or for a stage of this rank
+        # Payloads that wait for their Send, or for a stage of the same rank.
+        self._ready_payloads: dict[Message, Payload] = {}
         self._posted_recvs: dict[Message, Callable[[], Payload]] = {}
         self.retain_graph = False
-        self.forward_lock: AbstractContextManager[object] = nullcontext()  # to compute forward
+        self.forward_lock: AbstractContextManager[object] = nullcontext()  # held by F and R
 
     def execute(self, bound_action: BoundAction) -> None:
-        """Carry out one step."""
+        """Run one action and record its start and its end."""
         action = bound_action.action
         if isinstance(action, Recv):
+            # Posting takes no time that is worth showing in a timeline.
             self._posted_recvs[action.message] = self._transport.recv(action.message)
             return
         if isinstance(action, Send):
-            start = (
-                self.device.record_timestamp() if self._last_end is None else self._last_end
-            )  # it follows at once
+            # A send follows the last action at once, so that action's end serves as its start.
+            start = self.device.record_timestamp() if self._last_end is None else self._last_end
             self._transport.send(action.message, self._ready_payloads.pop(action.message))
             self._last_end = self.device.record_send_end(start)
         else:
-            taken = {m.src: self._take_payload(m) for m in bound_action.consumed_messages}
+            # Waiting for messages comes before the start is recorded.
+            received = {m.src: self._take_payload(m) for m in bound_action.consumed_messages}
             start = self.device.record_timestamp(self._last_end)
-            self._compute(action, taken, bound_action.produced_messages)
+            self._compute(action, received, bound_action.produced_messages)
             self._last_end = self.device.record_timestamp()
         self.timed_actions.append(TimedAction(bound_action, start, self._last_end))
 
     def _take_payload(self, message: Message) -> Payload:
         wait = self._posted_recvs.pop(message, None)
-        if wait is None:
+        if wait is None:  # both stages are on this rank, and nothing was sent
             return self._ready_payloads.pop(message)
+        # The rank may be idle until the message is there, so the next action needs a start of its
+        # own: the end of the last one would count the wait as work.
         self._last_end = None
         return wait()
 
@@ -138,64 +162,66 @@ class Worker:
         self, action: Compute, received: dict[int, Payload], produced_messages: tuple[Message, ...]
     ) -> None:
         op, stage, microbatch = action
-        tape = self.stage_runners[stage]
+        stage_runner = self.stage_runners[stage]
         try:
             if op is Op.F:
                 with self.forward_lock:
-                    made = self._forward(tape, microbatch, received)
+                    payloads = self._forward(stage_runner, microbatch, received)
             elif op is Op.R:
                 with self.forward_lock:
-                    tape.recompute(microbatch)
+                    stage_runner.recompute(microbatch)
                 return
             elif op is Op.W:
-                tape.backward_weights(microbatch)
+                stage_runner.backward_weights(microbatch)
                 return
             else:
-                made = self._backward(tape, microbatch, received)
+                payloads = self._backward(stage_runner, microbatch, received)
         except BaseException as error:
-            names, called = tape.stage.names, str(tape.stage)
-            where = ErrorLocation(stage, names, microbatch, str(action), called)
-            error.whereabouts = where  # type: ignore[attr-defined]
-            error.add_note(f"{where} on rank {self.rank} ({self.device!r})")
+            # The error keeps its type and its traceback. The location is added as an attribute,
+            # for `RemoteError`, and as a note, for people.
+            layers, stage_label = stage_runner.stage.names, str(stage_runner.stage)
+            location = ErrorLocation(stage, layers, microbatch, str(action), stage_label)
+            error.whereabouts = location  # type: ignore[attr-defined]
+            error.add_note(f"{location} on rank {self.rank} ({self.device!r})")
             raise
         for message in produced_messages:
-            self._ready_payloads[message] = made[message.dst]
+            self._ready_payloads[message] = payloads[message.dst]
 
     def _forward(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
     ) -> dict[int, Payload]:
         cell = stage_runner.stage.index, microbatch
-        given = self._cell_io.inputs.get(cell)
-        if given is not None:
-            received[OUTSIDE] = given
-        made = stage_runner.forward(microbatch, received)
-        if OUTSIDE in made:
-            self._cell_io.outputs[cell] = made[OUTSIDE]
+        caller_inputs = self._cell_io.inputs.get(cell)
+        if caller_inputs is not None:
+            received[OUTSIDE] = caller_inputs
+        payloads = stage_runner.forward(microbatch, received)
+        if OUTSIDE in payloads:
+            self._cell_io.outputs[cell] = payloads[OUTSIDE]
             if self._cell_io.compute_output_gradients is not None:
                 self._cell_io.output_gradients[cell] = self._cell_io.compute_output_gradients(
-                    microbatch, made[OUTSIDE]
+                    microbatch, payloads[OUTSIDE]
                 )
-        return made
+        return payloads
 
     def _backward(
         self, stage_runner: StageRunner, microbatch: int, received: dict[int, Payload]
     ) -> dict[int, Payload]:
         cell = stage_runner.stage.index, microbatch
-        gradients = self._collect_output_gradients(stage_runner, microbatch, received)
-        found = stage_runner.backward(microbatch, gradients, self.retain_graph)
-        made = {source: Payload(tensors) for source, tensors in found.items()}
-        if OUTSIDE in made:
-            self._cell_io.input_gradients[cell] = made[OUTSIDE]
-        return made
+        output_gradients = self._collect_output_gradients(stage_runner, microbatch, received)
+        input_gradients = stage_runner.backward(microbatch, output_gradients, self.retain_graph)
+        payloads = {source: Payload(tensors) for source, tensors in input_gradients.items()}
+        if OUTSIDE in payloads:
+            self._cell_io.input_gradients[cell] = payloads[OUTSIDE]
+        return payloads
 
     def _collect_output_gradients(
         self, stage_runner: StageRunner, microbatch: int, received: Mapping[int, Payload]
     ) -> dict[int, Gradients]:
-        """Those of a cell's outputs, with which its backward begins."""
+        """Return the gradients of a cell's outputs, by the stage that they come from."""
         if self._cell_io.before_backward is not None:
             self._cell_io.before_backward(stage_runner, microbatch)
-        gradients = {source: parcel.tensors for source, parcel in received.items()}
-        given = self._cell_io.output_gradients.get((stage_runner.stage.index, microbatch))
-        if given is not None:
-            gradients[OUTSIDE] = given.tensors
+        gradients = {source: payload.tensors for source, payload in received.items()}
+        caller_grads = self._cell_io.output_gradients.get((stage_runner.stage.index, microbatch))
+        if caller_grads is not None:
+            gradients[OUTSIDE] = caller_grads.tensors
         return gradients

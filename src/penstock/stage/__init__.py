@@ -1,1 +1,1 @@
-"""One stage on one device: it computes one micro-batch at a time, and knows no ranks."""
+"""One stage on one device. It computes one micro-batch at a time and does not know about ranks."""

@@ -1,4 +1,9 @@
-"""The caller's state of PyTorch that lives in a thread, so that workers can compute under it."""
+"""The thread-local PyTorch state of the caller, which worker threads apply when they compute.
+
+Grad mode, inference mode, autocast, the default device and hooks on saved tensors belong to a
+thread. A worker thread starts with PyTorch's defaults. Without this module, `with torch.autocast`
+around a call of the pipe would have no effect on its stages.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,21 @@ from typing import Any
 
 import torch
 
+from penstock.torch_compat import are_checkpoint_hooks, get_saved_tensor_hooks
+
 
 @dataclass(frozen=True)
 class CallerContext:
-    """Grad mode, inference mode, autocast, default device and hooks on saved tensors."""
+    """The PyTorch state of a calling thread, as far as it matters to a forward.
+
+    Attributes:
+        grad_enabled: The grad mode. The runtime applies it, together with inference mode.
+        inference_mode: Whether inference mode is on.
+        autocast_dtypes: The device types for which autocast is on, each with its dtype.
+        autocast_cache_enabled: Whether autocast caches the weights that it has cast.
+        default_device: The device of `torch.set_default_device`, or None for the CPU.
+        saved_tensors_hooks: The innermost hooks on saved tensors, or None.
+    """
 
     grad_enabled: bool
     inference_mode: bool
@@ -24,7 +40,8 @@ class CallerContext:
 
     @staticmethod
     def current(device_types: frozenset[str]) -> CallerContext:
-        """That of this thread, as far as it matters on these types of devices."""
+        """Return the context of this thread for stages on devices of these types."""
+        # A stage on a GPU may compute with CPU tensors, too, so autocast for the CPU always counts.
         default = torch.get_default_device()
         return CallerContext(
             grad_enabled=torch.is_grad_enabled(),
@@ -41,7 +58,7 @@ class CallerContext:
 
     @cached_property
     def is_grad_mode_only(self) -> bool:
-        """Does nothing but grad mode matter to a forward?"""
+        """Return whether `apply_for_forward` has nothing to do, so that it can be left out."""
         return (
             not self.autocast_dtypes
             and self.default_device is None
@@ -50,7 +67,7 @@ class CallerContext:
 
     @contextmanager
     def apply_for_forward(self) -> Iterator[None]:
-        """Within, what holds while a forward or a recomputation computes, besides grad mode."""
+        """Apply autocast, the default device and hooks to a forward or recomputation."""
         with ExitStack() as stack:
             for kind, dtype in self.autocast_dtypes:
                 stack.enter_context(
@@ -66,17 +83,15 @@ class CallerContext:
 
 
 def _current_saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """Those in use here. PyTorch's checkpoint has some that repeat the whole call: not for us."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if is_from_torch_checkpoint(hooks):
+    """Return the innermost hooks on saved tensors of this thread."""
+    hooks = get_saved_tensor_hooks()
+    # `torch.utils.checkpoint` around a call of the pipe sets hooks that drop each saved tensor and
+    # repeat the whole call when one is needed. They must not see the tensors of a stage. Where the
+    # stage runs in the caller's own thread they are active, so hooks that keep each tensor are put
+    # on top of them.
+    if are_checkpoint_hooks(hooks):
         return _identity, _identity
-    found: tuple[Any, Any] | None = hooks
-    return found
-
-
-def is_from_torch_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
-    """Are these hooks on saved tensors those of PyTorch's checkpoint?"""
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +100,11 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Within, as in a thread that has just begun: a backward may be asked for under autocast."""
+    """Turn autocast off for the duration of the context, as it is in a new thread.
+
+    The runtime uses it for work that runs in the caller's own thread. `loss.backward()` may be
+    called inside `with torch.autocast`, and gradients must not depend on that.
+    """
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

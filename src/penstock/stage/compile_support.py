@@ -1,101 +1,113 @@
-"""What `torch.compile` has compiled, and what it must leave alone.
+"""Support for layers that `torch.compile` or `torch.jit.script` has compiled.
 
-Layers may be compiled, each by itself. Inside them nothing stands in for a weight: the compiler
-would compile anew for each stand-in, and soon give up. Their weights get their gradients in I.
+Layers may be compiled one by one. Three things need care:
+
+- The weights inside a compiled module are not replaced by proxies: the compiler would recompile for
+  each proxy, and soon give up. These weights get their gradients in I instead of W.
+- Penstock's own functions that run below a compiled layer must not be compiled.
+- Threads must not run compiled layers of the same class at the same time: see `make_forward_lock`.
+
+Importing the compiler takes seconds. Nothing here imports it: where it is not loaded, no module can
+be compiled, and there is nothing to do.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from inspect import unwrap
 from threading import Lock
-from types import CodeType, FunctionType
-from typing import Any, ParamSpec, TypeVar
+from types import FunctionType
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+from penstock import torch_compat
+from penstock.torch_compat import (
+    is_compiled_by_dynamo,
+    is_dynamo_loaded,
+    mark_as_not_compilable,
+    skip_compilation,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def find_compiled_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The compiled modules among these, and everything inside them."""
+    """Return the compiled modules among these, and all modules inside them."""
     return {part for module in modules if _is_compiled(module) for part in module.modules()}
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By `torch.compile`, or by `torch.jit.script`."""
-    return isinstance(module, torch.jit.ScriptModule) or _is_dynamo_compiled(module)
-
-
-def _is_dynamo_compiled(module: nn.Module) -> bool:
-    """In place, as `torch.compile(module)`, or by its forward alone."""
-    return (
-        module._compiled_call_impl is not None
-        or "_orig_mod" in module._modules
-        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    )
+    """Return whether `torch.compile` or `torch.jit.script` compiled the module."""
+    return isinstance(module, torch.jit.ScriptModule) or is_compiled_by_dynamo(module)
 
 
 def skip_dynamo_tracing(module_name: str) -> None:
-    """Let the compiler pass over a module of ours, of whose functions it could make nothing.
+    """Tell the compiler to run all functions of one of Penstock's modules as written.
 
-    They run wherever a layer that is compiled calls what is not, and it would try each of them.
+    A dispatch mode runs its functions also below a compiled layer, wherever that calls code which
+    is not compiled. The compiler would try to compile each of these functions, without any use.
     """
-    if "torch._dynamo" in sys.modules:
+    if is_dynamo_loaded():
         _skip_module_code(module_name)
 
 
 @cache
 def _skip_module_code(module_name: str) -> None:
-    skip: Any = getattr(torch._dynamo.eval_frame, "skip_code", None)
-    own = [
-        found
-        for found in vars(sys.modules[module_name]).values()
-        if _is_defined_in(found, module_name)
+    # Functions that the module imports from torch_compat are skipped as well. They stand for
+    # functions of PyTorch, and these the compiler skips by itself.
+    module_names = module_name, torch_compat.__name__
+    members = [
+        member
+        for member in vars(sys.modules[module_name]).values()
+        if _is_defined_in(member, module_names)
     ]
-    inside = [found for kind in own if isinstance(kind, type) for found in vars(kind).values()]
-    for function in map(unwrap, filter(callable, (*own, *inside))):
-        if skip is not None and isinstance(function, FunctionType):
-            within = (one for one in function.__code__.co_consts if isinstance(one, CodeType))
-            for code in (function.__code__, *within):
-                skip(code)
+    methods = [member for cls in members if isinstance(cls, type) for member in vars(cls).values()]
+    functions = map(unwrap, filter(callable, (*members, *methods)))
+    skip_compilation(function for function in functions if isinstance(function, FunctionType))
 
 
-def _is_defined_in(value: object, module_name: str) -> bool:
-    return getattr(value, "__module__", None) == module_name
+def _is_defined_in(value: object, module_names: Collection[str]) -> bool:
+    return getattr(value, "__module__", None) in module_names
 
 
 def has_compiled_module(modules: Iterable[nn.Module]) -> bool:
-    """Is one of them compiled by `torch.compile`?"""
-    return "torch._dynamo" in sys.modules and any(map(_is_dynamo_compiled, modules))
+    """Return whether `torch.compile` compiled any of the modules."""
+    return is_dynamo_loaded() and any(map(is_compiled_by_dynamo, modules))
 
 
 def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[object]:
-    """What threads enter one at a time to compute forward, if any of the modules is compiled.
+    """Return a lock for forwards in threads if any of the modules is compiled, else a null context.
 
-    The compiler keeps what it made with the code that it made it of, and layers of one class have
-    their code in common. A thread that looks there while another does may miss what is there, and
-    compiles it again; after eight times the compiler gives the code up, and it runs as written.
+    The compiler caches its results with the code that it compiled, and layers of one class share
+    their code. While one thread uses the cache, another thread may not find an entry that is there,
+    and compiles again. After eight compilations (its recompile limit) the compiler gives up, and
+    the code runs as written.
     """
     return Lock() if has_compiled_module(modules) else nullcontext()
 
 
 def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that runs as it is, also in a function or module that is compiled as a whole."""
-    alone: list[Callable[P, R]] = []  # made when it is first needed
+    """Return a method that runs as written, also if its caller is compiled as a whole.
+
+    `torch.compiler.disable` would do, but it imports the compiler. It is called when the compiler
+    is there anyway.
+    """
+    # The wrapped method, made by the first call that finds the compiler loaded.
+    disabled: list[Callable[P, R]] = []
 
     @wraps(method)
     def run_eagerly(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # it takes seconds to load
+        if not is_dynamo_loaded():
             return method(*args, **kwargs)
-        if not alone:
-            alone.append(torch.compiler.disable(method))
-        return alone[0](*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(method))
+        return disabled[0](*args, **kwargs)
 
-    run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+    mark_as_not_compilable(run_eagerly)
     return run_eagerly

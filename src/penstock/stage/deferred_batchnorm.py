@@ -1,4 +1,10 @@
-"""BatchNorm whose running statistics advance once a mini-batch, as without micro-batches."""
+"""A BatchNorm whose running statistics advance once per mini-batch, as without micro-batches.
+
+A plain BatchNorm in a pipe updates its running statistics once per micro-batch, with the statistics
+of that micro-batch. `DeferredStatsBatchNorm` collects the statistics of all micro-batches and
+updates once, with those of the whole mini-batch. The normalisation itself still uses each
+micro-batch by itself, as the others have not been computed yet.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +15,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.stage.recompute import is_recomputing
 from penstock.stage.stage import Stage
+from penstock.torch_compat import BatchNormBase
 
 
-class DeferredStatsBatchNorm(_BatchNorm):
-    """Normalises each micro-batch by itself, and tracks the statistics of all of them together.
+class DeferredStatsBatchNorm(BatchNormBase):
+    """A BatchNorm that updates its running statistics once after `chunks` micro-batches.
 
-    After `chunks` forwards the running statistics advance, by those of the whole mini-batch.
+    Args:
+        num_features: The number of channels, dim 1 of the input.
+        eps: As in `nn.BatchNorm2d`.
+        momentum: As in `nn.BatchNorm2d`.
+        affine: As in `nn.BatchNorm2d`.
+        chunks: The number of micro-batches of a mini-batch.
     """
 
     def __init__(
@@ -33,25 +44,25 @@ class DeferredStatsBatchNorm(_BatchNorm):
         self.begin_minibatch(chunks)
 
     def begin_minibatch(self, chunks: int) -> None:
-        """A mini-batch of so many micro-batches begins."""
+        """Start a mini-batch of this many micro-batches, and drop what was collected."""
         self.chunks = chunks
         self._microbatches_seen = 0
         self._rows = 0
         self._mean: Tensor | None = None
-        self._sum_squared_deviations: Tensor | None = None  # sum of squared distances from the mean
+        self._sum_squared_deviations: Tensor | None = None  # from the mean, per channel
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """As BatchNorm's."""
+        """Normalise one micro-batch, and collect its statistics in training."""
         if not self.training:
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
             )
         self._check_input_dim(input)
-        if not is_recomputing():
+        if not is_recomputing():  # its forward has counted this micro-batch
             self._accumulate_microbatch(input)
         return functional.batch_norm(
             input, None, None, self.weight, self.bias, training=True, eps=self.eps
@@ -60,6 +71,8 @@ class DeferredStatsBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _accumulate_microbatch(self, input: Tensor) -> None:
         assert self.running_mean is not None
+        # Every dim but the channels counts, as in BatchNorm. Low-precision activations are
+        # converted to the dtype of the running statistics before they are summed.
         dims = [dim for dim in range(input.dim()) if dim != 1]
         values = input.detach().to(self.running_mean.dtype)
         rows = values.numel() // values.size(1)
@@ -70,18 +83,24 @@ class DeferredStatsBatchNorm(_BatchNorm):
             self._update_running_stats()
 
     def _merge_statistics(self, values: Tensor, dims: list[int], rows: int) -> None:
+        """Combine the statistics of a micro-batch with those of the earlier ones.
+
+        Means and sums of squared deviations are combined as in the parallel algorithm of Chan et
+        al. A sum of squares and a sum would be simpler, but lose precision when the mean is large
+        compared to the standard deviation.
+        """
         mean = values.mean(dims)
         spread = values.var(dims, unbiased=False) * rows
         if self._mean is None or self._sum_squared_deviations is None:
             self._rows, self._mean, self._sum_squared_deviations = rows, mean, spread
-        else:  # two groups put together
-            both = self._rows + rows
+        else:
+            total_rows = self._rows + rows
             gap = mean - self._mean
             self._sum_squared_deviations = (
-                self._sum_squared_deviations + spread + gap * gap * (self._rows * rows / both)
+                self._sum_squared_deviations + spread + gap * gap * (self._rows * rows / total_rows)
             )
-            self._mean = self._mean + gap * (rows / both)
-            self._rows = both
+            self._mean = self._mean + gap * (rows / total_rows)
+            self._rows = total_rows
 
     def _update_running_stats(self) -> None:
         assert self.running_mean is not None
@@ -91,23 +110,25 @@ class DeferredStatsBatchNorm(_BatchNorm):
         assert self._sum_squared_deviations is not None
         self.num_batches_tracked += 1
         momentum = self.momentum
-        if momentum is None:
+        if momentum is None:  # a cumulative average, as in nn.BatchNorm2d
             momentum = 1.0 / float(self.num_batches_tracked)
         self.running_mean.mul_(1 - momentum).add_(self._mean, alpha=momentum)
+        # BatchNorm keeps the unbiased variance, although it normalises with the biased one.
         variance = self._sum_squared_deviations / max(self._rows - 1, 1)
         self.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
         self.begin_minibatch(self.chunks)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """The module, with every BatchNorm in it replaced; parameters and buffers are shared.
+        """Return the module with every BatchNorm in it replaced by a deferred one.
 
-        What has one in it is copied, not deeply, so that the given module stays as it is.
+        Parameters and buffers are shared with the given module. Modules that contain a BatchNorm
+        are copied, not deeply, so that the given module stays as it is.
         """
         if isinstance(module, cls):
             module.begin_minibatch(chunks)
             return module
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
+        if isinstance(module, BatchNormBase) and module.track_running_stats:
             return cls._from_batch_norm(module, chunks)
         children = {
             name: child and cls.convert_deferred_batch_norm(child, chunks)
@@ -120,7 +141,7 @@ class DeferredStatsBatchNorm(_BatchNorm):
         return new
 
     @classmethod
-    def _from_batch_norm(cls, module: _BatchNorm, chunks: int) -> DeferredStatsBatchNorm:
+    def _from_batch_norm(cls, module: BatchNormBase, chunks: int) -> DeferredStatsBatchNorm:
         new = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
         if module.affine:
             new.weight, new.bias = module.weight, module.bias
@@ -130,6 +151,6 @@ class DeferredStatsBatchNorm(_BatchNorm):
 
 
 def find_deferred_batch_norms(stages: Iterable[Stage]) -> list[DeferredStatsBatchNorm]:
-    """Those in stages, each once."""
-    found = [m for s in stages for m in s.modules() if isinstance(m, DeferredStatsBatchNorm)]
-    return list(dict.fromkeys(found))
+    """Return the deferred BatchNorm modules of the stages, without duplicates."""
+    norms = [m for s in stages for m in s.modules() if isinstance(m, DeferredStatsBatchNorm)]
+    return list(dict.fromkeys(norms))

@@ -1,4 +1,15 @@
-"""The last stage of a training step: it ends in the loss."""
+"""The loss of a training step: how it is reduced, and the last stage that computes it.
+
+The loss of a batch must equal the loss of the unsplit model. A micro-batch computes a mean over its
+own rows, so the runtime needs a weight for each micro-batch:
+
+    loss                                          weight of a micro-batch
+    reduction="sum"                               1
+    PyTorch's cross-entropy and NLL losses        the targets that are not ignored, times their
+                                                  class weights (`TargetCounter`)
+    a loss that returns (loss, weight)            that weight
+    any other mean                                its number of rows
+"""
 
 from __future__ import annotations
 
@@ -9,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import _reduction, functional
+from torch.nn import functional
 
 from penstock.errors import RunError
 from penstock.stage.aux_loss import (
@@ -20,85 +31,96 @@ from penstock.stage.aux_loss import (
     sum_losses,
 )
 from penstock.stage.stage import OUTSIDE, Stage, StageFunction
-from penstock.torch_compat import pytree
+from penstock.torch_compat import get_legacy_reduction, pytree, unwrap_compiled
 
-# -------------------------------------------------------------------------------------------------
-# How the losses of micro-batches make one: a sum, or a mean; and what counts in a mean.
+# ---- reduction ---------------------------------------------------------------------------------
 #
-# PyTorch's own classification losses average over the targets that are not ignored, weighted by
-# their classes: there, not every row counts the same, and the targets tell what does.
-# -------------------------------------------------------------------------------------------------
+# PyTorch's classification losses average over the targets that are not ignored, weighted by class.
+# Rows then do not count the same, and their weights can be read from the targets.
 
 LossFn = Callable[..., Any]
 
 _COUNTED_LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _COUNTED_LOSS_MODULES = tuple(
     getattr(nn, name)
-    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last since 2.13
+    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last: torch 2.13
     if hasattr(nn, name)
 )
-DEFAULT_IGNORE_INDEX = -100  # unless the loss says otherwise
+DEFAULT_IGNORE_INDEX = -100  # the default of PyTorch's losses
 
 
 @dataclass(frozen=True)
 class TargetCounter:
-    """What the targets of a micro-batch count for, on their device; the host does not wait."""
+    """A function from the targets of a micro-batch to the weight of that micro-batch.
+
+    The result stays on the device of the targets, so the host does not wait for the device.
+
+    Attributes:
+        ignore_index: The target that does not count.
+        class_weights: The weight of each class, or None if all count 1.
+    """
 
     ignore_index: int = DEFAULT_IGNORE_INDEX
-    class_weights: Tensor | None = None  # the weight of each
+    class_weights: Tensor | None = None
 
     def __call__(self, target: Tensor) -> Tensor:
-        """One number.
+        """Return the weight as a float64 tensor with one element.
 
         >>> TargetCounter()(torch.tensor([3, 1, -100]))
         tensor(2., dtype=torch.float64)
         """
-        if target.is_floating_point():  # probabilities of the classes, along dim 1
+        if target.is_floating_point():  # class probabilities along dim 1: every row counts 1
             rows = target[:, 0].numel() if target.dim() > 1 else 1
             return torch.full((), rows, dtype=torch.float64, device=target.device)
         counts = target != self.ignore_index
         if self.class_weights is None:
             return counts.sum(dtype=torch.float64)
-        known = target.long().clamp(
-            0, len(self.class_weights) - 1
-        )  # the loss itself finds wrong ones
-        weights = self.class_weights.detach().to(target.device)[known]
+        # The ignored index, such as -100, is outside of the table. An invalid target is clamped as
+        # well; the loss itself raises for it.
+        classes = target.long().clamp(0, len(self.class_weights) - 1)
+        weights = self.class_weights.detach().to(target.device)[classes]
         return weights.where(counts, 0).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class LossReduction:
-    """The rule of one step. Where nothing is counted, a mean is by rows, or as the loss says."""
+    """The rule by which the losses of micro-batches form the loss of the batch.
+
+    Attributes:
+        is_sum: Whether the losses are summed. Otherwise they are averaged.
+        target_counter: The weight of a micro-batch in the average. With None, the weight is what
+            the loss returns with its value, or else the number of rows.
+    """
 
     is_sum: bool
     target_counter: TargetCounter | None = None
 
 
 def resolve_reduction(loss_fn: LossFn | None, requested: str | None) -> LossReduction:
-    """What was asked for, or what the loss itself does."""
-    loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)  # of a module that was compiled
+    """Return the reduction that the caller requested, or else the one that the loss uses itself."""
+    loss_fn = unwrap_compiled(loss_fn)
     keywords = loss_fn.keywords if isinstance(loss_fn, partial) else {}
-    own = getattr(loss_fn, "reduction", keywords.get("reduction", "mean"))
+    reduction = getattr(loss_fn, "reduction", keywords.get("reduction", "mean"))
     if keywords.get("size_average") is not None or keywords.get("reduce") is not None:
-        own = _reduction.legacy_get_string(
-            keywords.get("size_average"), keywords.get("reduce"), emit_warning=False
-        )
-    if (requested or own) == "sum":
+        reduction = get_legacy_reduction(keywords.get("size_average"), keywords.get("reduce"))
+    if (requested or reduction) == "sum":
         return LossReduction(is_sum=True)
     return LossReduction(
         is_sum=False,
-        target_counter=_find_target_counter(loss_fn, keywords) if own == "mean" else None,
+        target_counter=_find_target_counter(loss_fn, keywords) if reduction == "mean" else None,
     )
 
 
 def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounter | None:
+    """Return a counter for one of PyTorch's classification losses, or None for any other loss."""
     function = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     if function in _COUNTED_LOSS_FUNCTIONS:
         return TargetCounter(
             keywords.get("ignore_index", DEFAULT_IGNORE_INDEX), keywords.get("weight")
         )
-    for known in _COUNTED_LOSS_MODULES:
-        if isinstance(loss_fn, known) and type(loss_fn).forward is known.forward:
+    # A subclass with a forward of its own may compute anything.
+    for loss_class in _COUNTED_LOSS_MODULES:
+        if isinstance(loss_fn, loss_class) and type(loss_fn).forward is loss_class.forward:
             ignored = loss_fn.ignore_index
             return TargetCounter(
                 DEFAULT_IGNORE_INDEX if ignored is None else ignored, loss_fn.weight
@@ -106,15 +128,21 @@ def _find_target_counter(loss_fn: Any, keywords: dict[str, Any]) -> TargetCounte
     return None
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the last stage ----------------------------------------------------------------------------
 
 
 class LossExtras(NamedTuple):
-    """What a micro-batch gives beside its loss."""
+    """The values that a micro-batch returns beside its loss.
 
-    weight: Tensor | None = None  # what it counts for: one number, in float64
-    metrics: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
-    output: tuple[Any, ...] = ()  # on request
+    Attributes:
+        weight: The weight of the micro-batch, a float64 tensor with one element, or None.
+        metrics: The other entries of the dict that the loss returned.
+        output: The output of the model in a tuple, if it was requested.
+    """
+
+    weight: Tensor | None = None
+    metrics: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
+    output: tuple[Any, ...] = ()
 
 
 NO_EXTRAS = LossExtras()
@@ -127,21 +155,25 @@ def append_loss(
     has_target: bool,
     return_outputs: bool,
 ) -> list[Stage]:
-    """The stages of a training step."""
+    """Return the stages of a training step: the last one computes the loss, all add aux losses."""
     *others, last = stages
-    scored = LossStageFunction(last.compute, loss_fn, target_counter, has_target, return_outputs)
+    with_loss = LossStageFunction(last.compute, loss_fn, target_counter, has_target, return_outputs)
     return [
         *(replace(stage, compute=AuxLossStageFunction(stage.compute)) for stage in others),
-        replace(last, compute=scored),
+        replace(last, compute=with_loss),
     ]
 
 
 class LossStageFunction:
-    """The last stage's computation, and the loss of its output.
+    """The computation of the last stage, followed by the loss.
 
-    From outside comes the target, after the batch if this is also the first stage; outside go
-    the loss, what is beside it, and what layers have added, if anything. If the loss has a weight
-    of its own, what was added is a part of it: by rows it could be weighted only at the end.
+    The caller (`OUTSIDE`) sends the target, after the batch if this is also the first stage. It
+    receives the loss, its `LossExtras`, and the sum of the auxiliary losses, as far as there are
+    any.
+
+    Auxiliary losses are weighted by rows. If the loss returns a weight of its own, the sum of these
+    weights is known only at the end of the step. The auxiliary losses are then added to the loss
+    itself and share its weight.
     """
 
     def __init__(
@@ -155,42 +187,49 @@ class LossStageFunction:
         self._compute, self._loss_fn, self._target_counter = compute, loss_fn, target_counter
         self._has_target, self._return_outputs = has_target, return_outputs
         self._aux_loss_counter = AuxLossCounter()
-        self._origin = "loss_fn gave" if loss_fn else "the model, without a loss_fn, gave"
+        # The beginning of error messages: who returned the loss.
+        self._origin = "loss_fn returned" if loss_fn else "the model, without a loss_fn, returned"
 
     def __call__(self, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
-        """As the stage's, with the loss in the place of the output, or before it."""
+        """Run the stage and the loss. The loss takes the place of the output."""
         targets: tuple[Any, ...] = ()
-        inputs, added = split_aux_losses(inputs)
+        inputs, aux_losses = split_aux_losses(inputs)
         if self._has_target:
             *batch, target = inputs[OUTSIDE]
             inputs = {**inputs, OUTSIDE: tuple(batch)}
             targets = (target,)
-        with collect_aux_losses(added.append):
-            departing = self._compute(inputs)
-            (output,) = departing[OUTSIDE]
-            found = self._loss_fn(output, *targets) if self._loss_fn else extract_model_loss(output)
-        self._aux_loss_counter.count(added)
-        loss, beside = parse_loss(found, self._origin)
-        extra = sum_losses(added).to(loss.device, copy=True) if added else None
-        if beside.weight is not None:
-            _zero_grad_if_weightless(output, beside.weight)
-            loss, extra = loss if extra is None else loss + extra, None
+        with collect_aux_losses(aux_losses.append):
+            outputs = self._compute(inputs)
+            (output,) = outputs[OUTSIDE]
+            result = (
+                self._loss_fn(output, *targets) if self._loss_fn else extract_model_loss(output)
+            )
+        self._aux_loss_counter.count(aux_losses)
+        loss, extras = parse_loss(result, self._origin)
+        aux_loss = sum_losses(aux_losses).to(loss.device, copy=True) if aux_losses else None
+        if extras.weight is not None:
+            _zero_grad_if_weightless(output, extras.weight)
+            loss, aux_loss = loss if aux_loss is None else loss + aux_loss, None
         elif self._target_counter is not None and targets and isinstance(targets[0], Tensor):
             weight = self._target_counter(targets[0])
-            beside = beside._replace(weight=weight)
-            if (
-                self._target_counter.class_weights is not None
-            ):  # else what is ignored has no gradient anyway
+            extras = extras._replace(weight=weight)
+            # Without class weights, a weight of 0 means that all targets are ignored. PyTorch's
+            # losses give those no gradient anyway.
+            if self._target_counter.class_weights is not None:
                 _zero_grad_if_weightless(output, weight)
         if self._return_outputs:
-            beside = beside._replace(output=(output,))
-        if extra is not None:
-            return {**departing, OUTSIDE: (loss, beside, extra)}
-        return {**departing, OUTSIDE: (loss,) if beside is NO_EXTRAS else (loss, beside)}
+            extras = extras._replace(output=(output,))
+        if aux_loss is not None:
+            return {**outputs, OUTSIDE: (loss, extras, aux_loss)}
+        return {**outputs, OUTSIDE: (loss,) if extras is NO_EXTRAS else (loss, extras)}
 
 
 def extract_model_loss(output: Any) -> Any:
-    """The loss that a model gives itself: its output, the `loss` in that, or the first of it."""
+    """Return the loss in the output of a model that computes its own loss.
+
+    It is `output.loss`, the first element of a tuple, or the output itself. A tuple of a loss and a
+    weight is returned whole.
+    """
     if isinstance(getattr(output, "loss", None), Tensor):
         return output.loss
     if type(output) is tuple and len(output) > 1 and _is_scalar_tensor(output[0]):
@@ -210,15 +249,22 @@ def _contains_tensor(value: Any) -> bool:
 
 
 def parse_loss(result: Any, origin: str) -> tuple[Tensor, LossExtras]:
-    """A loss; a tuple of it and its weight; or a dict of them and metrics."""
+    """Split what a loss returned into the loss and its extras.
+
+    Args:
+        result: A loss, a tuple of a loss and its weight, or a dict with "loss", perhaps "weight",
+            and metrics.
+        origin: The beginning of error messages, such as "loss_fn returned".
+    """
     if type(result) is tuple and len(result) == 2:
         result = {"loss": result[0], "weight": result[1]}
     if not isinstance(result, Mapping):
         return _parse_scalar("loss", result, origin), NO_EXTRAS
     if "loss" not in result:
         raise RunError(
-            f"{origin} a dict with {', '.join(map(repr, result)) or 'nothing'}: it needs "
-            "a 'loss', may have a 'weight', and all else in it is a metric"
+            f"{origin} a dict without a 'loss'. Its keys are: "
+            f"{', '.join(map(repr, result)) or '(none)'}. Add a 'loss', and a 'weight' if the mean "
+            "is weighted; all other entries are metrics."
         )
     loss = _parse_scalar("loss", result["loss"], origin)
     weight = _parse_weight(result["weight"], loss, origin) if "weight" in result else None
@@ -228,10 +274,13 @@ def parse_loss(result: Any, origin: str) -> tuple[Tensor, LossExtras]:
 
 def _parse_scalar(name: str, value: Any, origin: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        number = value.reshape(()) if value.dim() else value
-        return number.clone()  # the memory of some is as large as the output's
+        scalar = value.reshape(()) if value.dim() else value
+        # The loss may be a view into memory as large as the output, which it would keep alive.
+        return scalar.clone()
     kind = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-    raise RunError(f"a {name} is one number, but {origin} {kind}: reduce it to a scalar")
+    raise RunError(
+        f"a {name} must be a tensor with one element, but {origin} {kind}. Reduce it to a scalar."
+    )
 
 
 def _parse_weight(value: Any, loss: Tensor, origin: str) -> Tensor:
@@ -239,17 +288,24 @@ def _parse_weight(value: Any, loss: Tensor, origin: str) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=loss.device)
     weight = _parse_scalar("weight", value, origin)
     if weight.requires_grad:
-        raise RunError(f"{origin} a weight that wants a gradient, and a weight has none: detach it")
+        raise RunError(
+            f"{origin} a weight that requires grad, but weights are not differentiated. Detach it."
+        )
     return weight.to(loss.device, torch.float64, copy=True)
 
 
 def _detach_metric(metric: Tensor) -> Tensor:
-    """A number that the layers may go on changing is copied."""
+    """Return a metric without its graph. A scalar is copied, as layers may change it in place."""
     return metric.detach() if metric.dim() else metric.detach().clone()
 
 
 def _zero_grad_if_weightless(output: Any, weight: Tensor) -> None:
-    """A micro-batch that counts for nothing has no gradient, though its mean be nan."""
+    """Zero the gradient of a micro-batch whose weight is 0.
+
+    Its mean loss may be 0 / 0, and its gradient NaN. Multiplied by the weight, the gradient would
+    still be NaN and spoil those of all other micro-batches. The weight is known on the device only,
+    so hooks mask the gradient there.
+    """
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
             leaf.register_hook(partial(_mask_gradient, weight))

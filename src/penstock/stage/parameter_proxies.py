@@ -1,8 +1,15 @@
-"""Stand-ins for what a stage computes with and cannot use as it is.
+"""Proxies for parameters, buffers and modules that a stage cannot use directly.
 
-A parameter, a buffer or a module that is another rank's: two threads may neither add to one `.grad`
-nor write one module, and the owner may be on another device. And, through `pipe(x)`, a parameter
-that has hooks: they are for its gradient, and a stage has one for each micro-batch.
+Two kinds of objects are replaced while a micro-batch is computed:
+
+1. A parameter, a buffer or a module that another rank owns (tied weights). Two threads must not add
+   to the same `.grad` or write to the same module, and the owner may be on another device.
+2. In `pipe(x)`, a parameter with hooks. Its hooks expect the gradient of the whole batch, and a
+   stage computes one gradient for each micro-batch.
+
+A proxy collects its own gradient. After the run the caller's thread adds it to that of the original
+(`runtime/tied_gradients.py`). Proxies are swapped into the registries of the modules before each
+micro-batch and out again after it, so the caller never sees them on the model.
 """
 
 from __future__ import annotations
@@ -16,20 +23,30 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 
-REGISTRIES = ("_parameters", "_buffers", "_modules")  # that a module registers
+# The attributes of an nn.Module that hold what is registered in it.
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def unwrap_proxy(value: Any) -> Any:
-    """What a stand-in stands for: another call may be computing with one, in another thread."""
+    """Return the original behind a proxy, or the value itself.
+
+    Code that reads the registries of a module may find a proxy there, as another thread may be
+    computing with the same module.
+    """
     return value.__dict__.get("_stands_for", value)
 
 
 class ProxyPool:
-    """The stand-ins of one rank in one call, each made when it is first asked for.
+    """The proxies of one rank in one call; each is made when it is first needed.
 
-    A parameter's has no hooks and a gradient of its own, and is of the same memory if it is on the
-    same device. A buffer's counts changes by itself. A module's is a copy that holds stand-ins.
-    What is `foreign` is told by its id: a tensor takes long to hash.
+    The proxy of a parameter has a `.grad` of its own and no hooks, and shares the memory if it is
+    on the same device. The proxy of a buffer has a version counter of its own. The proxy of a
+    module is a shallow copy that holds proxies.
+
+    Args:
+        device: The device of the rank.
+        foreign_ids: The `id()` of each object that another rank owns. (Hashing a tensor is slow.)
+        replace_hooked: Whether parameters with hooks get a proxy, too.
     """
 
     def __init__(
@@ -39,13 +56,15 @@ class ProxyPool:
         replace_hooked: bool = False,
     ) -> None:
         self._device, self.foreign_ids, self._replace_hooked = device, foreign_ids, replace_hooked
+        # Original and proxy by the id of the original. The original is kept alive with its proxy,
+        # so that its id is not reused.
         self._proxies: dict[int, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
         return self._replace_hooked or bool(self.foreign_ids)
 
     def get_proxy(self, original: Any) -> Any:
-        """What stands in for it: itself, if it can be used as it is."""
+        """Return the proxy of an object, or the object itself if it can be used directly."""
         if id(original) not in self.foreign_ids and not (
             self._replace_hooked and _has_hooks(original)
         ):
@@ -55,46 +74,50 @@ class ProxyPool:
         return self._proxies[id(original)][1]
 
     def get_existing_proxy(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What has been made for it; itself, if nothing has been."""
-        found: tuple[Any, nn.Parameter] | None = self._proxies.get(id(parameter))
-        return parameter if found is None else found[1]
+        """Return the proxy that was made for a parameter, or the parameter itself."""
+        entry: tuple[Any, nn.Parameter] | None = self._proxies.get(id(parameter))
+        return parameter if entry is None else entry[1]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Those who wait for a gradient, with what their stand-ins got; it is taken away."""
-        found = []
-        for thing, double in self._proxies.values():
-            if isinstance(double, Tensor) and double is not thing and double.grad is not None:
-                found.append((thing, double.grad))
-                double.grad = None
-        return found
+        """Return the originals with the gradients of their proxies, and clear these gradients."""
+        gradients = []
+        for original, proxy in self._proxies.values():
+            if isinstance(proxy, Tensor) and proxy is not original and proxy.grad is not None:
+                gradients.append((original, proxy.grad))
+                proxy.grad = None
+        return gradients
 
     def _create_proxy(self, original: Any) -> Any:
         if isinstance(original, nn.Module):
             return self._copy_module(original) if _has_tensors(original) else original
-        learns = original.requires_grad
+        requires_grad = original.requires_grad
         if not isinstance(original, nn.Parameter):
+            # `.data` shares the memory but not the version counter, which `detach` would share.
             return _mark_proxy(
-                move_to_device(original.data, self._device).requires_grad_(learns), original
+                move_to_device(original.data, self._device).requires_grad_(requires_grad), original
             )
-        here = original.detach()
-        data = move_to_device(here, self._device)
-        if learns or data is not here:
-            return _mark_proxy(nn.Parameter(data, learns), original)
-        return original  # frozen, and on this device
+        detached = original.detach()
+        data = move_to_device(detached, self._device)
+        if requires_grad or data is not detached:
+            return _mark_proxy(nn.Parameter(data, requires_grad), original)
+        return original  # it is frozen and on this device: nothing to keep apart
 
     def _copy_module(self, module: nn.Module) -> nn.Module:
+        """Return a shallow copy of a module whose members are proxies where they need to be."""
+        # `copy.copy` would go through `__setstate__`, which modules override. This copy only gets
+        # the same attributes.
         copy = object.__new__(type(module))
         copy.__dict__.update(module.__dict__, _stands_for=module)
         for kind in REGISTRIES:
             copy.__dict__[kind] = {
-                name: None if thing is None else self.get_proxy(unwrap_proxy(thing))
-                for name, thing in module.__dict__[kind].items()
+                name: None if member is None else self.get_proxy(unwrap_proxy(member))
+                for name, member in module.__dict__[kind].items()
             }
         return copy
 
 
 class _ProxySwap(NamedTuple):
-    """An entry of a module's, and what stands in for it."""
+    """An entry of a module's registry, and the proxy that replaces it."""
 
     registry: dict[str, Any]
     name: str
@@ -103,9 +126,16 @@ class _ProxySwap(NamedTuple):
 
 
 class StageProxies:
-    """Of one stage: `modules` is what it computes with, once the stand-ins are `used`.
+    """The proxies of one stage.
 
-    What is `shared` with other stages must not change meanwhile.
+    Attributes:
+        modules: The modules that the stage computes with while the proxies are active.
+
+    Args:
+        modules: The modules of the stage.
+        pool: The proxies of the rank.
+        shared_ids: The `id()` of each parameter and buffer that several stages use. The stage must
+            not change these in its forward.
     """
 
     def __init__(
@@ -119,78 +149,88 @@ class StageProxies:
         self._swaps: list[_ProxySwap] = []
         self._shared_entries: list[tuple[dict[str, Any], str]] = []
         if pool:
-            own = [module for module in modules if id(module) not in pool.foreign_ids]
+            # Modules of other ranks are not touched. They are replaced as a whole, by copies.
+            local_modules = [module for module in modules if id(module) not in pool.foreign_ids]
             self._swaps = [
-                _ProxySwap(home, name, thing, double)
-                for home, name, thing in _iterate_registered(
-                    own, REGISTRIES if pool.foreign_ids else REGISTRIES[:1]
+                _ProxySwap(registry, name, original, proxy)
+                for registry, name, original in _iterate_registered(
+                    local_modules, REGISTRIES if pool.foreign_ids else REGISTRIES[:1]
                 )
-                if (double := pool.get_proxy(thing)) is not thing
+                if (proxy := pool.get_proxy(original)) is not original
             ]
         if shared_ids:
             self.modules = [pool.get_proxy(module) for module in modules]
             self._shared_entries = [
-                (home, name)
-                for home, name, thing in _iterate_registered(self.modules, REGISTRIES[:2])
-                if id(thing) in shared_ids
+                (registry, name)
+                for registry, name, original in _iterate_registered(self.modules, REGISTRIES[:2])
+                if id(original) in shared_ids
             ]
 
     def __bool__(self) -> bool:
         return bool(self._swaps or self._shared_entries)
 
     def get_proxy(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What stands in for it: itself, if nothing does."""
+        """Return the proxy of a parameter, or the parameter itself if it has none."""
         return self._pool.get_existing_proxy(parameter)
 
     @property
     def proxy_tensors(self) -> list[Tensor]:
-        """Those that are no modules."""
+        """Return the proxies of parameters and buffers."""
         return [swap.proxy for swap in self._swaps if isinstance(swap.proxy, Tensor)]
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Within, the modules compute with the stand-ins."""
-        for home, name, _, double in self._swaps:
-            home[name] = double
+        """Let the modules compute with the proxies inside the context.
+
+        Raises:
+            RunError: The stage changed a shared parameter or buffer.
+        """
+        for registry, name, _, proxy in self._swaps:
+            registry[name] = proxy
         before = self._read_shared_versions()
         try:
             yield
             self._check_shared_unchanged(before)
         finally:
-            for home, name, own, _ in self._swaps:
-                home[name] = own
+            for registry, name, original, _ in self._swaps:
+                registry[name] = original
 
+    # Layers that share a buffer take turns in the unsplit model. Stages run at the same time, or at
+    # different micro-batches, so the order of reads and writes would be another one.
     def _read_shared_versions(self) -> list[tuple[Any, int]]:
-        now = [home.get(name) for home, name in self._shared_entries]
-        return [(t, -1 if t is None or t.is_inference() else t._version) for t in now]
+        tensors = [registry.get(name) for registry, name in self._shared_entries]
+        return [(t, -1 if t is None or t.is_inference() else t._version) for t in tensors]
 
     def _check_shared_unchanged(self, versions_before: Sequence[tuple[Any, int]]) -> None:
-        for (_, name), (was, version), (now, later) in zip(
+        for (_, name), (old_tensor, old_version), (tensor, version) in zip(
             self._shared_entries, versions_before, self._read_shared_versions(), strict=True
         ):
-            if was is not now or version != later:
+            if old_tensor is not tensor or old_version != version:
                 raise RunError(
-                    f"a layer changed '{name}', which layers of several stages share, while it "
-                    "computed, so that the others may have seen it before or after: put the layers "
-                    "that share it into one stage, or give each its own"
+                    f"a layer changed '{name}' in its forward, but layers of several stages share "
+                    "it. The other stages may read it before or after the change. Put the layers "
+                    "that share it into one stage, or give each layer its own."
                 )
 
 
 def move_to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """The tensor if it is there, or a copy; on the caller's stream, for which the ranks wait."""
+    """Return the tensor if it is on the device, or else a copy on the device.
+
+    The copy is made on the caller's stream. Ranks wait for that stream before they start.
+    """
     return tensor if device is None else tensor.to(device)
 
 
 def _iterate_registered(
     modules: Iterable[nn.Module], registries: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What is registered in modules: where, under which name, and what it really is."""
+    """Yield the entries of the modules' registries: the registry, the name and the original."""
     for module in modules:
         for kind in registries:
-            home: dict[str, Any] = getattr(module, kind)
-            for name, thing in home.items():
-                if thing is not None:
-                    yield home, name, unwrap_proxy(thing)
+            registry: dict[str, Any] = getattr(module, kind)
+            for name, member in registry.items():
+                if member is not None:
+                    yield registry, name, unwrap_proxy(member)
 
 
 def _has_hooks(value: Any) -> bool:
@@ -198,6 +238,7 @@ def _has_hooks(value: Any) -> bool:
 
 
 def _has_tensors(module: nn.Module) -> bool:
+    """Return whether the module has parameters or buffers. Without them it needs no proxy."""
     return any(m._parameters or m._buffers for m in module.modules())
 
 

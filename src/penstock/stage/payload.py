@@ -1,4 +1,13 @@
-"""What goes from stage to stage: tensors, and how the values they came from are put together."""
+"""The payload of a message between stages: its tensors, and the layout of the values around them.
+
+A stage returns Python values: a tensor, or tuples, lists and dicts of tensors and other objects.
+A message carries them flattened:
+
+    values  -- flatten_values -->  [tensor, tensor, ...] + PayloadLayout  -- unflatten -->  values
+
+The module has three parts: flattening, protection of tensors that several readers share, and the
+conversion between the values inside a cell and the payloads outside.
+"""
 
 from __future__ import annotations
 
@@ -12,99 +21,116 @@ from torch import Tensor
 from penstock.data_parallel.dtensor import to_local
 from penstock.errors import PenstockTypeError, RunError
 from penstock.stage.stage import OUTSIDE
-from penstock.torch_compat import pytree
+from penstock.torch_compat import REGISTER_PYTREE_NODE, pytree
 
 
 class PayloadLayout(NamedTuple):
-    """A value with its tensors taken out: `holes[i]` tells which tensor goes where leaf i was."""
+    """A value without its tensors.
+
+    Attributes:
+        tree_spec: The containers of the value.
+        leaves: The leaves, with None in the place of each tensor.
+        tensor_indices: For each leaf the index of its tensor, or None if it is not a tensor.
+    """
 
     tree_spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # with None where a tensor was
+    leaves: tuple[Any, ...]
     tensor_indices: tuple[int | None, ...]
 
 
 @dataclass(slots=True)
 class Payload:
-    """One message's content. Tensors are detached; None where a gradient was not needed.
+    """The content of one message: activations, or gradients.
 
-    `needs` says which tensors want a gradient back; `shared` which have the same memory as a
-    tensor in another parcel, so that nobody may change them in place.
+    Attributes:
+        tensors: The detached tensors. A gradient that is not needed is None.
+        layout: The values around the tensors. None for a single tensor, and for gradients.
+        needs_grad: For each tensor, whether the sender expects its gradient.
+        shared: The indices of tensors whose memory others read, too: another payload, a parameter
+            or buffer, or the caller. The receiver must not change these in place.
     """
 
     tensors: tuple[Tensor | None, ...]
-    layout: PayloadLayout | None = (
-        None  # None: one tensor, or gradients, which need no putting together
-    )
+    layout: PayloadLayout | None = None
     needs_grad: tuple[bool, ...] = ()
     shared: frozenset[int] = frozenset()
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Payload:
-        """The same, with each tensor moved."""
+        """Return the payload with the function applied to each tensor."""
         tensors = tuple(None if t is None else function(t) for t in self.tensors)
         return Payload(tensors, self.layout, self.needs_grad, self.shared)
 
 
+# ---- flattening --------------------------------------------------------------------------------
+
+
 def tensor_versions(tensors: Iterable[Tensor | None]) -> list[int]:
-    """How often each has been changed in place; those made in inference mode do not count."""
+    """Return the version counters of the tensors. Inference tensors have none and are left out."""
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def flatten_values(values: tuple[Any, ...]) -> tuple[list[Tensor], PayloadLayout | None]:
-    """The different tensors in the values, in order, and what is left."""
+    """Return the tensors in the values, each once and in order, and the layout around them.
+
+    A single tensor has the layout None. Most stages send just that, so it is handled first.
+    """
     if len(values) == 1 and isinstance(values[0], Tensor):
         return [values[0]], None
     leaves, spec = pytree.tree_flatten(values)
     tensors: list[Tensor] = []
-    seen: dict[int, int] = {}
-    holes: list[int | None] = []
-    for at, leaf in enumerate(leaves):
+    index_by_id: dict[int, int] = {}
+    tensor_indices: list[int | None] = []
+    for leaf_index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            if id(leaf) not in seen:
-                seen[id(leaf)] = len(tensors)
+            if id(leaf) not in index_by_id:
+                index_by_id[id(leaf)] = len(tensors)
                 tensors.append(leaf)
-            holes.append(seen[id(leaf)])
-            leaves[at] = None
+            tensor_indices.append(index_by_id[id(leaf)])
+            leaves[leaf_index] = None
         else:
-            holes.append(None)
-    return tensors, PayloadLayout(spec, tuple(leaves), tuple(holes))
+            tensor_indices.append(None)
+    return tensors, PayloadLayout(spec, tuple(leaves), tuple(tensor_indices))
 
 
 def unflatten_values(tensors: Sequence[Tensor], layout: PayloadLayout | None) -> tuple[Any, ...]:
-    """The values again."""
+    """Return the values that `flatten_values` has taken apart, with these tensors."""
     if layout is None:
         return (tensors[0],)
     leaves = [
-        leaf if hole is None else tensors[hole]
-        for leaf, hole in zip(layout.leaves, layout.tensor_indices, strict=True)
+        leaf if index is None else tensors[index]
+        for leaf, index in zip(layout.leaves, layout.tensor_indices, strict=True)
     ]
     values: tuple[Any, ...] = pytree.tree_unflatten(leaves, layout.tree_spec)
     return values
 
 
 def check_no_hidden_tensors(layout: PayloadLayout) -> None:
-    """No tensor is hidden in an object that cannot be taken apart: it would get no gradient."""
+    """Raise if an object that pytree does not know holds a tensor: it would get no gradient."""
     for leaf in layout.leaves:
         hidden = [
             name for name, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, Tensor)
         ]
         if hidden:
             raise PenstockTypeError(
-                f"a {type(leaf).__name__} goes from one stage to another with a tensor in its "
-                f"'{hidden[0]}', where no gradient can pass: return tuples, lists or dicts, or "
-                "register the class with torch.utils._pytree.register_pytree_node"
+                f"a {type(leaf).__name__} that goes from one stage to another has a tensor in its "
+                f"attribute '{hidden[0]}', which would get no gradient. Return tuples, lists or "
+                f"dicts, or register the class with {REGISTER_PYTREE_NODE}."
             )
 
 
-# -------------------------------------------------------------------------------------------------
-# Tensors that several read, and which nobody may change in place.
+# ---- shared memory -----------------------------------------------------------------------------
 #
-# In one process a message is the sender's own memory. A layer that works in place on what it gets is
-# right only if nobody else reads that: not another stage, not another micro-batch, not the caller.
-# -------------------------------------------------------------------------------------------------
+# Inside one process a message is the sender's own memory, not a copy. A layer may change its input
+# in place only if it is the only reader of that memory: no other stage, no other micro-batch and
+# not the caller. Tensors that others read are marked in `Payload.shared`. After a forward their
+# version counters are compared, and a change is an error.
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Where it is; of a sparse tensor, where its values are; of one in parts, where its part is."""
+    """Return the address of a tensor's memory.
+
+    For a sparse tensor it is the address of the values, for a DTensor that of the local shard.
+    """
     tensor = to_local(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
@@ -114,21 +140,21 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Where they are."""
+    """Return the addresses of the tensors' memory. Empty tensors have none."""
     return {_storage_address(t) for t in tensors if t is not None and t.numel()}
 
 
 def mark_shared(payloads: Collection[Payload]) -> None:
-    """Tell each parcel which of its tensors have their memory in common with another tensor."""
-    homes: dict[int, list[tuple[Payload, int]]] = {}
-    for parcel in payloads:
-        for at, tensor in enumerate(parcel.tensors):
+    """Mark all tensors that have their memory in common with another tensor of the payloads."""
+    by_address: dict[int, list[tuple[Payload, int]]] = {}
+    for payload in payloads:
+        for index, tensor in enumerate(payload.tensors):
             if tensor is not None and tensor.numel():
-                homes.setdefault(_storage_address(tensor), []).append((parcel, at))
-    for places in homes.values():
-        if len(places) > 1:
-            for parcel, at in places:
-                parcel.shared |= {at}
+                by_address.setdefault(_storage_address(tensor), []).append((payload, index))
+    for entries in by_address.values():
+        if len(entries) > 1:
+            for payload, index in entries:
+                payload.shared |= {index}
 
 
 def protect_shared_tensors(
@@ -137,106 +163,111 @@ def protect_shared_tensors(
     stage_addresses: Collection[int],
     read_only_addresses: Collection[int],
 ) -> None:
-    """Mark tensors at these places that are in the stage's `own` memory, or in that of `others`.
+    """Mark the tensors of a payload that are in memory which others read.
 
-    Parameters and buffers that are passed on go as copies.
+    Args:
+        payload: The payload to change.
+        tensor_indices: The indices of the tensors to look at.
+        stage_addresses: The addresses of the stage's parameters and buffers. A tensor there is
+            copied, as a later forward may change a buffer before the receiver reads it.
+        read_only_addresses: The addresses of inputs that others read, too.
     """
     tensors = list(payload.tensors)
-    for at in tensor_indices:
-        tensor = tensors[at]
+    for index in tensor_indices:
+        tensor = tensors[index]
         if tensor is None or not tensor.numel():
             continue
-        home = _storage_address(tensor)
-        if home in stage_addresses:
-            tensors[at] = tensor.clone()
-        if home in stage_addresses or home in read_only_addresses:
-            payload.shared |= {at}
+        address = _storage_address(tensor)
+        if address in stage_addresses:
+            tensors[index] = tensor.clone()
+        if address in stage_addresses or address in read_only_addresses:
+            payload.shared |= {index}
     payload.tensors = tuple(tensors)
 
 
 def check_unchanged(read_only_payloads: Sequence[Payload], versions_before: Sequence[int]) -> None:
-    """Nobody may change a tensor in place that others read too."""
-    each = iter(versions_before)
-    for parcel in read_only_payloads:
-        for at, tensor in enumerate(parcel.tensors):
+    """Raise if a forward changed a shared tensor in place."""
+    remaining_versions = iter(versions_before)
+    for payload in read_only_payloads:
+        for index, tensor in enumerate(payload.tensors):
             if tensor is None or tensor.is_inference():
                 continue
-            if tensor._version != next(each) and at in parcel.shared:
+            if tensor._version != next(remaining_versions) and index in payload.shared:
                 raise RunError(
-                    f"a layer changed a tensor of shape {tuple(tensor.shape)} in place that "
-                    "others read too (it was stashed as a skip, given to several stages or "
-                    "micro-batches, or belongs to the caller and needs a gradient): clone it "
-                    "first, or set inplace=False"
+                    f"a layer changed a shared tensor of shape {tuple(tensor.shape)} in place. It "
+                    "was stashed as a skip, given to several stages or micro-batches, or it "
+                    "belongs to the caller and needs a gradient. Clone it first, or set "
+                    "inplace=False."
                 )
 
 
-# -------------------------------------------------------------------------------------------------
-# What a cell gets from its neighbours and gives to them: values inside, parcels outside.
-# -------------------------------------------------------------------------------------------------
+# ---- values inside a cell, payloads outside ----------------------------------------------------
 
-NeighborValues = dict[int, tuple[Any, ...]]  # by neighbour
-FlatValues = dict[int, tuple[list[Tensor], PayloadLayout | None]]  # the same, taken apart
+NeighborValues = dict[int, tuple[Any, ...]]  # values by stage index of the neighbour
+FlatValues = dict[int, tuple[list[Tensor], PayloadLayout | None]]  # the same values, flattened
 
 _detach = Tensor.detach
 
 
 def unpack_payloads(payloads: Mapping[int, Payload]) -> NeighborValues:
-    """What arrived."""
+    """Return the values of the payloads by source stage."""
     return {s: unflatten_values(p.tensors, p.layout) for s, p in payloads.items()}  # type: ignore[arg-type]
 
 
 def unpack_with_graph_inputs(
     payloads: Mapping[int, Payload], graph_tensors: Sequence[Tensor]
 ) -> NeighborValues:
-    """What arrived, with the tensors that begin the graph in their places."""
-    if len(payloads) == 1:
-        ((source, parcel),) = payloads.items()
-        if parcel.layout is None and graph_tensors:
+    """Return the values by source stage, with graph inputs for the tensors that need a gradient."""
+    if len(payloads) == 1:  # a single tensor from a single stage: the usual case
+        ((source, payload),) = payloads.items()
+        if payload.layout is None and graph_tensors:
             return {source: (graph_tensors[0],)}
-    each = iter(graph_tensors)
+    remaining = iter(graph_tensors)
     values = {}
-    for source, parcel in payloads.items():
-        needs = parcel.needs_grad
-        tensors: Any = [next(each) if n else t for t, n in zip(parcel.tensors, needs, strict=True)]
-        values[source] = unflatten_values(tensors, parcel.layout)
+    for source, payload in payloads.items():
+        needs = payload.needs_grad
+        tensors: Any = [
+            next(remaining) if need else t for t, need in zip(payload.tensors, needs, strict=True)
+        ]
+        values[source] = unflatten_values(tensors, payload.layout)
     return values
 
 
 def clone_payloads(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
-    """The same in memory of its own."""
-    return {source: parcel.map_tensors(Tensor.clone) for source, parcel in payloads.items()}
+    """Return copies of the payloads in new memory."""
+    return {source: payload.map_tensors(Tensor.clone) for source, payload in payloads.items()}
 
 
 def payload_versions(payloads: Iterable[Payload]) -> list[int]:
-    """How often each tensor in them has been changed in place."""
-    return tensor_versions(t for parcel in payloads for t in parcel.tensors)
+    """Return the version counters of all tensors of the payloads."""
+    return tensor_versions(t for payload in payloads for t in payload.tensors)
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Could it have a gradient?"""
+    """Return whether a tensor of this dtype can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_in_graph(tensor: Tensor) -> bool:
-    """Will it have one?"""
+    """Return whether the tensor requires grad."""
     return tensor.requires_grad
 
 
 def flatten_outputs(values: NeighborValues) -> FlatValues:
-    """The tensors of each value; to another stage, none that is hidden."""
-    found = {neighbour: flatten_values(value) for neighbour, value in values.items()}
-    for neighbour, (_, layout) in found.items():
-        if layout is not None and neighbour != OUTSIDE:
+    """Flatten the values for each destination, and check those that go to another stage."""
+    flat_values = {dst: flatten_values(value) for dst, value in values.items()}
+    for dst, (_, layout) in flat_values.items():
+        if layout is not None and dst != OUTSIDE:
             check_no_hidden_tensors(layout)
-    return found
+    return flat_values
 
 
 def build_payloads(outputs: FlatValues, needs_grad: Callable[[Tensor], bool]) -> dict[int, Payload]:
-    """What departs; `needs` says which tensors want a gradient back."""
-    parcels = {
+    """Return the payloads for each destination; `needs_grad` says which tensors get a gradient."""
+    payloads = {
         dst: Payload(tuple(map(_detach, tensors)), layout, tuple(map(needs_grad, tensors)))
         for dst, (tensors, layout) in outputs.items()
     }
-    if sum(len(parcel.tensors) for parcel in parcels.values()) > 1:
-        mark_shared(parcels.values())
-    return parcels
+    if sum(len(payload.tensors) for payload in payloads.values()) > 1:
+        mark_shared(payloads.values())
+    return payloads

@@ -1,4 +1,14 @@
-"""A recomputation finds its modules as its forward did, and what it writes is dropped."""
+"""Recomputation of a forward: it sees the state that the forward saw, and leaves none behind.
+
+A cell that is recomputed runs its layers twice. The second run must see the buffers and training
+flags of the first, and what it writes to buffers must be dropped, or running statistics would
+advance twice.
+
+    forward         snapshot_buffers -> run -> find_written, exclude_written
+    recomputation   restore_buffers(written) -> run -> put the current buffers back
+
+Layers can ask which run they are in: `is_checkpointing`, `is_recomputing`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +19,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-# -------------------------------------------------------------------------------------------------
-# Is this forward one that will be repeated, or the repetition? For layers that ask.
-# -------------------------------------------------------------------------------------------------
+from penstock.torch_compat import NormBase
+
+# ---- questions that a layer may ask ------------------------------------------------------------
 
 
 class _RecomputeState(threading.local):
+    """The kind of forward that this thread runs."""
+
     def __init__(self) -> None:
         self.checkpointing = False
         self.recomputing = False
@@ -26,18 +37,39 @@ _thread_state = _RecomputeState()
 
 
 def is_checkpointing() -> bool:
-    """In a layer: will this forward be recomputed for its backward?"""
+    """Return whether the current forward will be recomputed before its backward.
+
+    Layers call it in their forward. Outside of a pipe it returns False.
+
+    Example:
+
+    >>> is_checkpointing()
+    False
+    """
     return _thread_state.checkpointing
 
 
 def is_recomputing() -> bool:
-    """In a layer: is this the recomputation of an earlier forward?"""
+    """Return whether the current forward is the recomputation of an earlier one.
+
+    Layers call it in their forward, for example to count a batch only once. Outside of a pipe it
+    returns False.
+
+    Example:
+
+    >>> class Counter(nn.Module):
+    ...     calls = 0
+    ...     def forward(self, x: Tensor) -> Tensor:
+    ...         if not is_recomputing():
+    ...             self.calls += 1
+    ...         return x
+    """
     return _thread_state.recomputing
 
 
 @contextmanager
 def mark_checkpointing() -> Iterator[None]:
-    """Tell the layers that this forward will be recomputed."""
+    """Let `is_checkpointing` return True inside the context."""
     _thread_state.checkpointing = True
     try:
         yield
@@ -47,7 +79,7 @@ def mark_checkpointing() -> Iterator[None]:
 
 @contextmanager
 def mark_recomputing() -> Iterator[None]:
-    """Tell the layers that this is a recomputation."""
+    """Let `is_recomputing` return True inside the context."""
     _thread_state.recomputing = True
     try:
         yield
@@ -55,13 +87,15 @@ def mark_recomputing() -> Iterator[None]:
         _thread_state.recomputing = False
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- buffers -----------------------------------------------------------------------------------
 
-SilentWrites = dict[tuple[nn.Module, str], bool]  # is the buffer written so that nobody counts it?
+# Whether a forward writes a buffer without a change of its version counter, by module and name. A
+# buffer that is not in the dict has not been compared yet.
+SilentWrites = dict[tuple[nn.Module, str], bool]
 
 
 class BufferSnapshot(NamedTuple):
-    """A buffer before a forward: which it was, and what it held."""
+    """A buffer before a forward: the tensor itself, its version counter and a copy of its value."""
 
     module: nn.Module
     name: str
@@ -71,13 +105,17 @@ class BufferSnapshot(NamedTuple):
 
 
 def _has_write_only_buffers(module: nn.Module) -> bool:
-    """Is it a norm as PyTorch or we wrote it, which never reads its statistics in training?"""
+    """Return whether training never reads the buffers of a module, but only writes them.
+
+    That is known of the norms of PyTorch and Penstock. A norm of another library may read its
+    running statistics in training.
+    """
     library = type(module).__module__.partition(".")[0]
-    return isinstance(module, _NormBase) and library in ("torch", "penstock")
+    return isinstance(module, NormBase) and library in ("torch", "penstock")
 
 
 def snapshot_buffers(modules: Sequence[nn.Module]) -> list[BufferSnapshot]:
-    """What the buffers hold now. Running statistics are left out: training never reads them."""
+    """Return snapshots of all buffers except running statistics, which training never reads."""
     return [
         BufferSnapshot(owner, name, buffer, buffer._version, buffer.clone())
         for owner in modules
@@ -88,80 +126,102 @@ def snapshot_buffers(modules: Sequence[nn.Module]) -> list[BufferSnapshot]:
 
 
 def find_changed(snapshots: Sequence[BufferSnapshot]) -> list[BufferSnapshot]:
-    """Those that have been written or replaced since."""
+    """Return the snapshots of buffers that were written or replaced since, by version counter."""
     return [
-        copy
-        for copy in snapshots
-        if not _is_registered(copy) or copy.buffer._version != copy.version
+        snapshot
+        for snapshot in snapshots
+        if not _is_registered(snapshot) or snapshot.buffer._version != snapshot.version
     ]
 
 
 def _is_registered(snapshot: BufferSnapshot) -> bool:
-    """What a ScriptModule has as the table of its buffers is no dict."""
-    table = snapshot.module._buffers
-    return snapshot.name in table and table[snapshot.name] is snapshot.buffer
+    """Return whether the module still has the same tensor as this buffer.
+
+    The `_buffers` of a ScriptModule is not a dict and has no `get`.
+    """
+    registry = snapshot.module._buffers
+    return snapshot.name in registry and registry[snapshot.name] is snapshot.buffer
 
 
 def find_written(
     snapshots: Sequence[BufferSnapshot], silent_writes: SilentWrites
 ) -> list[BufferSnapshot]:
-    """The same of a forward; also those that it wrote so that no version tells.
+    """Return the snapshots of buffers that a forward wrote, also without a version counter.
 
-    By their `.data`, or as PyTorch's own batch_norm does. With one of a module's buffers come the
-    others: it may have written to them what they held. To compare numbers, a host must wait for its
-    GPU: there it is done once for each buffer.
+    A write through `.data`, or by PyTorch's own `batch_norm`, does not change the version counter.
+    Such writes are found by comparing values, and remembered in `silent_writes`. On a GPU the host
+    has to wait for a comparison, so there each buffer is compared in one forward only. If a module
+    writes one buffer silently, all its buffers count as written: a write may leave a value as it
+    was.
     """
-    found = {id(copy) for copy in find_changed(snapshots)}
-    for copy in snapshots:
-        place = copy.module, copy.name
-        if id(copy) not in found and (
-            place not in silent_writes or copy.buffer.device.type == "cpu"
+    changed_ids = {id(snapshot) for snapshot in find_changed(snapshots)}
+    for snapshot in snapshots:
+        key = snapshot.module, snapshot.name
+        if id(snapshot) not in changed_ids and (
+            key not in silent_writes or snapshot.buffer.device.type == "cpu"
         ):
-            differs = not torch.equal(copy.buffer, copy.value)
-            silent_writes[place] = differs or silent_writes.get(place, False)
-    writers = {copy.module for copy in snapshots if silent_writes.get((copy.module, copy.name))}
-    return [copy for copy in snapshots if id(copy) in found or copy.module in writers]
+            differs = not torch.equal(snapshot.buffer, snapshot.value)
+            silent_writes[key] = differs or silent_writes.get(key, False)
+    writers = {
+        snapshot.module
+        for snapshot in snapshots
+        if silent_writes.get((snapshot.module, snapshot.name))
+    }
+    return [
+        snapshot
+        for snapshot in snapshots
+        if id(snapshot) in changed_ids or snapshot.module in writers
+    ]
 
 
 def exclude_written(
     snapshots: Sequence[BufferSnapshot], written: Sequence[BufferSnapshot]
 ) -> list[BufferSnapshot]:
-    """The copies but those, without what they held."""
-    names = {(copy.module, copy.name) for copy in written}
-    left = [copy for copy in snapshots if (copy.module, copy.name) not in names]
-    return [copy._replace(value=copy.buffer) for copy in left]
+    """Return the other snapshots, with the buffer itself as value, so that the copy is freed."""
+    keys = {(snapshot.module, snapshot.name) for snapshot in written}
+    unwritten = [snapshot for snapshot in snapshots if (snapshot.module, snapshot.name) not in keys]
+    return [snapshot._replace(value=snapshot.buffer) for snapshot in unwritten]
 
 
 @contextmanager
 def restore_buffers(
     modules: Sequence[nn.Module], snapshots: Sequence[BufferSnapshot]
 ) -> Iterator[None]:
-    """Within, the buffers that a forward changed are as it found them; after, as they were."""
-    now = [(owner, name, buffer) for owner in modules for name, buffer in owner._buffers.items()]
-    for owner, name, buffer in now:
+    """Let modules find the buffers of an earlier forward inside the context.
+
+    Inside, changed buffers hold copies of the snapshots, and running statistics are copies, too.
+    Afterwards all modules have their current buffers back, and the writes inside are gone.
+    """
+    current = [
+        (owner, name, buffer) for owner in modules for name, buffer in owner._buffers.items()
+    ]
+    for owner, name, buffer in current:
         if buffer is not None and _has_write_only_buffers(owner):
             owner._buffers[name] = buffer.clone()
-    for copy in snapshots:
-        copy.module._buffers[copy.name] = copy.value.clone()
+    for snapshot in snapshots:
+        snapshot.module._buffers[snapshot.name] = snapshot.value.clone()
     try:
         yield
     finally:
-        for owner, name, buffer in now:
+        for owner, name, buffer in current:
             owner._buffers[name] = buffer
+
+
+# ---- training flags ----------------------------------------------------------------------------
 
 
 @contextmanager
 def override_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
-    """Within, the modules are in training or not as the flags say; after, as they were."""
-    now = [module.training for module in modules]
-    if now == list(flags):
+    """Set the `training` flag of each module inside the context, and restore it afterwards."""
+    current = [module.training for module in modules]
+    if current == list(flags):
         yield
         return
     _set_training(modules, flags)
     try:
         yield
     finally:
-        _set_training(modules, now)
+        _set_training(modules, current)
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

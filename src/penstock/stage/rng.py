@@ -1,46 +1,82 @@
-"""Random numbers that depend on the stage and the micro-batch, and on nothing else.
+"""Random numbers that depend only on the call, the stage and the micro-batch.
 
-All threads of a process share one generator per device, so which thread draws what is chance,
-and to rewind it for a recomputation would disturb the others. While a stage that draws computes,
-its draws come from generators of its own, seeded for the cell.
+All threads of a process share one default generator per device. With several ranks in threads, it
+would be chance which stage draws which numbers, and a recomputation could not rewind the generator
+without disturbing the other stages.
+
+While a stage that may draw computes a cell, a dispatch mode (`CellRngMode`) is active. It redirects
+each random operation to generators of the cell's own:
+
+    seed of the call             drawn once from the caller's default generator (`peek_seed`)
+    seed of the cell             hash of (call seed, stage, micro-batch)  (`derive_cell_seed`)
+    operation takes generator=   it is called with the cell's generator
+    operation takes none         the default generator is set to the cell's state meanwhile
+
+The forward and the recomputation of a cell use the same seed, so they draw the same numbers.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
-from typing import Any, Protocol
+from types import CodeType, FrameType
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode,
-    _pop_mode_temporarily,
-    _push_mode,
-)
 
 from penstock.errors import RunError
 from penstock.stage.compile_support import skip_dynamo_tracing
 from penstock.stage.recompute import is_checkpointing
-from penstock.torch_compat import pytree
+from penstock.torch_compat import (
+    TORCH_CHECKPOINT_GLOBALS,
+    CompileFriendlyDispatchMode,
+    DisableTorchFunction,
+    get_innermost_dispatch_mode,
+    get_schema_arguments,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    pytree,
+    without_innermost_dispatch_mode,
+)
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Held while a default generator carries the state of a cell: see `replace_shared_generator`.
 _shared_generator_lock = threading.Lock()
 
 
+# ---- default generators ------------------------------------------------------------------------
+
+
+def get_shared_generator(device: torch.device) -> torch.Generator:
+    """Return the default generator of a device, which all threads share."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
+
+
 def get_shared_rng_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
-    """Where the generators stand that all threads share: the host's and the devices'."""
+    """Return the states of the default generators of the CPU and of these devices."""
     different = sorted({*map(str, devices), "cpu"})
     return [get_shared_generator(torch.device(device)).get_state() for device in different]
 
 
-def peek_seed() -> int:
-    """What the caller's generator would give next, without moving it on.
+def seed_shared_generators(seed: int, device: torch.device) -> None:
+    """Seed the default generators of the CPU and of this device, and of no other device."""
+    for where in dict.fromkeys((torch.device("cpu"), device)):
+        get_shared_generator(where).manual_seed(seed)
 
-    A pipe in a layer of another is seeded by the other's cell, so that it is recomputed alike.
+
+# ---- seeds -------------------------------------------------------------------------------------
+
+
+def peek_seed() -> int:
+    """Return a seed from the caller's default generator, and leave the generator as it is.
+
+    A pipe that is a layer of another pipe draws its seed from the cell of the other pipe, so that
+    it is recomputed with the same seed.
     """
     if _is_inside_cell():
         return int(torch.randint(2**62, (), device="cpu"))
@@ -50,13 +86,13 @@ def peek_seed() -> int:
 
 
 def advance_caller_rng() -> None:
-    """Past that seed."""
+    """Advance the caller's default generator past the seed that `peek_seed` returned."""
     if not _is_inside_cell():
         _draw_seed(torch.default_generator)
 
 
 def _is_inside_cell() -> bool:
-    return isinstance(_get_current_dispatch_mode(), CellRngMode)
+    return isinstance(get_innermost_dispatch_mode(), CellRngMode)
 
 
 def _draw_seed(generator: torch.Generator) -> int:
@@ -64,26 +100,32 @@ def _draw_seed(generator: torch.Generator) -> int:
 
 
 def derive_cell_seed(seed: int, stage: int, microbatch: int) -> int:
-    """Different for every cell of every call."""
+    """Return the seed of one cell of a call."""
     return hash((seed, stage, microbatch)) & (2**63 - 1)
 
 
+# ---- sources of random numbers -----------------------------------------------------------------
+
+
 class RngSource(Protocol):
-    """Where the random numbers of one computation of a cell come from."""
+    """A source of the random numbers of one computation of a cell."""
 
     @property
     def has_drawn(self) -> bool:
-        """Has anything been drawn? (Attention without dropout could have, and has not.)"""
+        """Return whether any number has been drawn.
+
+        An operation that may draw, such as attention, draws nothing without dropout.
+        """
 
     def generator_for(self, device: torch.device) -> torch.Generator:
-        """The generator of its own on a device."""
+        """Return the cell's generator on a device."""
 
     def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
-        """Within, the generator that all threads share gives the numbers of `mine`."""
+        """Let the default generator draw the numbers of `generator` inside the context."""
 
 
 class SeededRng:
-    """Generators that begin with a seed."""
+    """A source whose generators start from a seed, one generator per device."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -92,14 +134,14 @@ class SeededRng:
 
     @property
     def has_drawn(self) -> bool:
-        """Is any of them further on than at its beginning?"""
-        found = self._generators.items()
+        """Return whether any generator has left its initial state."""
+        generators = self._generators.items()
         return any(
-            not torch.equal(g.get_state(), self._initial_states[device]) for device, g in found
+            not torch.equal(g.get_state(), self._initial_states[device]) for device, g in generators
         )
 
     def generator_for(self, device: torch.device) -> torch.Generator:
-        """Made when it is first needed."""
+        """Return the generator of a device; the first call makes it."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             self._initial_states[device] = self._generators[device].get_state()
@@ -107,7 +149,11 @@ class SeededRng:
 
     @contextmanager
     def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
-        """One thread at a time."""
+        """Give the default generator the state of `generator` inside the context.
+
+        Only one thread can be in such a context, as the default generator belongs to all threads.
+        The new state goes back to `generator`, and the default generator gets its old state again.
+        """
         with _shared_generator_lock:
             shared = get_shared_generator(generator.device)
             before = shared.get_state()
@@ -119,68 +165,69 @@ class SeededRng:
                 shared.set_state(before)
 
 
-class CellRngMode(TorchDispatchMode):
-    """Draws below it come from a source: by default, one that begins with a seed."""
+# ---- the dispatch mode -------------------------------------------------------------------------
+
+
+class CellRngMode(CompileFriendlyDispatchMode):
+    """A dispatch mode that redirects random operations to a source, or to a seed."""
 
     def __init__(self, source: RngSource | int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._source = SeededRng(source) if isinstance(source, int) else source
 
     @property
     def has_drawn(self) -> bool:
-        """Has anything been drawn?"""
+        """Return whether any number has been drawn."""
         return self._source.has_drawn
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether to load the compiler, which takes seconds, only to keep it from tracing this."""
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Or a compiled layer that was called below this once is never run compiled again."""
-        return True
-
+    # `TorchDispatchMode.__enter__` also sets flags that all threads share. Stages that enter and
+    # leave the mode at the same time would leave them wrong, so only this thread's stack is used.
     def __enter__(self) -> CellRngMode:
-        """For this thread. PyTorch's own way also sets flags that all threads share."""
+        """Enter the mode in this thread."""
         skip_dynamo_tracing(__name__)
-        _push_mode(self)
+        push_dispatch_mode(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _pop_mode()
+        pop_dispatch_mode()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # what no function mode has seen, it need not see now
+        # A function mode sees the calls that Python makes, not the ATen operators that these lead
+        # to. Here Python calls an ATen operator, and without the guard a mode would see it as well.
+        with DisableTorchFunction():
             draws = torch.Tag.nondeterministic_seeded in func.tags
             if not draws or is_deterministic_call(func, args, kwargs):
                 return func(*args, **kwargs)
             return self._run_random_op(func, args, kwargs)
 
     def _run_random_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_inside_cell():  # of a pipe around this one: what is drawn here is not its affair
-            with _pop_mode_temporarily():
+        # A pipe that is a layer of another pipe runs under the modes of both. The inner cell
+        # handles the draw, so the mode of the outer cell must not see it.
+        if _is_inside_cell():
+            with without_innermost_dispatch_mode():
                 return self._run_random_op(func, args, kwargs)
         if kwargs.get("generator") is not None:
             if is_checkpointing():
                 raise RunError(
-                    "this layer draws from a generator of its own, which is not rewound for the "
-                    "recomputation: draw without a generator (the pipe then gives the layer one), "
-                    "or set checkpoint='never'"
+                    "this layer draws random numbers from its own generator, which the "
+                    "recomputation cannot rewind. Draw without generator= (the pipe then provides "
+                    "one), or set checkpoint='never'."
                 )
-            return func(*args, **kwargs)  # its own affair
+            return func(*args, **kwargs)  # the layer manages its own generator
         _reject_inside_torch_checkpoint()
-        mine = self._source.generator_for(_find_device(args, kwargs))
-        if any(argument.name == "generator" for argument in func._schema.arguments):
-            return func(*args, **{**kwargs, "generator": mine})
-        with self._source.replace_shared_generator(mine):  # it reads the shared generator
+        cell_generator = self._source.generator_for(_find_device(args, kwargs))
+        if any(argument.name == "generator" for argument in get_schema_arguments(func)):
+            return func(*args, **{**kwargs, "generator": cell_generator})
+        # Some operations, such as native_dropout, take no generator= and read the default one.
+        with self._source.replace_shared_generator(cell_generator):
             return func(*args, **kwargs)
 
 
 def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device on which an operation draws."""
     for leaf in pytree.tree_iter((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
@@ -190,46 +237,58 @@ def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return device
 
 
-def seed_shared_generators(seed: int, device: torch.device) -> None:
-    """Those that all threads share: the host's and this device's, and no other device's."""
-    for where in dict.fromkeys((torch.device("cpu"), device)):
-        get_shared_generator(where).manual_seed(seed)
-
-
-def get_shared_generator(device: torch.device) -> torch.Generator:
-    """The one that all threads share."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator
-
-
 def is_deterministic_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Attention could draw, and does not without dropout; nor does an LSTM of cuDNN's.
+    """Return whether an operation that may draw random numbers draws none in this call.
 
-    A backward that is given what its forward has drawn repeats that.
+    Attention and cuDNN's LSTM draw nothing without dropout. A backward that takes `philox_seed`
+    repeats the numbers that its forward has drawn.
     """
-    for at, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(get_schema_arguments(func)):
         if argument.name == "philox_seed":
             return True
         if argument.name in ("dropout_p", "dropout"):
-            given = (
-                args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
+            dropout = (
+                args[index]
+                if index < len(args)
+                else kwargs.get(argument.name, argument.default_value)
             )
-            return not given
+            return not dropout
     return False
 
 
+# ---- torch.utils.checkpoint --------------------------------------------------------------------
+#
+# `torch.utils.checkpoint` inside a layer repeats that part of the forward during the backward. By
+# then `CellRngMode` is gone, and the repetition would draw other numbers from the default
+# generator. A draw inside such a checkpoint is therefore an error.
+#
+# A draw looks for a frame of `torch.utils.checkpoint` on the stack. The search must stop at the
+# cell: a checkpoint around the whole pipe is harmless, as PyTorch restores the default generator
+# for the repetition, and the pipe draws its seed from that. Functions that run the layers of a cell
+# register their code object for this.
+
+# The registered code objects by id. Code objects with the same content compare equal, so only their
+# identity tells them apart. The dict keeps them alive, so that no id is reused.
+_cell_boundaries: dict[int, CodeType] = {}
+
+
+def mark_cell_boundary(function: F) -> F:
+    """Register a function that runs the layers of one cell, and return it unchanged."""
+    code: CodeType = function.__code__
+    _cell_boundaries[id(code)] = code
+    return function
+
+
 def _reject_inside_torch_checkpoint() -> None:
-    """Its repetition, in the backward, would be outside of this mode and draw other numbers."""
+    """Raise if the cell's layers have called the current function by `torch.utils.checkpoint`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__")  # code that a compiler made has none
-        if module == "penstock.stage.stage_runner":
+        if id(frame.f_code) in _cell_boundaries:
             return
-        if module == "torch.utils.checkpoint":
+        if frame.f_globals is TORCH_CHECKPOINT_GLOBALS:
             raise RunError(
-                "this layer draws random numbers inside torch.utils.checkpoint, which could not "
-                "draw the same ones again beside the other stages: leave that checkpoint out, and "
-                "let the pipe recompute instead (checkpoint='always')"
+                "this layer draws random numbers inside torch.utils.checkpoint, whose "
+                "recomputation would draw different ones. Remove that checkpoint, and let the pipe "
+                "recompute the layer instead (checkpoint='always')."
             )
         frame = frame.f_back

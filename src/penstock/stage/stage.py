@@ -1,4 +1,4 @@
-"""A stage: layers that run as one piece, and what it was seen to do."""
+"""A stage: layers that run as one piece, and a record of how they have behaved."""
 
 from __future__ import annotations
 
@@ -10,39 +10,59 @@ from torch import nn
 
 from penstock.stage.recompute import SilentWrites
 
-OUTSIDE = -1  # the neighbour that feeds the batch in and takes the outputs
+# The index of the caller as a neighbour of stages: it feeds the batch in and takes the outputs.
+OUTSIDE = -1
 
-# From what each source sent to what each destination gets; OUTSIDE is a neighbour too.
+# The computation of a stage: from the values that each source sent to the values for each
+# destination. Sources and destinations are stage indices or OUTSIDE.
 StageFunction = Callable[[Mapping[int, tuple[Any, ...]]], dict[int, tuple[Any, ...]]]
 
 
 @dataclass(slots=True)
 class ObservedBehavior:
-    """What a stage was seen to do; None: not seen yet."""
+    """A record of what a stage did in its forwards so far. None means that it has not run yet.
 
-    draws_random: bool | None = None  # random numbers
-    mutates_inputs: bool | None = None  # its inputs, in place
-    uses_only_parameters: bool = False  # learns by nothing but its parameters: seen
-    silent_writes: SilentWrites = field(default_factory=dict)  # writes its buffers
+    Copying inputs, snapshots of buffers and redirected random numbers cost time in every cell. A
+    stage pays for them until a forward has shown that it does not need them.
+
+    Attributes:
+        draws_random: Whether it draws random numbers.
+        mutates_inputs: Whether it changes its inputs in place.
+        uses_only_parameters: Whether a check has shown that all leaves of its graph are parameters.
+        silent_writes: The buffers that it writes without a change of their version counter.
+    """
+
+    draws_random: bool | None = None
+    mutates_inputs: bool | None = None
+    uses_only_parameters: bool = False
+    silent_writes: SilentWrites = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Stage:
-    """Layers that run as one piece. One of another process has no layers here."""
+    """Layers that run as one piece. A stage of another process has no layers in this one.
+
+    Attributes:
+        index: The number of the stage, in topological order.
+        names: The names of its layers or units in the model.
+        layers: The modules that it runs.
+        compute: The function that runs them.
+        layer_types: The class names of the layers, for messages.
+        wrappers: Modules that `stage_fn` has put around the layers.
+        resharding_modules: Modules whose parameters `fully_shard` replaces in each forward.
+        may_draw_random: Whether it may draw random numbers, even if no forward has drawn any yet.
+        may_mutate_inputs: Whether it may change its inputs in place, even if no forward has yet.
+    """
 
     index: int
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
     compute: StageFunction
-    layer_types: tuple[str, ...] = ()  # the layers' types, for people
-    wrappers: tuple[nn.Module, ...] = ()  # what the user has put around the layers
-    resharding_modules: frozenset[nn.Module] = (
-        frozenset()
-    )  # whose parameters come and go while it computes
-    may_draw_random: bool = False  # it may draw random numbers, though it was seen to draw none
-    may_mutate_inputs: bool = (
-        False  # it may change its inputs in place, though it was seen to change none
-    )
+    layer_types: tuple[str, ...] = ()
+    wrappers: tuple[nn.Module, ...] = ()
+    resharding_modules: frozenset[nn.Module] = frozenset()
+    may_draw_random: bool = False
+    may_mutate_inputs: bool = False
     _behaviors: dict[tuple[Any, ...], ObservedBehavior] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,42 +71,48 @@ class Stage:
     def __str__(self) -> str:
         kinds = ", ".join(self.layer_types[:4])
         more = ", ..." if len(self.layer_types) > 4 else ""
-        names = [name or "the model's own" for name in self.names]  # what is in no part of it
+        # The name of the model itself is empty. It stands for tensors that are in no unit.
+        names = [name or "the model's own" for name in self.names]
         ends = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         return f"stage {self.index} (layer{'s' * (len(names) > 1)} {ends}: {kinds}{more})"
 
     def modules(self) -> list[nn.Module]:
-        """All of its layers' modules, each once."""
-        found: dict[nn.Module, None] = {}
+        """Return all modules of its layers, without duplicates."""
+        modules: dict[nn.Module, None] = {}
         for layer in self.layers:
-            found.update(dict.fromkeys(layer.modules()))
-        return list(found)
+            modules.update(dict.fromkeys(layer.modules()))
+        return list(modules)
 
     def behavior_for(self, modules: Iterable[nn.Module]) -> ObservedBehavior:
-        """Of its modules as they are set now: in training or not, and with which chances."""
-        manner = tuple([(m.training, _dropout_rates(m)) for m in modules])
-        fresh = ObservedBehavior(mutates_inputs=True if self.may_mutate_inputs else None)
+        """Return the record for its modules as they are set now.
+
+        A module behaves differently in training and evaluation, and with another dropout rate. Each
+        such setting has its own record.
+        """
+        settings = tuple([(m.training, _dropout_rates(m)) for m in modules])
+        new_record = ObservedBehavior(mutates_inputs=True if self.may_mutate_inputs else None)
         return self._behaviors.setdefault(
-            (type(self.compute), self.may_mutate_inputs, manner), fresh
+            (type(self.compute), self.may_mutate_inputs, settings), new_record
         )
 
     def as_remote(self) -> Stage:
-        """The same, as a process knows it that does not compute it."""
+        """Return the stage as a process describes it that does not run it."""
         return Stage(self.index, self.names, (), _reject_remote_compute, self.layer_types)
 
     def reset_behaviors(self) -> None:
-        """Watch it anew."""
+        """Forget all records, so that the next forward is observed again."""
         self._behaviors.clear()
 
 
 def _reject_remote_compute(inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, tuple[Any, ...]]:
-    raise AssertionError("a stage of another process")
+    raise AssertionError("a stage of another process cannot be computed in this one")
 
 
+# The names under which PyTorch's and other libraries' layers keep a probability of dropping.
 _DROPOUT_ATTRIBUTES = ("p", "drop_prob", "drop_rate", "dropout")
 
 
 def _dropout_rates(module: nn.Module) -> tuple[float, ...]:
-    """How likely it drops something, by the names that such attributes have."""
-    found = (module.__dict__.get(name) for name in _DROPOUT_ATTRIBUTES)
-    return tuple(value for value in found if isinstance(value, int | float))
+    """Return the probabilities with which a module drops something."""
+    rates = (module.__dict__.get(name) for name in _DROPOUT_ATTRIBUTES)
+    return tuple(rate for rate in rates if isinstance(rate, int | float))

@@ -1,8 +1,20 @@
-"""The tape on which one call of the pipe keeps what the backwards of a stage need.
+"""The runner of one stage in one call of the pipe: forward, recomputation and backward of cells.
 
-A cell (stage, micro-batch) is computed forward from the parcels of its neighbours, perhaps
-recomputed, and computed backward from gradients. What a cell saved is dropped at its last use,
-so that what lives is what the timeline says.
+A cell is one stage on one micro-batch. These are the actions of a schedule and the methods that
+carry them out:
+
+    F  forward            payloads of the source stages -> payloads for the destination stages
+    R  recompute          kept inputs -> the graph that F did not build
+    B  backward           gradients of the outputs -> gradients of the inputs, and of all weights
+    I  backward           the same, but most weight gradients are left for W
+    W  backward_weights   the weight gradients that I has left
+
+Each action drops what it is the last to use, so the memory that is alive is the memory that the
+timeline of the schedule shows.
+
+Which of the mechanisms below a forward needs is learned from the first one: whether the stage draws
+random numbers, changes its input in place, or writes to its buffers (`ObservedBehavior`). A stage
+that does none of this runs without any of them.
 """
 
 from __future__ import annotations
@@ -47,35 +59,52 @@ from penstock.stage.recompute import (
     restore_buffers,
     snapshot_buffers,
 )
-from penstock.stage.rng import CellRngMode, RngSource
+from penstock.stage.rng import CellRngMode, RngSource, mark_cell_boundary
 from penstock.stage.stage import OUTSIDE, Stage
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
 
 
 class SavedForBackward(Enum):
-    """What a forward leaves behind."""
+    """The things that a forward may keep for its backward."""
 
-    GRAPH = auto()  # for its backward
-    INPUTS = auto()  # for its recomputation
+    GRAPH = auto()  # the autograd graph
+    INPUTS = auto()  # the inputs, for a recomputation that builds the graph
     NOTHING = auto()
 
 
 @dataclass(slots=True)
 class _RecomputeInputs:
-    """What a cell needs to be computed again."""
+    """The inputs and buffers that a recomputation needs.
+
+    Attributes:
+        payloads: The inputs of the cell, as they were before the forward.
+        payload_versions: The version counters of their tensors after the forward.
+        written_buffers: Snapshots, from before the forward, of the buffers that it changed.
+        unwritten_buffers: Snapshots of the other buffers, which must stay unchanged.
+    """
 
     payloads: dict[int, Payload]
-    payload_versions: list[int]  # of what arrived, after the forward
-    written_buffers: list[BufferSnapshot]  # that the forward changed, as they were before
-    unwritten_buffers: list[BufferSnapshot]  # that it did not: nobody may
+    payload_versions: list[int]
+    written_buffers: list[BufferSnapshot]
+    unwritten_buffers: list[BufferSnapshot]
 
 
 class StageRunner:
-    """What one call of the pipe has computed of a stage, and what that left for backwards.
+    """A stage in one call of the pipe, with everything that its forwards keep for backwards.
 
-    Gradients of parameters go to `.grad`. If the caller's graph `tracks` the call, they are
-    summed in `collected`, from one `collect` to the next.
+    Gradients of parameters are added to their `.grad`. After `start_collecting_grads` they are
+    summed in `collected_grads` instead, in the order of `parameters`: that is how `pipe(x)` returns
+    them to the caller's own autograd graph.
+
+    Args:
+        stage: The stage to run.
+        context: The PyTorch state of the calling thread, under which the layers compute.
+        saved_for_backward: Returns what the forward of a micro-batch keeps.
+        has_weight_backward: Returns whether the backward of a micro-batch is split into I and W.
+        is_tracked: Whether to raise if a layer uses a leaf tensor that is not a parameter. It would
+            get no gradient through `pipe(x)` or in a captured step.
+        proxies: Proxies for parameters that the stage cannot use directly.
     """
 
     def __init__(
@@ -92,10 +121,9 @@ class StageRunner:
         modules = self._proxies.modules
         self.parameters = find_trainable_parameters(modules)
         self.collected_grads: list[Tensor | None] | None = None
-        self.has_recomputed = False  # has it recomputed a cell?
-        self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: (
-            0
-        )  # if the stage draws
+        self.has_recomputed = False
+        # Returns the source, or the seed, of the random numbers of a micro-batch.
+        self.rng_source: Callable[[int], RngSource | int] = lambda microbatch: 0
         self._context, self._saved_for_backward, self._has_weight_backward = (
             context,
             saved_for_backward,
@@ -103,60 +131,68 @@ class StageRunner:
         )
         self._behavior = stage.behavior_for(modules)
         self._modules_with_buffers = [module for module in modules if module._buffers]
+        # `fully_shard` replaces the parameters of some modules in each forward. These cannot be
+        # compared with earlier ones, and no proxy can hold their place until W.
         self._static_modules = [
             module for module in modules if module not in stage.resharding_modules
         ]
         self._modules, self._training_flags = modules, [module.training for module in modules]
-        self._parameter_versions: list[tuple[int, int]] = []  # while something is kept
+        # Addresses and version counters of the parameters, up to date while inputs are kept.
+        self._parameter_versions: list[tuple[int, int]] = []
         self._is_tracked = is_tracked
         self._graphs: dict[int, CellGraph] = {}
         self._recompute_inputs: dict[int, _RecomputeInputs] = {}
-        self._pending_weight_grads: dict[
-            int, list[PendingWeightGrad]
-        ] = {}  # weight gradients for a W
-        self._owned_sums: set[int] = set()  # which of the collected are sums of our own
+        self._pending_weight_grads: dict[int, list[PendingWeightGrad]] = {}
+        # Indices of collected gradients that were allocated here, and may be added to in place.
+        self._owned_sums: set[int] = set()
 
     @property
     def has_drawn(self) -> bool:
-        """Does the stage draw random numbers, as far as seen?"""
+        """Return whether the stage has drawn random numbers in any forward."""
         return bool(self._behavior.draws_random)
 
     @property
     def may_draw_random(self) -> bool:
-        """Has it not been seen to draw none?"""
+        """Return whether the stage may draw random numbers.
+
+        It may if it has drawn before, if it has not run yet, or if the partition says so.
+        """
         return self._behavior.draws_random is not False or self.stage.may_draw_random
 
-    # ---- forward --------------------------------------------------------------------------
+    # ---- forward and recomputation -------------------------------------------------------------
 
     def forward(self, microbatch: int, input_payloads: dict[int, Payload]) -> dict[int, Payload]:
-        """Compute the cell from what its sources sent; gives what its destinations get."""
+        """Compute a cell from the payloads of its sources; return those for its destinations."""
         keep = self._saved_for_backward(microbatch)
         if keep is SavedForBackward.INPUTS and not self._needs_backward(
             p.needs_grad for p in input_payloads.values()
         ):
-            keep = SavedForBackward.GRAPH  # of nothing, and so its outputs need no gradient
-        read_only = [parcel for parcel in input_payloads.values() if parcel.shared]
+            # Nothing requires grad, so there is nothing to recompute. The graph is empty, and tells
+            # the next stages that the outputs need no gradient.
+            keep = SavedForBackward.GRAPH
+        read_only = [payload for payload in input_payloads.values() if payload.shared]
         before = payload_versions(read_only) if read_only else []
         if keep is SavedForBackward.GRAPH:
             self._graphs[microbatch], outputs = self._build_graph(microbatch, input_payloads)
-            parcels = build_payloads(outputs, is_in_graph)
+            output_payloads = build_payloads(outputs, is_in_graph)
         elif keep is SavedForBackward.INPUTS:
             with torch.no_grad():
                 self._recompute_inputs[microbatch], outputs = self._forward_for_recompute(
                     microbatch, input_payloads
                 )
-            parcels = build_payloads(outputs, is_differentiable)
+            # There is no graph yet to ask, so every floating-point output may need a gradient.
+            output_payloads = build_payloads(outputs, is_differentiable)
         else:
             outputs = flatten_outputs(self._run_layers(microbatch, unpack_payloads(input_payloads)))
-            parcels = build_payloads(outputs, lambda tensor: False)
+            output_payloads = build_payloads(outputs, lambda tensor: False)
         if read_only:
             check_unchanged(read_only, before)
-        self._protect_outputs(parcels, outputs, read_only)
+        self._protect_outputs(output_payloads, outputs, read_only)
         self._record_parameter_versions()
-        return parcels
+        return output_payloads
 
     def _needs_backward(self, needs_grad: Iterable[Sequence[bool]]) -> bool:
-        """Does anything want a gradient of a cell, of whose inputs these need one?"""
+        """Return whether a cell needs a backward: a parameter or one of its inputs needs a grad."""
         return bool(self.parameters) or any(map(any, needs_grad))
 
     def _protect_outputs(
@@ -165,28 +201,50 @@ class StageRunner:
         outputs: FlatValues,
         read_only_payloads: Sequence[Payload],
     ) -> None:
-        """Whoever comes next may not change what is the stage's own, or what others read too."""
-        others = storage_addresses(t for parcel in read_only_payloads for t in parcel.tensors)
+        """Mark outputs that the next stage must not change in place.
+
+        These are outputs in the memory of the stage's parameters or buffers, or of inputs that
+        others read too.
+        """
+        read_only_addresses = storage_addresses(
+            t for payload in read_only_payloads for t in payload.tensors
+        )
         for dst, (tensors, _) in outputs.items():
-            # those that could be something that was there before
-            places = [at for at, t in enumerate(tensors) if others or t.is_leaf or t._is_view()]
-            if places:
-                protect_shared_tensors(payloads[dst], places, self._storage_addresses, others)
+            # A freshly computed tensor has memory of its own. Only a leaf (a parameter, a buffer,
+            # an input) or a view can be in memory that was there before, and only these are looked
+            # up. Without a graph every tensor is a leaf.
+            indices = [
+                index
+                for index, t in enumerate(tensors)
+                if read_only_addresses or t.is_leaf or t._is_view()
+            ]
+            if indices:
+                protect_shared_tensors(
+                    payloads[dst], indices, self._storage_addresses, read_only_addresses
+                )
 
     @cached_property
     def _storage_addresses(self) -> set[int]:
-        """Where the stage's own parameters and buffers are, and what stands in for them."""
-        found = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())]
-        return storage_addresses([*found, *self._proxies.proxy_tensors])
+        """The storage addresses of the stage's parameters and buffers, and of their proxies."""
+        tensors = [
+            t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())
+        ]
+        return storage_addresses([*tensors, *self._proxies.proxy_tensors])
 
     def recompute(self, microbatch: int) -> None:
-        """Build the graph that the forward did not, if it did not."""
-        kept = self._recompute_inputs.get(microbatch)
-        if kept is None:
+        """Build the graph of a cell whose forward kept only its inputs; otherwise do nothing.
+
+        The recomputation starts from the state that the forward found: its inputs, the buffers that
+        it changed, the training flags and the random seed.
+        """
+        saved = self._recompute_inputs.get(microbatch)
+        if saved is None:
             return
         self.has_recomputed = True
-        same_inputs = payload_versions(kept.payloads.values()) == kept.payload_versions
-        same_buffers = not find_changed(kept.unwritten_buffers)
+        # Inputs, parameters and unwritten buffers are not copied. A change after the forward would
+        # make the gradients wrong, so their version counters are compared.
+        same_inputs = payload_versions(saved.payloads.values()) == saved.payload_versions
+        same_buffers = not find_changed(saved.unwritten_buffers)
         if not (
             same_inputs
             and same_buffers
@@ -194,91 +252,112 @@ class StageRunner:
         ):
             what = "a parameter or buffer" if same_inputs else "an input"
             raise RunError(
-                f"{what} of these layers has been changed in place after their forward, and the "
-                "recomputation needs it as it was: clone what you change, and change parameters "
-                "after the backward"
+                f"{what} of these layers was changed in place after their forward, but the "
+                "recomputation needs its old value. Clone a tensor before you change it, and "
+                "change parameters only after the backward."
             )
-        arrived = clone_payloads(kept.payloads) if self._behavior.mutates_inputs else kept.payloads
-        as_before = override_training(self._modules, self._training_flags)
+        # With retain_graph the cell may be recomputed again, so a stage that changes its inputs in
+        # place gets copies.
+        inputs = clone_payloads(saved.payloads) if self._behavior.mutates_inputs else saved.payloads
+        training_flags = override_training(self._modules, self._training_flags)
         with (
             mark_recomputing(),
-            as_before,
-            restore_buffers(self._modules_with_buffers, kept.written_buffers),
+            training_flags,
+            restore_buffers(self._modules_with_buffers, saved.written_buffers),
         ):
-            self._graphs[microbatch], _ = self._build_graph(microbatch, arrived)
+            self._graphs[microbatch], _ = self._build_graph(microbatch, inputs)
         self._record_parameter_versions()
 
     def _record_parameter_versions(self) -> None:
-        """What the layers themselves do to their parameters (a norm kept small, say) is right."""
+        """Remember the versions of the parameters, if a recomputation will compare them.
+
+        Layers may change their own parameters in their forward (an embedding with `max_norm` does),
+        so the versions are read again after each forward and recomputation.
+        """
         if self._recompute_inputs:
             self._parameter_versions = self._read_parameter_versions()
 
     def _read_parameter_versions(self) -> list[tuple[int, int]]:
-        found = [p for module in self._static_modules for p in module._parameters.values()]
-        return [(p.data_ptr(), p._version) for p in found if p is not None]
+        parameters = [p for module in self._static_modules for p in module._parameters.values()]
+        return [(p.data_ptr(), p._version) for p in parameters if p is not None]
 
     def _forward_for_recompute(
         self, microbatch: int, input_payloads: dict[int, Payload]
     ) -> tuple[_RecomputeInputs, FlatValues]:
-        """Compute the cell, and keep what it needs to be computed again as it was before."""
-        habits = self._behavior
-        kept = input_payloads if habits.mutates_inputs is False else clone_payloads(input_payloads)
+        """Compute a cell without a graph, and keep what its recomputation needs."""
+        behavior = self._behavior
+        # Until a forward has shown that the stage leaves its inputs alone, they are copied first.
+        originals = (
+            input_payloads if behavior.mutates_inputs is False else clone_payloads(input_payloads)
+        )
         buffers = snapshot_buffers(self._modules_with_buffers)
         before = payload_versions(input_payloads.values())
         with mark_checkpointing():
             outputs = self._run_layers(microbatch, unpack_payloads(input_payloads))
         mutated = before != payload_versions(input_payloads.values())
-        if mutated and habits.mutates_inputs is False:
+        if mutated and behavior.mutates_inputs is False:
             raise RunError(
-                "the layers changed their input in place, which they had not done before, so it "
-                "is lost for the recomputation: work in place always or never, or set "
-                "checkpoint='never'"
+                "the layers changed their input in place, which they had not done before. The "
+                "recomputation needs that input, and there is no copy of it. Change inputs in "
+                "place always or never, or set checkpoint='never'."
             )
-        habits.mutates_inputs = mutated or bool(habits.mutates_inputs)
-        kept = kept if mutated else input_payloads
-        wrote = find_written(buffers, habits.silent_writes)
-        others = exclude_written(buffers, wrote)
+        behavior.mutates_inputs = mutated or bool(behavior.mutates_inputs)
+        saved_payloads = originals if mutated else input_payloads
+        written = find_written(buffers, behavior.silent_writes)
+        unwritten = exclude_written(buffers, written)
         return _RecomputeInputs(
-            kept, payload_versions(kept.values()), wrote, others
+            saved_payloads, payload_versions(saved_payloads.values()), written, unwritten
         ), flatten_outputs(outputs)
 
     def _build_graph(
         self, microbatch: int, input_payloads: dict[int, Payload]
     ) -> tuple[CellGraph, FlatValues]:
-        habits = self._behavior
-        outer = [
+        """Run the layers with autograd, and return the graph and the outputs."""
+        behavior = self._behavior
+        inputs_with_grad = [
             t
             for p in input_payloads.values()
             for t, need in zip(p.tensors, p.needs_grad, strict=True)
             if need
         ]
-        if habits.mutates_inputs is False or not outer:
-            beginning = GraphInputs.from_leaves(outer)  # type: ignore[arg-type]
+        if behavior.mutates_inputs is False or not inputs_with_grad:
+            graph_inputs = GraphInputs.from_leaves(inputs_with_grad)  # type: ignore[arg-type]
         else:
-            beginning = GraphInputs.from_entry(outer)  # type: ignore[arg-type]
-        before = payload_versions(input_payloads.values()) if habits.mutates_inputs is None else []
-        values = unpack_with_graph_inputs(input_payloads, beginning.tensors)
+            graph_inputs = GraphInputs.from_entry(inputs_with_grad)  # type: ignore[arg-type]
+        before = (
+            payload_versions(input_payloads.values()) if behavior.mutates_inputs is None else []
+        )
+        values = unpack_with_graph_inputs(input_payloads, graph_inputs.tensors)
         outputs = flatten_outputs(
             self._run_layers(microbatch, values, self._has_weight_backward(microbatch))
         )
-        beginning.tensors = ()
-        if habits.mutates_inputs is None:
-            habits.mutates_inputs = before != payload_versions(input_payloads.values())
+        graph_inputs.tensors = ()  # the graph keeps those that its backward needs
+        if behavior.mutates_inputs is None:
+            behavior.mutates_inputs = before != payload_versions(input_payloads.values())
         roots = {
             dst: tuple(map(find_gradient_edge, tensors)) for dst, (tensors, _) in outputs.items()
         }
-        entered = {source: parcel.needs_grad for source, parcel in input_payloads.items()}
-        graph = CellGraph(roots, entered, beginning)
-        if self._is_tracked and not habits.uses_only_parameters:
-            known = {*map(self._proxies.get_proxy, self.parameters)}
-            graph.check_leaves_are_parameters(known)
-            habits.uses_only_parameters = True
+        inputs_need_grad = {
+            source: payload.needs_grad for source, payload in input_payloads.items()
+        }
+        graph = CellGraph(roots, inputs_need_grad, graph_inputs)
+        # Walking the graph is slow, so a stage is checked in one forward only.
+        if self._is_tracked and not behavior.uses_only_parameters:
+            parameters = {*map(self._proxies.get_proxy, self.parameters)}
+            graph.check_leaves_are_parameters(parameters)
+            behavior.uses_only_parameters = True
         return graph, outputs
 
+    @mark_cell_boundary
     def _run_layers(
         self, microbatch: int, values: NeighborValues, defer_weight_grads: bool = False
     ) -> NeighborValues:
-        habits, context = self._behavior, self._context
+        """Run the layers under everything that this cell needs: proxies, autocast, random numbers.
+
+        Parameter proxies are installed first: the deferral of weight gradients puts its own proxies
+        on top of them.
+        """
+        behavior, context = self._behavior, self._context
         if (
             not self.may_draw_random
             and context.is_grad_mode_only
@@ -286,7 +365,7 @@ class StageRunner:
             and not defer_weight_grads
         ):
             return self.stage.compute(values)
-        random: CellRngMode | None = None
+        rng_mode: CellRngMode | None = None
         with ExitStack() as stack:
             stack.enter_context(self._proxies.activate())
             stack.enter_context(context.apply_for_forward())
@@ -295,27 +374,27 @@ class StageRunner:
                     self._weight_grad_deferral.activate()
                 )
             if self.may_draw_random:
-                random = CellRngMode(self.rng_source(microbatch))
-                stack.enter_context(random)
+                rng_mode = CellRngMode(self.rng_source(microbatch))
+                stack.enter_context(rng_mode)
             outputs = self.stage.compute(values)
-        if random is not None:
-            habits.draws_random = random.has_drawn or bool(habits.draws_random)
+        if rng_mode is not None:
+            behavior.draws_random = rng_mode.has_drawn or bool(behavior.draws_random)
         return outputs
 
     @cached_property
     def _weight_grad_deferral(self) -> WeightGradDeferral:
         return WeightGradDeferral(self._static_modules, self.stage.wrappers)
 
-    # ---- backward -------------------------------------------------------------------------
+    # ---- backward ------------------------------------------------------------------------------
 
     def backward(
         self, microbatch: int, gradients: Mapping[int, Gradients], retain_graph: bool
     ) -> dict[int, Gradients]:
-        """Gradients for each source, from those of each destination.
+        """Return the gradients for each source stage, from those of each destination stage.
 
-        If the cell has a W, the gradients of most weights are left for that. With `retain` the
-        cell can be computed backward again: from its graph, or, if it was recomputed, after
-        another recomputation.
+        If the cell has a W, the gradients of most weights are left for it. With `retain_graph` the
+        backward of the cell can run again: from the same graph, or, if the graph was recomputed,
+        after another recomputation.
         """
         graph = self._graphs.pop(microbatch)
         if not retain_graph:
@@ -326,53 +405,57 @@ class StageRunner:
             self._check_loss_requires_grad(graph, gradients)
             return graph.backward_accumulate(gradients, retain_graph)
         leaves = [self._proxies.get_proxy(parameter) for parameter in self.parameters]
-        found, of_parameters = graph.backward_collect(gradients, leaves, retain_graph)
-        for at, gradient in enumerate(of_parameters):
+        input_grads, parameter_grads = graph.backward_collect(gradients, leaves, retain_graph)
+        for index, gradient in enumerate(parameter_grads):
             if gradient is not None:
-                self._add_collected_grad(at, gradient)
-        return found
+                self._add_collected_grad(index, gradient)
+        return input_grads
 
     def _check_loss_requires_grad(
         self, graph: CellGraph, gradients: Mapping[int, Gradients]
     ) -> None:
-        """If anything here learns, then by the loss, too."""
-        learns = self._needs_backward(graph.inputs_need_grad.values())
-        if learns and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
+        """Raise if the loss does not require grad although a parameter or an input does."""
+        needs_backward = self._needs_backward(graph.inputs_need_grad.values())
+        if needs_backward and OUTSIDE in gradients and not any(graph.roots[OUTSIDE]):
             raise RunError(
-                "the loss has no gradient, though there is something to learn: it was detached, or "
-                "does not depend on the output"
+                "the loss does not require grad, although parameters or inputs of this stage do. "
+                "It was detached, or it does not depend on the output. Compute it from the output."
             )
 
     def backward_weights(self, microbatch: int) -> None:
-        """The gradients that the backward of the inputs has left."""
+        """Compute the weight gradients that the backward of the inputs has left, and add them."""
         accumulate_weight_grads(self._pending_weight_grads.pop(microbatch))
 
     def find_leaves(self, microbatch: int) -> list[Tensor]:
-        """What the backwards of the cell may add to: parameters, registered or not.
+        """Return all tensors whose `.grad` the backwards of the cell may add to.
 
-        A stand-in whose gradient is left for W is not in the graph.
+        These are the parameters, their proxies, and unregistered leaves of the graph. The proxies
+        are listed by themselves: those whose gradient is left for W are not in the graph.
         """
-        used = map(self._proxies.get_proxy, self.parameters)
-        return [*self.parameters, *used, *self._graphs[microbatch].find_leaves()]
+        proxies = map(self._proxies.get_proxy, self.parameters)
+        return [*self.parameters, *proxies, *self._graphs[microbatch].find_leaves()]
 
     def start_collecting_grads(self) -> None:
-        """Let the next backwards sum gradients of parameters here, not in `.grad`."""
+        """Let the next backwards sum parameter gradients in `collected_grads`, not in `.grad`."""
         self.collected_grads = [None] * len(self.parameters)
         self._owned_sums.clear()
 
     def _add_collected_grad(self, parameter_index: int, gradient: Tensor) -> None:
         assert self.collected_grads is not None
-        before = self.collected_grads[parameter_index]
-        if before is None:
+        # Autograd may return one tensor as the gradient of several parameters (of both terms of an
+        # addition, for example). The first sum allocates new memory, and only that is added to in
+        # place.
+        total = self.collected_grads[parameter_index]
+        if total is None:
             self.collected_grads[parameter_index] = gradient
         elif parameter_index in self._owned_sums:
-            before.add_(gradient)
+            total.add_(gradient)
         else:
-            self.collected_grads[parameter_index] = before + gradient
+            self.collected_grads[parameter_index] = total + gradient
             self._owned_sums.add(parameter_index)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop everything that was kept for backwards."""
         self._graphs.clear()
         self._recompute_inputs.clear()
         self._pending_weight_grads.clear()
@@ -380,8 +463,8 @@ class StageRunner:
 
 
 def find_trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that want a gradient, each once."""
-    found = [
+    """Return the parameters that require grad, without duplicates."""
+    parameters = [
         unwrap_proxy(p) for module in modules for p in module._parameters.values() if p is not None
     ]
-    return [p for p in dict.fromkeys(found) if p.requires_grad]
+    return [p for p in dict.fromkeys(parameters) if p.requires_grad]

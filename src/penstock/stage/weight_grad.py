@@ -1,7 +1,14 @@
-"""What W does: the gradients of weights that a backward (I) has left.
+"""Weight gradients that the backward of the inputs (I) leaves for a later action (W).
 
-A `Pair` keeps what one use of a weight needs: what went into it, until the backward brings the
-gradient of what came out. W makes the weight's gradient of the two.
+A schedule with a split backward sends input gradients to the previous stage first and computes
+weight gradients in idle time. For each use of a weight, one `PendingWeightGrad` travels through
+three actions:
+
+    forward   the operation runs, and the pending gradient keeps its input
+    I         a hook hands it the gradient of the operation's output
+    W         a formula computes the weight's gradient from the two, and it is added to `.grad`
+
+`weight_grad_ops.py` decides which operations take part.
 """
 
 from __future__ import annotations
@@ -21,53 +28,65 @@ from penstock.stage.cell_graph import (
     find_gradient_edge,
 )
 
-WeightGradFormula = Callable[[Tensor, Tensor], Tensor]  # of the output's gradient and the input
+# From the gradient of an operation's output and from its input to the gradient of its weight.
+WeightGradFormula = Callable[[Tensor, Tensor], Tensor]
 
 
 class WeightGradRecorder:
-    """Where a forward puts what it leaves for W. It is open while that forward runs."""
+    """A collector of the pending gradients of one forward, active while that forward runs.
+
+    Attributes:
+        pending: The pending gradients so far, or None if no forward is running.
+        autocast_weights: Weights that autocast has converted in this forward, by original weight.
+    """
 
     __slots__ = ("_thread_id", "autocast_weights", "pending")
 
     def __init__(self) -> None:
         self.pending: list[PendingWeightGrad] | None = None
-        self.autocast_weights: dict[Tensor, Tensor] = {}  # weights under autocast
+        self.autocast_weights: dict[Tensor, Tensor] = {}
         self._thread_id = 0
 
     def start(self) -> list[PendingWeightGrad]:
-        """For the forward of this thread."""
+        """Start to record the forward that runs in this thread; return its list."""
         self.pending, self._thread_id = [], get_ident()
         return self.pending
 
     def stop(self) -> None:
-        """What is used from now on is not put off."""
+        """Stop recording. Weights that are used from now on get their gradients in I."""
         self.pending = None
         self.autocast_weights.clear()
 
     def add(self, pending_grad: PendingWeightGrad) -> None:
-        """Leave it for W."""
+        """Add a gradient to be computed in W."""
         assert self.pending is not None
         self.pending.append(pending_grad)
 
     @property
     def is_recording(self) -> bool:
-        """To this thread: others may compute with the same module, for other stages."""
+        """Return whether this thread runs the forward that is recorded.
+
+        Other threads may use the same module at the same time, for other stages.
+        """
         return self.pending is not None and self._thread_id == get_ident()
 
     def check_not_recording(self) -> None:
-        """Gradients that a forward asks for would lack what it has put off."""
+        """Raise if a forward is recorded: a backward inside it would lack weight gradients."""
         if self.pending is not None:
             raise RunError(
-                "a layer computes gradients in its forward, but the part of its weights in them is "
-                "put off until W: use a schedule without W, such as '1f1b', or call that part of "
-                "the layer by torch.utils.checkpoint"
+                "a layer computes gradients in its forward, but this schedule defers the gradients "
+                "of its weights to W, so they would be incomplete. Use a schedule without W, such "
+                "as '1f1b', or run that part of the layer through torch.utils.checkpoint."
             )
 
 
 class PendingWeightGrad:
-    """One use of a weight, of which a formula gives a gradient.
+    """The gradient of one use of a weight, to be computed in W.
 
-    It goes to the `root`: the weight itself, or where the backward goes on from there.
+    Attributes:
+        parameter: The parameter behind the weight.
+        root: The tensor or edge that W runs a backward from: the parameter itself, or the edge of a
+            tensor that was computed from it (a transposed weight, a weight cast by autocast).
     """
 
     __slots__ = (
@@ -90,7 +109,7 @@ class PendingWeightGrad:
         formula: WeightGradFormula,
         recorder: WeightGradRecorder,
     ) -> None:
-        self.parameter, self.root = parameter, root  # the parameter, and what was made of it
+        self.parameter, self.root = parameter, root
         self._formula, self._recorder = formula, recorder
         self._input_is_small_view = _is_small_view(op_input)
         self._op_input, self._op_input_version = op_input.detach(), op_input._version
@@ -100,12 +119,18 @@ class PendingWeightGrad:
     def receive_output_grad(
         self, _: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
-        """As a hook of the operation's node: when all that may change the gradient have done so."""
+        """Keep the gradient of the operation's output.
+
+        This is a hook of the operation's autograd node. It runs after the node, and so after all
+        tensor hooks that may change the gradient.
+        """
         if self._recorder.pending is not None:
             self._recorder.check_not_recording()
         gradient = gradients[0]
         if gradient is None:
             return
+        # Until now autograd kept the whole base of a view alive. From here on only W needs the
+        # view, and a copy of it lets the base be freed.
         if self._input_is_small_view:
             if self._op_input._version != self._op_input_version:
                 raise _changed_in_place_error(self._op_input)
@@ -119,62 +144,68 @@ class PendingWeightGrad:
         self._output_grad, self._output_grad_version = gradient, gradient._version
 
     def compute_gradient(self) -> Tensor | None:
-        """The gradient; None if none has come."""
-        gradient, given = self._output_grad, self._op_input
-        if gradient is None:
+        """Return the gradient of the weight, or None if the output has received no gradient."""
+        output_grad, op_input = self._output_grad, self._op_input
+        if output_grad is None:
             return None
-        if given._version != self._op_input_version:
-            raise _changed_in_place_error(given)
-        if gradient._version != self._output_grad_version:
-            raise _changed_in_place_error(gradient)
-        return self._formula(gradient, given)
+        # Autograd makes the same check for the tensors that it saves itself.
+        if op_input._version != self._op_input_version:
+            raise _changed_in_place_error(op_input)
+        if output_grad._version != self._output_grad_version:
+            raise _changed_in_place_error(output_grad)
+        return self._formula(output_grad, op_input)
 
 
 def _is_small_view(tensor: Tensor) -> bool:
-    """Of something large, which would stay alive with it?"""
+    """Return whether the tensor is a view that keeps a base of more than twice its size alive."""
     base = tensor._base
     return base is not None and base.numel() > 2 * tensor.numel()
 
 
 def _changed_in_place_error(tensor: Tensor) -> RunError:
     return RunError(
-        f"a tensor of shape {tuple(tensor.shape)} that the gradient of a weight needs has been "
-        "changed in place by a later operation: clone it before you change it"
+        f"a tensor of shape {tuple(tensor.shape)} was changed in place by a later operation, but "
+        "the gradient of a weight needs its old value. Clone it before you change it."
     )
 
 
 class StopBackward(torch.autograd.Function):
-    """Stops the backward before an operation, whose whole backward is W's."""
+    """A gate that ends the backward at the output of an operation, so that W can run the rest."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, output: Tensor, pending_grad: PendingWeightGrad
     ) -> Tensor:
-        """The same memory; the root makes it part of a graph, not of the operation's."""
-        ctx.pair = pending_grad
+        """Return the output detached. The anchor gives it a `grad_fn`, which is this gate."""
+        ctx.pending_grad = pending_grad
         ctx.set_materialize_grads(False)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradient goes no further."""
-        ctx.pair.receive_output_grad((), gradients)
+        """Keep the gradient for W, and pass nothing on."""
+        ctx.pending_grad.receive_output_grad((), gradients)
         return None, None, None
 
 
 _NO_INPUT = torch.empty(0)
-_MAX_BATCHED_ELEMENTS = 1 << 20  # this many numbers may wait to be added
+_MAX_BATCHED_ELEMENTS = 1 << 20  # gradients of this many elements may wait to be added
 
 
 def stop_backward(
     parameter: Tensor, output: Tensor, recorder: WeightGradRecorder
 ) -> tuple[Tensor, PendingWeightGrad]:
-    """An operation's output, behind a gate, and what waits for its gradient."""
+    """Defer the whole backward of an operation to W.
+
+    Returns:
+        The output behind a gate, and the pending gradient that waits there. W starts its backward
+        at the operation itself, with the gradient of the output.
+    """
     root = find_gradient_edge(output)
     assert root is not None
-    pair = PendingWeightGrad(parameter, root, _NO_INPUT, _return_output_grad, recorder)
-    gated: Tensor = StopBackward.apply(GRAPH_ANCHOR, output.detach(), pair)  # type: ignore[no-untyped-call]
-    return gated, pair
+    pending_grad = PendingWeightGrad(parameter, root, _NO_INPUT, _return_output_grad, recorder)
+    gated: Tensor = StopBackward.apply(GRAPH_ANCHOR, output.detach(), pending_grad)  # type: ignore[no-untyped-call]
+    return gated, pending_grad
 
 
 def _return_output_grad(gradient: Tensor, _: Tensor) -> Tensor:
@@ -182,26 +213,27 @@ def _return_output_grad(gradient: Tensor, _: Tensor) -> Tensor:
 
 
 def accumulate_weight_grads(pending: list[PendingWeightGrad]) -> None:
-    """W: the gradients that were put off, added to `.grad`; the list is emptied.
-
-    Small ones go in one backward, as each has its price, but large ones do not wait for others.
-    """
+    """Compute all pending gradients, add them to `.grad`, and empty the list: the action W."""
+    # Each backward has a fixed cost, so small gradients share one. Large gradients do not wait, as
+    # they would occupy memory. Entries are popped in the order of the forward, so that each frees
+    # its input as soon as it is done.
     pending.reverse()
     roots: list[TensorOrEdge] = []
     gradients: list[Tensor] = []
-    numbers = 0
+    elements = 0
     with torch.no_grad():
         while pending:
-            pair = pending.pop()
-            gradient = pair.compute_gradient()
+            pending_grad = pending.pop()
+            gradient = pending_grad.compute_gradient()
             if gradient is not None:
-                roots.append(pair.root)
+                roots.append(pending_grad.root)
                 gradients.append(gradient)
-                numbers += gradient.numel()
-            if numbers > _MAX_BATCHED_ELEMENTS and not (
-                pending and pending[-1].parameter is pair.parameter
+                elements += gradient.numel()
+            if elements > _MAX_BATCHED_ELEMENTS and not (
+                pending and pending[-1].parameter is pending_grad.parameter
             ):
-                accumulate_grads(roots, gradients, retain_graph=True)  # a root may come again
-                roots, gradients, numbers = [], [], 0
+                # Several uses of a weight may share a root, so the graph behind it must stay.
+                accumulate_grads(roots, gradients, retain_graph=True)
+                roots, gradients, elements = [], [], 0
         if roots:
             accumulate_grads(roots, gradients, retain_graph=True)

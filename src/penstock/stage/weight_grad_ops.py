@@ -1,18 +1,21 @@
-"""Operations that put off the gradient of a weight, and the weights they know by.
+"""Operations whose weight gradient can be deferred to W, and the weight proxies that detect them.
 
-While the forward of a cell with a W builds its graph, its layers compute with stand-ins for their
-weights. Where a stand-in meets an operation of the table, the operation runs with a weight that
-wants no gradient, so that the backward (I) skips it, and a `Pair` waits for the gradient of its
-output. Everywhere else the stand-in steps aside for the parameter itself, which gets its gradient
-in I, as ever.
+While the forward of a cell with a W builds its graph, its layers compute with a `WeightProxy` in
+the place of each weight. The proxy's `__torch_function__` sees every operation that uses it:
 
-    linear, matmul, mm, bmm, addmm     gradient and input, multiplied in W
-    convolutions                       the same, by the library's own backward
-    embedding, or nothing else learns  the operation's whole backward happens in W
-    views                              of a weight, they are weights
+1. An operation of the table below runs with the detached weight. Autograd then computes no weight
+   gradient in the backward (I), and a `PendingWeightGrad` waits for the gradient of the output.
+2. Any other operation gets the parameter itself, which receives its gradient in I as usual.
 
-Biases and the weights of norms are not put off: their gradients cost next to nothing beside that of
-the input, and to put them off would keep two large tensors alive for the sake of a small one.
+    operation                          in W
+    linear, matmul, mm, bmm, addmm     output gradient times input
+    convolutions                       aten.convolution_backward, for the weight only
+    embedding, and any operation       the whole backward of the operation
+      whose input needs no gradient
+    views (t, view, chunk, ...)        nothing: a view of a weight proxy is a weight proxy
+
+Biases and the weights of norms are not deferred. Their gradients cost little beside that of the
+input, and to defer them would keep two large tensors alive for the sake of a small one.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,82 +38,113 @@ from penstock.stage.weight_grad import (
     WeightGradRecorder,
     stop_backward,
 )
+from penstock.torch_compat import (
+    call_without_dispatch,
+    is_any_autocast_enabled,
+    make_saved_settings_reader,
+    mark_as_parameter,
+    peek_functorch_stack,
+    pytree,
+    top_saved_tensor_hooks,
+)
 
-# ---- stand-ins ----------------------------------------------------------------------------
+# ---- weight proxies ----------------------------------------------------------------------------
 
 
 class WeightProxy(Tensor):
-    """Stands in for a parameter, or for a view of one."""
+    """A tensor subclass that replaces a parameter, or a view of one, during a forward.
 
-    _is_param = True  # to isinstance(_, nn.Parameter)
+    Attributes:
+        original: The parameter, or the view of it.
+        parameter: The parameter itself.
+        recorder: The recorder of the forward to which deferred gradients go.
+    """
+
     original: Tensor
     parameter: nn.Parameter
     recorder: WeightGradRecorder
-    _stands_for: nn.Parameter  # to other calls, in other threads
+    _stands_for: nn.Parameter  # read by `unwrap_proxy` when another thread finds this proxy
 
     @staticmethod
     def wrap(
         original: Tensor, parameter: nn.Parameter, recorder: WeightGradRecorder
     ) -> WeightProxy:
-        """For operations that no function sees it is the same memory, part of the same graph."""
-        made = original.as_subclass(WeightProxy)
-        made.original, made.parameter, made.recorder = original, parameter, recorder
-        made._stands_for = unwrap_proxy(parameter)
-        return made
+        """Return a proxy for a parameter or for a view of it.
+
+        It has the same memory and is part of the same autograd graph. Operations that never reach
+        `__torch_function__` therefore compute the same result, with the usual gradient.
+        """
+        proxy = original.as_subclass(WeightProxy)
+        proxy.original, proxy.parameter, proxy.recorder = original, parameter, recorder
+        proxy._stands_for = unwrap_proxy(parameter)
+        return proxy
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """The operations of the table are put off; others get the parameter itself."""
+        """Defer the weight gradient of a known operation; give any other the parameter itself."""
         kwargs = kwargs or {}
-        way = _OP_HANDLERS.get(func)
-        if way is not None and torch.is_grad_enabled() and _is_interception_safe(types):
-            done = way(func, args, kwargs)
-            if done is not None:
-                return done
+        handler = _OP_HANDLERS.get(func)
+        if handler is not None and torch.is_grad_enabled() and _is_interception_safe(types):
+            result = handler(func, args, kwargs)
+            if result is not None:
+                return result
         if func is torch.autograd.grad:
             _check_not_recording(args, kwargs)
         return func(*_unwrap_weights(args), **_unwrap_weights(kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of the parameter: that of a tensor would not do for it."""
+        """Return a deep copy of the parameter.
+
+        `Tensor.__deepcopy__` refuses tensors that are not leaves, and a proxy is not one.
+        """
         return copy.deepcopy(self.original, memo)
 
 
+mark_as_parameter(WeightProxy)  # layers may ask isinstance(weight, nn.Parameter)
+
+
 def _is_interception_safe(types: Iterable[type]) -> bool:
-    """Does nobody else look at functions, keep what backwards need, or differentiate by himself?"""
+    """Return whether nothing else intercepts this operation or its backward.
+
+    That is: no compiler traces it, no other tensor subclass takes part in it, no hooks on saved
+    tensors are set (PyTorch's checkpoint and offloading use them), and no transform of `torch.func`
+    is active.
+    """
     return (
         not torch.compiler.is_compiling()
         and _SUPPORTED_TYPES.issuperset(types)
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and top_saved_tensor_hooks(True) is None
+        and peek_functorch_stack() is None
     )
 
 
 def _unwrap_weights(value: Any) -> Any:
-    """The parameters themselves in the place of stand-ins."""
+    """Return the arguments with the original tensors in the place of their proxies."""
     kind = type(value)
     if kind is WeightProxy:
         return value.original
     if kind is tuple or kind is list:
-        return kind([_unwrap_weights(one) for one in value])
+        return kind([_unwrap_weights(item) for item in value])
     if kind is dict:
-        return {key: _unwrap_weights(one) for key, one in value.items()}
-    if isinstance(value, tuple | list | dict):  # of another kind
-        return torch.utils._pytree.tree_map_only(WeightProxy, _unwrap_weights, value)
+        return {key: _unwrap_weights(item) for key, item in value.items()}
+    if isinstance(value, tuple | list | dict):  # a subclass, such as a named tuple
+        return pytree.tree_map_only(WeightProxy, _unwrap_weights, value)
     return value
 
 
 def _check_not_recording(*values: Any) -> None:
-    for leaf in torch.utils._pytree.tree_leaves(values):
+    """Raise if `torch.autograd.grad` is called with a weight of the forward that is recorded."""
+    for leaf in pytree.tree_leaves(values):
         if type(leaf) is WeightProxy:
             leaf.recorder.check_not_recording()
 
 
-# ---- operations ---------------------------------------------------------------------------
+# ---- operations --------------------------------------------------------------------------------
 
-# From the function and its arguments to its result; None if it is not to be put off.
+# A handler runs an operation with its arguments and returns its result. It returns None without
+# running it if the weight gradient of this call cannot be deferred.
 OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -122,50 +155,59 @@ def _defer(
     formula: WeightGradFormula,
     operation: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Run an operation of an input and a weight, and leave the weight's gradient for later."""
-    shelf, original = weight.recorder, weight.original
-    if torch._C._is_any_autocast_enabled():
-        op_input, original = _autocast(op_input, original, shelf)
+    """Run an operation on an input and a weight, and leave the weight's gradient for W."""
+    recorder, original = weight.recorder, weight.original
+    if is_any_autocast_enabled():
+        op_input, original = _autocast(op_input, original, recorder)
     if not op_input.requires_grad and not (bias is not None and bias.requires_grad):
-        output, pair = stop_backward(weight.parameter, operation(op_input, original), shelf)
+        # With a detached weight the output would have no graph at all. Nothing of this operation
+        # is needed in I, so its whole backward moves to W.
+        output, pending_grad = stop_backward(
+            weight.parameter, operation(op_input, original), recorder
+        )
     else:
         output = operation(op_input, original.detach())
         root = original if original is weight.parameter else find_gradient_edge(original)
         assert root is not None
-        pair = PendingWeightGrad(weight.parameter, root, op_input, formula, shelf)
-        base = output._base  # a change in place of a view goes around the view's own node
+        pending_grad = PendingWeightGrad(weight.parameter, root, op_input, formula, recorder)
+        # If the output is a view and a later operation changes it in place, autograd replaces the
+        # node of the view and leaves the node of its base in the graph. So the base is hooked.
+        base = output._base
         node = output.grad_fn if base is None else base.grad_fn
         assert node is not None
-        node.register_hook(pair.receive_output_grad)
-    shelf.add(pair)
+        node.register_hook(pending_grad.receive_output_grad)
+    recorder.add(pending_grad)
     return output
 
 
 def _autocast(
     op_input: Tensor, weight: Tensor, recorder: WeightGradRecorder
 ) -> tuple[Tensor, Tensor]:
-    """As autocast does: the input anew each time, the weight once."""
-    kind = op_input.device.type
+    """Cast an input and a weight as autocast does.
+
+    The operation runs with a detached weight. Autocast would cast that in each use, and its cast
+    would not be in the graph. Here a weight is cast once in a forward, with a graph, as autocast's
+    own cache does for leaves.
+    """
+    device_type = op_input.device.type
     dtypes = torch.float32, torch.float16, torch.bfloat16
-    if not torch.is_autocast_enabled(kind) or op_input.dtype not in dtypes:
+    if not torch.is_autocast_enabled(device_type) or op_input.dtype not in dtypes:
         return op_input, weight
-    dtype = torch.get_autocast_dtype(kind)
-    found = recorder.autocast_weights.get(weight)
-    if found is None or found.dtype is not dtype:
-        found = weight.to(dtype)
+    dtype = torch.get_autocast_dtype(device_type)
+    cast_weight = recorder.autocast_weights.get(weight)
+    if cast_weight is None or cast_weight.dtype is not dtype:
+        cast_weight = weight.to(dtype)
         if weight.is_leaf and torch.is_autocast_cache_enabled():
-            recorder.autocast_weights[weight] = found
-    return op_input.to(dtype), found
+            recorder.autocast_weights[weight] = cast_weight
+    return op_input.to(dtype), cast_weight
 
 
 _SUPPORTED_TYPES = frozenset((Tensor, nn.Parameter, WeightProxy))
-
-
 _PLAIN_TYPES = _SUPPORTED_TYPES - {WeightProxy}
 
 
 def _can_defer(weight: Any, op_input: Any, bias: Any = None) -> bool:
-    """Is it a weight that can be put off, and are the others no weights?"""
+    """Return whether the weight is a proxy in use, and input and bias are plain tensors."""
     return (
         type(weight) is WeightProxy
         and weight.recorder.is_recording
@@ -195,88 +237,96 @@ def _bmm_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
 
 
 def _defer_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight, bias = (
+    op_input, weight, bias = (
         args if len(args) == 3 else _bind_arguments(args, kwargs, "input", "weight", "bias")
     )
-    if not _can_defer(weight, given, bias) or weight.original.dim() != 2:
+    if not _can_defer(weight, op_input, bias) or weight.original.dim() != 2:
         return None
     if bias is None:
-        return _defer(weight, _ensure_foldable(given), None, _linear_weight_grad, func)
-    if given.dim() > 2 and not given.is_contiguous():
-        given = given.contiguous()
-        return _defer(weight, given, bias, _linear_weight_grad, lambda x, w: func(x, w).add_(bias))
-    return _defer(weight, given, bias, _linear_weight_grad, lambda x, w: func(x, w, bias))
+        return _defer(weight, _ensure_foldable(op_input), None, _linear_weight_grad, func)
+    if op_input.dim() > 2 and not op_input.is_contiguous():
+        # PyTorch computes this case as a product, and then adds the bias in place. With a
+        # contiguous input it would use one fused operation, which rounds differently.
+        op_input = op_input.contiguous()
+        return _defer(
+            weight, op_input, bias, _linear_weight_grad, lambda x, w: func(x, w).add_(bias)
+        )
+    return _defer(weight, op_input, bias, _linear_weight_grad, lambda x, w: func(x, w, bias))
 
 
 def _ensure_foldable(op_input: Tensor) -> Tensor:
-    """PyTorch takes another way to the product, with other roundings, if a weight does not learn.
+    """Return the input in a layout for which PyTorch computes the usual product.
 
-    Unless it can see the input as rows, which is what it copies it to if the weight learns.
+    With three or more dims, PyTorch decides by `weight.requires_grad` whether to fold the input
+    into one matrix or to multiply batch by batch, and the two round differently. The weight is
+    detached here. PyTorch folds a contiguous input in either case, and to fold another one it would
+    copy it, too.
     """
     return op_input if op_input.dim() < 3 or op_input.is_contiguous() else op_input.contiguous()
 
 
 def _defer_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight = _bind_arguments(args, kwargs, "input", "other")
+    op_input, weight = _bind_arguments(args, kwargs, "input", "other")
     if weight is None:
         weight = kwargs.get("mat2")
-    if not _can_defer(weight, given) or "out" in kwargs:
+    if not _can_defer(weight, op_input) or "out" in kwargs:
         return None
     original = weight.original
-    if original.dim() == 2 and given.dim() > 1:
-        given, formula = _ensure_foldable(given), _matmul_weight_grad
-    elif original.dim() == given.dim() == 3 and original.shape[0] == given.shape[0]:
+    if original.dim() == 2 and op_input.dim() > 1:
+        op_input, formula = _ensure_foldable(op_input), _matmul_weight_grad
+    elif original.dim() == op_input.dim() == 3 and original.shape[0] == op_input.shape[0]:
         formula = _bmm_weight_grad
     else:
         return None
-    return _defer(weight, given, None, formula, func)
+    return _defer(weight, op_input, None, formula, func)
 
 
 def _defer_rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    weight, given = args
-    return _defer_matmul(torch.matmul, (given, weight), {})
+    weight, op_input = args
+    return _defer_matmul(torch.matmul, (op_input, weight), {})
 
 
 def _defer_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs or len(args) != 3:  # with factors
+    if kwargs or len(args) != 3:  # the factors alpha and beta are not supported
         return None
-    bias, given, weight = args
-    if not _can_defer(weight, given, bias):
+    bias, op_input, weight = args
+    if not _can_defer(weight, op_input, bias):
         return None
-    return _defer(weight, given, bias, _matmul_weight_grad, lambda x, w: func(bias, x, w))
+    return _defer(weight, op_input, bias, _matmul_weight_grad, lambda x, w: func(bias, x, w))
 
 
 def _defer_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, weight, bias = _bind_arguments(args, kwargs, "input", "weight", "bias")
-    if not _can_defer(weight, given, bias) or given.is_complex():
+    op_input, weight, bias = _bind_arguments(args, kwargs, "input", "weight", "bias")
+    if not _can_defer(weight, op_input, bias) or op_input.is_complex():
         return None
     padding = args[4] if len(args) > 4 else kwargs.get("padding")
-    if given.dim() != weight.original.dim() or padding == "same":
-        return None  # it would be changed before it is convolved
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight", "bias")}
-    used: list[Any] = []
+    # An input without a batch dim, or with padding="same", is reshaped or padded by PyTorch before
+    # the convolution. The formula below would need that tensor, and it has only the original.
+    if op_input.dim() != weight.original.dim() or padding == "same":
+        return None
+    options = {k: v for k, v in kwargs.items() if k not in ("input", "weight", "bias")}
+    # The arguments of convolution_backward between the input and the mask, known after the forward:
+    # the weight, the size of the bias (not needed), and the settings that autograd has saved.
+    backward_args: list[Any] = []
 
     def run_convolution(op_input: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = func(op_input, weight, bias, *args[3:], **rest)
-        settings = [getattr(output.grad_fn, f"_saved_{name}") for name in _CONVOLUTION_ATTRIBUTES]
-        used.extend([weight, None, *settings])
+        output: Tensor = func(op_input, weight, bias, *args[3:], **options)
+        backward_args.extend([weight, None, *_read_convolution_settings(output.grad_fn)])
         return output
 
     def convolution_weight_grad(output_grad: Tensor, op_input: Tensor) -> Tensor:
-        mask = [False, True, False]
-        found: Tensor = torch.ops.aten.convolution_backward(output_grad, op_input, *used, mask)[1]
-        return found
+        mask = [False, True, False]  # the gradients of input, weight and bias
+        weight_grad: Tensor = torch.ops.aten.convolution_backward(
+            output_grad, op_input, *backward_args, mask
+        )[1]
+        return weight_grad
 
-    return _defer(weight, given, bias, convolution_weight_grad, run_convolution)
+    return _defer(weight, op_input, bias, convolution_weight_grad, run_convolution)
 
 
-_CONVOLUTION_ATTRIBUTES = (
-    "stride",
-    "padding",
-    "dilation",
-    "transposed",
-    "output_padding",
-    "groups",
+# The settings of a convolution in the order in which convolution_backward takes them.
+_read_convolution_settings = make_saved_settings_reader(
+    "stride", "padding", "dilation", "transposed", "output_padding", "groups"
 )
 
 
@@ -284,14 +334,15 @@ def _defer_embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     indices, weight = _bind_arguments(args, kwargs, "input", "weight")
     if not _can_defer(weight, indices):
         return None
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight")}
+    options = {k: v for k, v in kwargs.items() if k not in ("input", "weight")}
+    # Indices need no gradient, so the whole backward moves to W and the formula is not used.
     return _defer(
-        weight, indices, None, _linear_weight_grad, lambda i, w: func(i, w, *args[2:], **rest)
+        weight, indices, None, _linear_weight_grad, lambda i, w: func(i, w, *args[2:], **options)
     )
 
 
 def _wrap_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a weight: a weight again, or several."""
+    """Run a view operation on a weight proxy, and return a proxy, or several, for the result."""
     if not args or type(args[0]) is not WeightProxy or not args[0].recorder.is_recording:
         return None
     weight: WeightProxy = args[0]
@@ -303,27 +354,27 @@ def _wrap_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else view
         )
 
-    found = func(weight.original, *args[1:], **kwargs)
+    views = func(weight.original, *args[1:], **kwargs)
     return (
-        wrap_if_trainable(found)
-        if isinstance(found, Tensor)
-        else tuple(map(wrap_if_trainable, found))
+        wrap_if_trainable(views)
+        if isinstance(views, Tensor)
+        else tuple(map(wrap_if_trainable, views))
     )
 
 
 def _run_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PyTorch's own hands its weights on to `linear`, which must see the stand-ins.
+    """Run `F.multi_head_attention_forward` so that its weight proxies reach `F.linear`.
 
-    So it must not ask whether one of its arguments has a mind of its own.
+    Otherwise the function dispatches to the proxies before it calls `F.linear`.
     """
-    known = {**func.__globals__, "has_torch_function": lambda tensors: False}
-    opened = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened(*args, **kwargs)
+    return call_without_dispatch(func, args, kwargs)
 
 
 def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
-    return [args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names)]
+    """Return the first arguments of a call by name, given by position or by keyword."""
+    return [
+        args[index] if index < len(args) else kwargs.get(name) for index, name in enumerate(names)
+    ]
 
 
 _CONVOLUTIONS = (
@@ -350,50 +401,56 @@ _OP_HANDLERS: dict[Any, OpHandler] = {
 }
 
 
-# -------------------------------------------------------------------------------------------------
-# A forward whose weights wait: its modules compute with stand-ins for them.
-# -------------------------------------------------------------------------------------------------
+# ---- a forward with weight proxies -------------------------------------------------------------
 
 
 class WeightGradDeferral:
-    """Stand-ins for the weights of some modules, and a shelf for what they put off.
+    """Weight proxies for the modules of a stage, and the recorder of their pending gradients.
 
-    What is `around` them may be compiled.
+    Args:
+        modules: The modules whose weights get proxies. Compiled modules are left out: the compiler
+            would recompile for each proxy.
+        wrappers: Modules around them. If one of these is compiled, so is everything inside it.
     """
 
     def __init__(self, modules: Sequence[nn.Module], wrappers: Sequence[nn.Module] = ()) -> None:
         self._recorder = WeightGradRecorder()
         self._proxied_entries: list[tuple[dict[str, Any], str, nn.Parameter, WeightProxy]] = []
-        made: dict[nn.Parameter, WeightProxy] = {}
-        closed = find_compiled_modules([*wrappers, *modules])
+        proxies: dict[nn.Parameter, WeightProxy] = {}
+        compiled = find_compiled_modules([*wrappers, *modules])
         for module in modules:
-            if module in closed:
+            if module in compiled:
                 continue
             for name, parameter in module._parameters.items():
                 if parameter is not None and _is_deferrable_parameter(parameter):
-                    if parameter not in made:
-                        made[parameter] = WeightProxy.wrap(parameter, parameter, self._recorder)
+                    if parameter not in proxies:
+                        proxies[parameter] = WeightProxy.wrap(parameter, parameter, self._recorder)
                     self._proxied_entries.append(
-                        (module._parameters, name, parameter, made[parameter])
+                        (module._parameters, name, parameter, proxies[parameter])
                     )
 
     @contextmanager
     def activate(self) -> Iterator[list[PendingWeightGrad]]:
-        """Within, the modules compute with the stand-ins; gives what is put off."""
-        for home, name, parameter, weight in self._proxied_entries:
-            if home.get(name) is parameter:
-                home[name] = weight
+        """Let the modules compute with the proxies, and yield the list of pending gradients."""
+        # An entry that is not the parameter any more has been replaced since. It is left alone.
+        for registry, name, parameter, weight in self._proxied_entries:
+            if registry.get(name) is parameter:
+                registry[name] = weight
         try:
             yield self._recorder.start()
         finally:
             self._recorder.stop()
-            for home, name, parameter, weight in self._proxied_entries:
-                if home.get(name) is weight:
-                    home[name] = parameter
+            for registry, name, parameter, weight in self._proxied_entries:
+                if registry.get(name) is weight:
+                    registry[name] = parameter
 
 
 def _is_deferrable_parameter(parameter: nn.Parameter) -> bool:
-    """A matrix or more, of the usual kind; hooks of its own want its whole gradient at once."""
+    """Return whether the gradient of a parameter may be deferred.
+
+    It must be a plain dense parameter with two or more dims. Its hooks expect its whole gradient in
+    one piece, so it must not have any.
+    """
     return (
         type(parameter) is nn.Parameter
         and parameter.requires_grad

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import MissingExtra
 from penstock.runtime.cuda_graph.capture_guard import (
     CaptureError,
     CaptureGuard,
@@ -77,30 +78,30 @@ def test_capture_guard_accepts_operations_that_a_replay_repeats(do: Callable[[],
 @pytest.mark.parametrize(
     ("do", "text"),
     [
-        (lambda: there(3).sum().item(), "waits for what the device has computed .aten._local"),
-        (lambda: bool(there(3).any()), "waits for what the device"),
-        (lambda: there(3).nonzero(), "waits for what the device has computed .aten.nonzero"),
-        (lambda: there(3)[there(3) > 0], "waits for what the device .*aten.index.Tensor"),
+        (lambda: there(3).sum().item(), "waits for a value on the device .aten._local"),
+        (lambda: bool(there(3).any()), "waits for a value on the device"),
+        (lambda: there(3).nonzero(), "waits for a value on the device .aten.nonzero"),
+        (lambda: there(3)[there(3) > 0], "waits for a value on the device .*aten.index.Tensor"),
         (lambda: torch.masked_select(there(3), there(3) > 0), "waits"),
         (lambda: torch.repeat_interleave(torch.ones(3, dtype=int, device="meta")), "waits"),  # type: ignore[call-overload]
         (lambda: torch.unique(there(3)), "waits"),
         (lambda: there(3).tolist(), "waits|copies"),
-        (lambda: on_the_host.to("meta"), "a tensor in the host's memory .*in a buffer"),
-        (lambda: on_the_host.to("meta", torch.float64), "a tensor in the host's memory"),
-        (lambda: there(3).copy_(on_the_host), "a tensor in the host's memory"),
-        (lambda: on_the_host + 1, "a tensor in the host's memory"),
+        (lambda: on_the_host.to("meta"), "a tensor in host memory .*in a buffer"),
+        (lambda: on_the_host.to("meta", torch.float64), "a tensor in host memory"),
+        (lambda: there(3).copy_(on_the_host), "a tensor in host memory"),
+        (lambda: on_the_host + 1, "a tensor in host memory"),
         (lambda: there(3).to("cpu"), "copies between the host and the device"),
         (lambda: torch.zeros(3).copy_(there(3)), "copies between the host and the device"),
-        (lambda: torch.arange(100).to("meta"), "copies 100 numbers from the host's memory"),
-        (lambda: torch.tensor(np.ones(3), device="meta"), "a tensor of a numpy array"),
-        (lambda: torch.from_numpy(np.ones(3)).to("meta"), "a tensor in the host's memory"),
-        (lambda: torch.rand(3, device="meta"), "draws random numbers, which it had not done"),
+        (lambda: torch.arange(100).to("meta"), "copies 100 numbers from host memory"),
+        (lambda: torch.tensor(np.ones(3), device="meta"), "a tensor from a NumPy array"),
+        (lambda: torch.from_numpy(np.ones(3)).to("meta"), "a tensor in host memory"),
+        (lambda: torch.rand(3, device="meta"), "draws random numbers, but drew none"),
         (lambda: torch.rand(3), "draws random numbers"),
         (lambda: torch.randperm(3), "draws random numbers"),
         (lambda: nn.Dropout()(there(3)), "draws random numbers"),
         (
             lambda: torch.rand(3, generator=torch.Generator()).to("meta"),
-            "from a generator of its own: draw without one",
+            "from its own torch.Generator, .* Draw without a generator",
         ),
     ],
 )
@@ -172,6 +173,25 @@ def test_capture_error_names_the_layer_and_the_line() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
     assert not found.value.is_transient
     assert "more" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_transient"),
+    [
+        (torch.AcceleratorError("CUDA error: invalid argument"), False),
+        (RuntimeError("Cannot call current_seed during CUDA graph capture."), False),
+        (MissingExtra("cuda-bindings", "cuda", "a timeline"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_of_the_capture_itself_are_not_transient(
+    error: Exception, is_transient: bool
+) -> None:
+    with pytest.raises(CaptureError) as caught, locate_capture_errors(dict):
+        raise error
+    assert caught.value.is_transient == is_transient
 
 
 def test_host_rng_guard_detects_and_restores_random_and_numpy() -> None:

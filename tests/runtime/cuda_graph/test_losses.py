@@ -224,7 +224,7 @@ class Learns(nn.Module):
     [
         (Follows, "ggggg", ""),
         (Counts, "ggttt", "Counts: it changes its attribute 'calls' in every step"),
-        (Learns, "gtttt", "a layer learns by a tensor of shape .. that is no parameter"),
+        (Learns, "gtttt", "a layer uses a tensor of shape .. that requires grad but"),
     ],
 )
 def test_captured_loss_module_with_state(make: type[nn.Module], ran: str, text: str) -> None:

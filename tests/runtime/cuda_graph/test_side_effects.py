@@ -97,8 +97,8 @@ class Unregistered(nn.Module):
     ("make", "text"),
     [
         (Grows, r"layer 1 \(Grows\): its 'seen' is another tensor .*keep its shape"),
-        (KeepsGraph, r"layer 1 \(KeepsGraph\): it keeps a tensor with its history as its 'last'"),
-        (Unregistered, "a layer learns by a tensor of shape .8,. that is no parameter"),
+        (KeepsGraph, r"layer 1 \(KeepsGraph\): it stores a tensor with an autograd history"),
+        (Unregistered, "a layer uses a tensor of shape .8,. that requires grad but is not"),
     ],
 )
 def test_tensors_that_a_replay_cannot_update_fall_back_to_threads(
@@ -153,7 +153,7 @@ def test_hook_that_consumes_the_gradient_only_during_capture_falls_back_to_threa
 
     for pipe in pair.both:
         pipe[3].weight.register_post_accumulate_grad_hook(take)
-    steps(pair, "gttt", "the gradient of 3.weight is not added to the one before: a hook takes")
+    steps(pair, "gttt", "the gradient of 3.weight is replaced instead of being added to .grad")
 
 
 def doubled(_: nn.Module, gradients: Any) -> Any:

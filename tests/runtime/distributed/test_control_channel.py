@@ -67,7 +67,7 @@ def disagrees(what: str) -> tuple[str, str, float]:
     ("what", "said"),
     [
         ("rows", "inputs: float32[4, 4] on rank 0; float32[6, 4] on rank 1"),
-        ("numbers", "some numbers of tensor 0"),
+        ("numbers", "sample values of tensor 0"),
         ("chunks", "chunks: 2 on rank 0; 4 on rank 1"),
         ("mode", "training mode: True on rank 0; False on rank 1"),
         ("gradients", "gradients: True on rank 0; False on rank 1"),

@@ -87,5 +87,5 @@ class Odd:
 
 def test_payload_spec_refuses_unknown_types() -> None:
     tensors, layout = flatten_values((torch.zeros(1), Odd()))
-    with pytest.raises(PenstockTypeError, match="a Odd goes from one process to another"):
+    with pytest.raises(PenstockTypeError, match="a Odd cannot be sent to another process"):
         encode_spec(PayloadSpec.from_payload(Payload(tuple(tensors), layout, (False,))))

@@ -1,1 +1,1 @@
-"""A whole training step as one launch: recorded once, and replayed for every step like it."""
+"""A whole training step as one CUDA graph: captured once, and replayed for every step like it."""

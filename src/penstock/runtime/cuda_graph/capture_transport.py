@@ -1,12 +1,16 @@
-"""Messages between the ranks of a step that is captured: one event each, and nothing is copied
-within a device.
+"""Messages between the ranks of a captured step.
 
-The memory of a message is its sender's, and the receiver reads it. `record_stream`, which keeps it
-from being used again too soon, keeps it until the capture ends: memory would grow with the number
-of micro-batches. Here a message is a loan. It is returned when the receiver has dropped it, and
-freed when the sender waits for a later message of the receiver's, as it does all the time.
+All ranks run in one thread, one action after another, so a message has always been sent when it is
+received. Between streams, one CUDA event per message orders the receiver after the sender. Within
+one device nothing is copied: the receiver reads the sender's memory.
 
-    rank 0   0F0 ─┐ lends x            1B0 has dropped x   ┌─ 0B0: waits for g, and x is freed
+That memory must not be reused before the receiver has read it. `Tensor.record_stream` does not
+help here. Under capture the allocator keeps a block that was given to `record_stream` until the
+capture ends, so memory would grow with the number of micro-batches. Instead, the sender keeps each
+payload until the receiver has released it. It frees the payload the next time it receives a message
+from that receiver, because its stream then waits for everything the receiver has read.
+
+    rank 0   0F0 ─┐ sends x            1B0 has dropped x   ┌─ 0B0: waits for g, then frees x
     rank 1        └─ 1F0 ───────────── 1B0 ── sends g ─────┘
 """
 
@@ -15,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from penstock.device.device import Device, Gpu, InFlightPayload, shares_memory, transfer
 from penstock.runtime.transport import Transport
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
+from penstock.torch_compat import get_storage_use_count
 
 
 class BorrowedStorage:
-    """Memory of one rank that another reads."""
+    """The memory of one payload, which belongs to the sender and is read by the receiver."""
 
     def __init__(self, payload: Payload) -> None:
         tensors = [tensor for tensor in payload.tensors if tensor is not None]
@@ -32,18 +35,18 @@ class BorrowedStorage:
 
     @property
     def is_released(self) -> bool:
-        """Is this all that holds it?"""
-        counts = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        """Return whether this object holds the last reference to the memory."""
+        counts = [get_storage_use_count(storage) for storage in self._storages]
         return max(counts, default=1) <= 1
 
 
 class _SentPayload(NamedTuple):
     delivery: InFlightPayload
-    released: list[BorrowedStorage]  # before it, by who has sent it to who receives it
+    released: list[BorrowedStorage]  # earlier payloads of the receiver that the sender is done with
 
 
 class CaptureTransport:
-    """What joins the ranks, all in one thread."""
+    """The transport of a captured step: all ranks, in one thread."""
 
     def __init__(self, devices: Sequence[Device], placement: Sequence[int]) -> None:
         self.devices, self.placement = devices, placement
@@ -51,15 +54,15 @@ class CaptureTransport:
         self.borrowed: dict[tuple[int, int], list[BorrowedStorage]] = {}  # by owner and reader
 
     def endpoint(self, rank: int) -> Transport:
-        """The rank's end."""
+        """Return the end of one rank."""
         return _CaptureEndpoint(self, rank)
 
     def take_released(self, owner: int, reader: int) -> list[BorrowedStorage]:
-        """Those that the reader has returned by now."""
-        loans = self.borrowed.get((owner, reader), [])
-        returned = [loan for loan in loans if loan.is_released]
-        self.borrowed[owner, reader] = [loan for loan in loans if loan not in returned]
-        return returned
+        """Remove and return the owner's payloads that the reader has released."""
+        borrowed = self.borrowed.get((owner, reader), [])
+        released = [storage for storage in borrowed if storage.is_released]
+        self.borrowed[owner, reader] = [s for s in borrowed if s not in released]
+        return released
 
 
 class _CaptureEndpoint:
@@ -68,12 +71,14 @@ class _CaptureEndpoint:
         self._device = transport.devices[rank]
 
     def send(self, message: Message, payload: Payload) -> None:
-        """From here on, who receives it may read it."""
+        """Make the payload available to its receiver."""
         receiver = self._transport.placement[message.dst]
-        place = self._transport.devices[receiver]
-        back = self._transport.take_released(receiver, self._rank)
-        if shares_memory(self._device, place):
-            computed = (
+        receiver_device = self._transport.devices[receiver]
+        # The message's event is recorded after this rank's last read of these payloads. They travel
+        # with the message, and their owner frees them once its stream has waited for the event.
+        released = self._transport.take_released(receiver, self._rank)
+        if shares_memory(self._device, receiver_device):
+            ready_event = (
                 self._device.compute_stream.record_event()
                 if isinstance(self._device, Gpu)
                 else None
@@ -81,17 +86,18 @@ class _CaptureEndpoint:
             self._transport.borrowed.setdefault((self._rank, receiver), []).append(
                 BorrowedStorage(payload)
             )
-            delivery = InFlightPayload(payload, computed, borrowed=True)
-        else:  # its copy is kept until the capture ends
-            delivery = transfer(payload, self._device, place)
-        self._transport.sent[message] = _SentPayload(delivery, back)
+            delivery = InFlightPayload(payload, ready_event, borrowed=True)
+        else:  # between devices the payload is copied, and the copy is kept until the capture ends
+            delivery = transfer(payload, self._device, receiver_device)
+        self._transport.sent[message] = _SentPayload(delivery, released)
 
     def recv(self, message: Message) -> Callable[[], Payload]:
-        """It has been sent already: they take turns."""
+        """Return a function that returns the payload, which has been sent before."""
         return lambda: self._receive(message)
 
     def _receive(self, message: Message) -> Payload:
-        delivery, returned = self._transport.sent.pop(message)
-        parcel = delivery.receive_on(self._device)
-        returned.clear()  # what is computed here from now on comes after all that read them
-        return parcel
+        delivery, released = self._transport.sent.pop(message)
+        payload = delivery.receive_on(self._device)
+        # This rank's stream now waits for the sender, so its memory may be reused from here on.
+        released.clear()
+        return payload

@@ -1,7 +1,15 @@
-"""The captured steps of a pipe: which are there, when one is made, and what stands against it.
+"""The captured steps of a pipe: when a step runs eagerly, is captured, or is replayed.
 
-The first step of a kind is taken as it comes, in the caller's thread: it shows what layers do, and
-lets libraries make what they cannot make during a capture. The second is captured, and replayed.
+Steps with equal graph keys are steps of one kind. For each kind:
+
+    step 1   runs eagerly, in the caller's thread. It shows what the layers do (which parameters get
+             gradients, which cells draw random numbers), and libraries allocate what they cannot
+             allocate during a capture.
+    step 2   is captured as a CUDA graph, which computes nothing, and then replayed.
+    step 3+  is replayed.
+
+A step that cannot be captured raises `CaptureError`. The reason is remembered by its key, so the
+same step is not attempted for ever.
 """
 
 from __future__ import annotations
@@ -66,27 +74,27 @@ from penstock.runtime.worker import TimedAction
 from penstock.schedules.timeline import Timeline
 from penstock.torch_compat import pytree
 
-# -------------------------------------------------------------------------------------------------
-# One captured step: the recording, where its inputs and gradients are, and what it gives.
-# -------------------------------------------------------------------------------------------------
+# ---- one captured step ----------------------------------------------------------------------
 
 
 @dataclass
 class CapturedStep:
-    """It is replayed with other numbers each time."""
+    """A captured step: the graph, and the tensors that it reads and writes at fixed addresses."""
 
     graph: RecordedGraph
     static_inputs: StaticInputs
     grad_buffers: GradBufferMap
     generators: GraphGenerators
-    clocks: GraphTimestamps  # which it writes down
-    result: StepResult  # whose tensors it writes, too
+    clocks: GraphTimestamps  # the graph writes its timestamps here
+    result: StepResult  # the graph writes the loss, outputs and metrics into its tensors
     measured: MeasuredRun
-    keep_alive: Any  # what has to live as long as the recording
+    keep_alive: Any  # the bound inputs: their tensors must live as long as the graph
     replay_count: int = 0
 
     def replay(self, tensors: Sequence[Tensor]) -> StepResult:
-        """The step, of the caller's tensors."""
+        """Run the step on the caller's tensors, and return copies of its results."""
+        # Everything here is enqueued on the caller's streams, in this order. Nothing waits for the
+        # device.
         self.static_inputs.copy_from(tensors)
         self.generators.seed_generators()
         with redirect_grads_for_replay(self.grad_buffers):
@@ -103,8 +111,9 @@ class CapturedStep:
 
 
 def _clone_tensors(value: Any) -> Any:
-    """The caller's own: the next replay writes other numbers."""
-    if value is None or (isinstance(value, dict) and not value):  # in most steps
+    """Return a value with copies of its tensors, because the next replay overwrites them."""
+    # In most steps there are none, and walking an empty tree would cost more than this test.
+    if value is None or (isinstance(value, dict) and not value):
         return value
     with torch.no_grad():
         return pytree.tree_map_only(Tensor, Tensor.clone, value)
@@ -112,19 +121,19 @@ def _clone_tensors(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _ReplayMeasurement:
-    """When a replay did what."""
+    """The measured times of one replay."""
 
     capture: MeasuredRun
     timestamps: ReplayTimestamps
 
     @cached_property
     def timeline(self) -> Timeline:
-        """This waits until the replay has ended."""
-        written = self.timestamps.read()
+        """Return when each action ran. This waits until the replay has ended."""
+        nanoseconds = self.timestamps.read()
 
         def to_seconds(moment: Timestamp) -> Timestamp:
             if isinstance(moment, GraphTimestamp):
-                return written[moment.device][moment.slot] / 1e9
+                return nanoseconds[moment.device][moment.slot] / 1e9
             return moment
 
         program, lanes, origins = (
@@ -132,26 +141,26 @@ class _ReplayMeasurement:
             self.capture.timed_actions,
             self.capture.time_origins,
         )
-        marks = [
+        timed_actions = [
             [TimedAction(m.bound_action, to_seconds(m.start), to_seconds(m.end)) for m in lane]
             for lane in lanes
         ]
-        return MeasuredRun(program, marks, list(map(to_seconds, origins))).timeline
+        return MeasuredRun(program, timed_actions, list(map(to_seconds, origins))).timeline
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the cache ------------------------------------------------------------------------------
 
-MAX_GRAPHS = 8  # recordings; the one that was not used for longest is dropped
-MAX_REMEMBERED_KEYS = 64  # kinds of steps that were seen once, or could not be captured
-WARN_AFTER_MISSES = 16  # steps, each of another kind: then something changes that should not
-MAX_CAPTURE_ATTEMPTS = 2  # what stood against it so often is not tried again
+MAX_GRAPHS = 8  # graphs of one pipe; the least recently used one is dropped
+MAX_REMEMBERED_KEYS = 64  # keys of steps that ran eagerly once, or could not be captured
+WARN_AFTER_MISSES = 16  # consecutive first steps: something changes that should stay the same
+MAX_CAPTURE_ATTEMPTS = 2  # failures after which a key is refused without another attempt
 
 RunStepEagerly = Callable[[PreparedStep, LaneExecutor, CaptureOverrides], StepResult]
 GraphFactory = Callable[[Sequence[torch.device], GraphMemoryPools], RecordedGraph]
 
 
 class FirstStepObservations(NamedTuple):
-    """What the first step of a kind has shown."""
+    """Facts that the first step of a kind has shown, and that its capture relies on."""
 
     rng_usage: RngUsage
     updated_parameters: list[nn.Parameter]
@@ -159,16 +168,16 @@ class FirstStepObservations(NamedTuple):
 
 @dataclass
 class _CaptureHistory:
-    """Of kinds of steps."""
+    """The graphs of a pipe, and what is known of steps that have none; the newest entry last."""
 
     graphs: OrderedDict[GraphKey, CapturedStep] = field(default_factory=OrderedDict)
     observations: OrderedDict[GraphKey, FirstStepObservations] = field(default_factory=OrderedDict)
-    refusals: OrderedDict[GraphKey, str] = field(default_factory=OrderedDict)
-    failure_counts: OrderedDict[GraphKey, int] = field(default_factory=OrderedDict)  # how often
+    refusals: OrderedDict[GraphKey, str] = field(default_factory=OrderedDict)  # reasons
+    failure_counts: OrderedDict[GraphKey, int] = field(default_factory=OrderedDict)
 
 
 class GraphCache:
-    """Of one pipe."""
+    """Runs the steps of one pipe: eagerly, by a capture, or by a replay of a cached graph."""
 
     def __init__(
         self,
@@ -191,45 +200,53 @@ class GraphCache:
         self._consecutive_misses = 0
 
     def run_step(self, prepared: PreparedStep, run_eagerly: RunStepEagerly) -> StepResult:
-        """Replayed, if there is a recording; else captured, if one like it was seen."""
+        """Run one step.
+
+        Replay it if there is a graph for its key. Otherwise capture it if an earlier step had the
+        same key, and run it eagerly if none had.
+        """
+        # Static tensors go back into their modules first: the key contains their addresses.
         self._reassigned_tensors.restore_static_tensors()
-        subject, notes = self._current_modules(prepared), self._history
-        check_dense_grads(subject.parameters, subject.describe_parameter)
+        step_modules, history = self._current_modules(prepared), self._history
+        check_dense_grads(step_modules.parameters, step_modules.describe_parameter)
         inputs = flatten_inputs(prepared.stage_inputs, prepared.loss_scale)
-        key = build_graph_key(prepared, inputs, subject, self._device_types)
+        key = build_graph_key(prepared, inputs, step_modules, self._device_types)
         captured = self._find_replayable(key)
         if captured is None:
-            for refused in (key, key.without_module_state()):
-                if refused in notes.refusals:
-                    raise CaptureError(notes.refusals[refused])
-            if key not in notes.observations:
-                return self._run_first_step(prepared, run_eagerly, key, subject)
-            captured = self._try_capture(prepared, run_eagerly, inputs, key, subject)
-        notes.graphs.move_to_end(key)
+            # Captures refuse a full key, first steps a key without the state of the modules.
+            for refused_key in (key, key.without_module_state()):
+                if refused_key in history.refusals:
+                    raise CaptureError(history.refusals[refused_key])
+            if key not in history.observations:
+                return self._run_first_step(prepared, run_eagerly, key, step_modules)
+            captured = self._try_capture(prepared, run_eagerly, inputs, key, step_modules)
+        history.graphs.move_to_end(key)
         self._consecutive_misses = 0
         return captured.replay(inputs.tensors)
 
     def _find_replayable(self, key: GraphKey) -> CapturedStep | None:
-        """What may be replayed: not what would write where old gradients are still looked at."""
-        recordings = self._history.graphs
-        captured = recordings.get(key)
-        gone = set() if captured is None else find_viewed_grads(captured.grad_buffers)
-        if gone:
-            self._grad_buffers.discard(gone)
-            for other in [
-                other for other, one in recordings.items() if gone & one.grad_buffers.keys()
-            ]:
-                del recordings[other]
-        return recordings.get(key)
+        """Return the graph of the key, unless a replay would overwrite a view the caller keeps.
+
+        In that case all graphs that write there are dropped. They are captured again, with new
+        gradient buffers.
+        """
+        graphs = self._history.graphs
+        captured = graphs.get(key)
+        viewed = set() if captured is None else find_viewed_grads(captured.grad_buffers)
+        if viewed:
+            self._grad_buffers.discard(viewed)
+            for stale_key in [k for k, step in graphs.items() if viewed & step.grad_buffers.keys()]:
+                del graphs[stale_key]
+        return graphs.get(key)
 
     def _current_modules(self, prepared: PreparedStep) -> StepModules:
-        """That of the last step, if nothing of it has changed."""
+        """Return the modules of the step; those of the last step if they have not changed."""
         loss_fn = prepared.request.loss_fn
         if self._step_modules is None or not self._step_modules.is_current(loss_fn):
             self._step_modules = StepModules(self._partition, loss_fn)
         return self._step_modules
 
-    # ---- the first of its kind ------------------------------------------------------------
+    # ---- the first step of a kind ---------------------------------------------------------
 
     def _run_first_step(
         self,
@@ -238,54 +255,59 @@ class GraphCache:
         key: GraphKey,
         step_modules: StepModules,
     ) -> StepResult:
-        """As the reference does it."""
+        """Run the step eagerly, in this thread, and record what its capture needs to know."""
         self._count_miss(key)
         modules, optimizer = step_modules.modules, prepared.request.optimizer
-        asked, learned, host = (
+        rng_usage, grad_updates, host_rng = (
             RngUsage(),
             GradUpdateDetector(step_modules.parameters),
             HostRngGuard(),
         )
         attributes, tensors = fingerprint_attributes(modules), collect_module_tensors(modules)
-        numbers = get_optimizer_numbers(optimizer)
+        optimizer_numbers = get_optimizer_numbers(optimizer)
         result = run_eagerly(
             prepared,
             InlineExecutor(Mailboxes(*self._devices_and_placement)),
-            CaptureOverrides(asked.rng_policy),
+            CaptureOverrides(rng_usage.rng_policy),
         )
-        asked.finish_step()
+        rng_usage.finish_step()
+        # The step itself was right. The checks decide whether a replay would be right, too.
         try:
             check_attributes_unchanged(
                 attributes, fingerprint_attributes(modules), step_modules.describe_module
             )
-            host.check_unchanged()
-            check_optimizer_numbers_unchanged(optimizer, numbers)
+            host_rng.check_unchanged()
+            check_optimizer_numbers_unchanged(optimizer, optimizer_numbers)
             check_dense_grads(step_modules.parameters, step_modules.describe_parameter)
             self._reassigned_tensors.register_reassigned(
                 tensors, modules, step_modules.describe_module
             )
         except CaptureError as reason:
+            # A layer that counts in an attribute has another key in every step. The refusal is
+            # remembered for the key without the state of the modules, or it would never be found.
             self._record_failure(key.without_module_state(), reason)
         else:
-            moved = key._replace(tensors_and_hooks=step_modules.fingerprint_current_tensors())
+            # Reassigned tensors have new addresses now. The next step is looked up with these.
+            next_key = key._replace(tensors_and_hooks=step_modules.fingerprint_current_tensors())
             _remember(
                 self._history.observations,
-                moved,
-                FirstStepObservations(asked, learned.find_updated_parameters()),
+                next_key,
+                FirstStepObservations(rng_usage, grad_updates.find_updated_parameters()),
             )
         return result
 
     def _count_miss(self, key: GraphKey) -> None:
-        last, self._last_missed_key = self._last_missed_key, key
+        previous_key, self._last_missed_key = self._last_missed_key, key
         self._consecutive_misses += 1
-        if self._consecutive_misses == WARN_AFTER_MISSES and last is not None:
+        if self._consecutive_misses == WARN_AFTER_MISSES and previous_key is not None:
             warnings.warn(
-                f"{WARN_AFTER_MISSES} steps in a row were each of another kind, and so none was replayed: "
-                f"the last two differ in {key.describe_difference(last)}",
-                stacklevel=9,
+                f"{WARN_AFTER_MISSES} steps in a row were each of a new kind, so no CUDA graph was "
+                f"replayed. The last two differ in {key.describe_difference(previous_key)}. Keep "
+                "these the same from step to step, or use runtime='threads'.",
+                stacklevel=9,  # the caller of pipe.step
             )
 
-    # ---- the second -----------------------------------------------------------------------
+    # ---- the second step: the capture -----------------------------------------------------
 
     def _try_capture(
         self,
@@ -295,30 +317,34 @@ class GraphCache:
         key: GraphKey,
         step_modules: StepModules,
     ) -> CapturedStep:
-        notes, before, host = (
+        """Capture the step and store its graph. On an error, leave everything as it was."""
+        history, modules_before, host_rng = (
             self._history,
             ModuleTablesSnapshot(step_modules.modules),
             HostRngGuard(),
         )
-        while len(notes.graphs) >= MAX_GRAPHS:
-            notes.graphs.popitem(last=False)
+        # Old graphs go first, so that their memory is free for the new one.
+        while len(history.graphs) >= MAX_GRAPHS:
+            history.graphs.popitem(last=False)
         try:
             with locate_capture_errors(self._partition.names):
                 captured = self._capture(
-                    prepared, run_eagerly, inputs, notes.observations[key], step_modules
+                    prepared, run_eagerly, inputs, history.observations[key], step_modules
                 )
-                host.check_unchanged()
+                host_rng.check_unchanged()
         except BaseException as reason:
-            before.restore()
-            host.restore()
+            modules_before.restore()
+            host_rng.restore()
             if isinstance(reason, CaptureError):
                 self._record_failure(
                     key, reason, MAX_CAPTURE_ATTEMPTS if reason.is_transient else 1
                 )
             raise
         finally:
-            torch.clear_autocast_cache()  # what was cast in the recording is of no use outside
-        notes.graphs[key] = captured
+            # Autocast caches its casts. Those of the capture live in the graph's memory, and hold
+            # no numbers until a replay.
+            torch.clear_autocast_cache()
+        history.graphs[key] = captured
         return captured
 
     def _capture(
@@ -329,72 +355,90 @@ class GraphCache:
         observations: FirstStepObservations,
         step_modules: StepModules,
     ) -> CapturedStep:
-        places, placement = self._devices_and_placement
-        recording = self._graph_factory([place.device for place in places], self._memory_pools)
-        watch = CaptureGuard(self._device_types)
-        sources = GraphGenerators(
-            recording, watch, observations.rng_usage, lambda s: places[placement[s]].device
+        devices, placement = self._devices_and_placement
+        graph = self._graph_factory([place.device for place in devices], self._memory_pools)
+        guard = CaptureGuard(self._device_types)
+        generators = GraphGenerators(
+            graph, guard, observations.rng_usage, lambda stage: devices[placement[stage]].device
         )
-        standing = StaticInputs(inputs)
-        clocks = GraphTimestamps(places)
-        lending = CaptureTransport(clocks.devices, placement)
-        standing.copy_from(
-            inputs.tensors
-        )  # numbers that are possible, for whoever tries a kernel out
-        fed, scale = standing.bind(prepared.stage_inputs, inputs)
-        static = PreparedStep(prepared.options, prepared.request, fed, scale)
+        static_inputs = StaticInputs(inputs)
+        clocks = GraphTimestamps(devices)
+        transport = CaptureTransport(clocks.devices, placement)
+        # A library may try out kernels on these tensors before it is captured with one of them:
+        # they hold numbers that occur, not uninitialised memory.
+        static_inputs.copy_from(inputs.tensors)
+        bound_inputs, loss_scale = static_inputs.bind(prepared.stage_inputs, inputs)
+        static_step = PreparedStep(prepared.options, prepared.request, bound_inputs, loss_scale)
         modules = step_modules.modules
-        others = {
+        # Parameters without a gradient in the first step have no buffer. If the capture gives them
+        # one, it is an error, and `.grad` goes back to what it was.
+        other_grads = {
             p: p.grad for p in set(step_modules.parameters) - set(observations.updated_parameters)
         }
         attributes, tensors = fingerprint_attributes(modules), collect_module_tensors(modules)
 
         def run_step_in_capture() -> StepResult:
-            with build_constant_fill_mode(modules, self._device_types), watch:
+            with build_constant_fill_mode(modules, self._device_types), guard:
                 result = run_eagerly(
-                    static,
-                    InlineExecutor(lending),
-                    CaptureOverrides(sources.rng_policy, True, clocks.devices),
+                    static_step,
+                    InlineExecutor(transport),
+                    CaptureOverrides(generators.rng_policy, True, clocks.devices),
                 )
                 self._reassigned_tensors.write_back(tensors, modules, step_modules.describe_module)
             return result
 
-        torch.clear_autocast_cache()  # or what was cast before would be part of the recording
+        # A cast that autocast made before would not be repeated by a replay, and so the graph would
+        # go on using the old weights.
+        torch.clear_autocast_cache()
         try:
             with self._grad_buffers.redirect_grads_for_capture(
                 observations.updated_parameters, step_modules.describe_parameter
-            ) as taken:
-                result = recording.capture(run_step_in_capture)
-                for parameter, gradient in others.items():
+            ) as grad_buffers:
+                result = graph.capture(run_step_in_capture)
+                for parameter, gradient in other_grads.items():
                     if parameter.grad is not gradient:
                         raise CaptureError(
-                            f"{step_modules.describe_parameter(parameter)} gets a gradient, and got none before"
+                            f"{step_modules.describe_parameter(parameter)} gets a gradient, but "
+                            "got none in the first step of this kind"
                         )
         except BaseException:
-            for parameter, gradient in others.items():
+            for parameter, gradient in other_grads.items():
                 parameter.grad = gradient
             raise
+        # A layer may behave in the capture as it did not in the first step.
         check_attributes_unchanged(
             attributes, fingerprint_attributes(modules), step_modules.describe_module
         )
-        sources.finish_capture()
-        standing.finish_capture()
+        generators.finish_capture()
+        static_inputs.finish_capture()
         assert isinstance(result.measured, MeasuredRun)
         return CapturedStep(
-            recording, standing, taken, sources, clocks, result, result.measured, static
+            graph,
+            static_inputs,
+            grad_buffers,
+            generators,
+            clocks,
+            result,
+            result.measured,
+            static_step,
         )
 
     def _record_failure(
         self, key: GraphKey, error: CaptureError, max_attempts: int = MAX_CAPTURE_ATTEMPTS
     ) -> None:
-        """Remember it, if it was so before: some layers make in their first step what they keep."""
-        times = self._history.failure_counts.get(key, 0) + 1
-        _remember(self._history.failure_counts, key, times)
-        if times >= max_attempts:
+        """Count a failure, and refuse the key from now on if there were `max_attempts` of them.
+
+        The first failure may be the only one: some layers create a cache or a table in their first
+        step and keep it.
+        """
+        count = self._history.failure_counts.get(key, 0) + 1
+        _remember(self._history.failure_counts, key, count)
+        if count >= max_attempts:
             _remember(self._history.refusals, key, str(error))
 
 
 def _remember(entries: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Store an entry as the newest one, and drop the oldest if there are too many."""
     entries[key] = value
     entries.move_to_end(key)
     while len(entries) > MAX_REMEMBERED_KEYS:

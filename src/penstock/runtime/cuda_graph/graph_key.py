@@ -1,7 +1,17 @@
-"""When one recording may stand for a step: if all is alike that it depends on, but numbers.
+"""The key of a CUDA graph: everything that a step depends on, except the numbers in its tensors.
 
-Numbers in tensors may change from step to step; their places may not, nor anything that Python
-looks at: shapes, modes, hooks, and what layers have as plain attributes.
+Two steps with equal keys run the same kernels at the same addresses, so one graph serves both. A
+key has five parts:
+
+| part | contents |
+|---|---|
+| `request` | loss function, options of the pipe, optimizer, autocast and similar modes, TF32 |
+| `inputs` | shapes, dtypes, devices and aliases of the inputs; inputs that are not tensors |
+| `training_modes` | `training` of every module |
+| `tensors_and_hooks` | addresses and layouts of parameters, buffers and other tensors; hooks |
+| `attributes` | attributes of modules that are not tensors, such as `layer.p = 0.2` |
+
+The last three are computed once for `StepModules`, and again only when a module has changed.
 """
 
 from __future__ import annotations
@@ -11,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from penstock.model.partition import Partition
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
@@ -27,61 +36,65 @@ from penstock.runtime.cuda_graph.fingerprint import (
 from penstock.runtime.cuda_graph.static_inputs import FlatInputs
 from penstock.runtime.step_request import PreparedStep
 from penstock.stage.caller_context import CallerContext
+from penstock.torch_compat import get_global_hook_ids
 
-# -------------------------------------------------------------------------------------------------
-# What computes in a step: the layers of a pipe, and a loss that is a module.
-# -------------------------------------------------------------------------------------------------
+# ---- the modules of a step ------------------------------------------------------------------
 
 
 class StepModules:
-    """As it is now: layers may have come and gone since the last step."""
+    """The modules that compute in a step: the layers of the pipe, and a loss that is a module.
+
+    It describes them at one moment. The caller may add, remove or change layers between steps.
+    """
 
     def __init__(self, partition: Partition, loss_fn: Any) -> None:
         self._partition = partition
         self._roots = _list_roots(partition, loss_fn)
         layers = partition.modules()
-        found = {id(p): p for m in layers for p in m._parameters.values() if p is not None}
-        self.parameters = list(found.values())  # of the layers: a loss that learns is refused
-        of_loss = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
-        self.modules = list(dict.fromkeys([*layers, *of_loss]))
+        parameters = {id(p): p for m in layers for p in m._parameters.values() if p is not None}
+        # Of the layers alone: a loss with parameters that require grad is refused elsewhere.
+        self.parameters = list(parameters.values())
+        loss_modules = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
+        self.modules = list(dict.fromkeys([*layers, *loss_modules]))
         self._check_no_script_modules()
         self.training_modes = CachedHash(tuple([module.training for module in self.modules]))
         self.tensors_and_hooks = self.fingerprint_current_tensors()
-        told = fingerprint_attributes(self.modules)
-        self.attributes = CachedHash(tuple([tuple(own.items()) for own in told.values()]))
+        attributes = fingerprint_attributes(self.modules)
+        self.attributes = CachedHash(tuple([tuple(a.items()) for a in attributes.values()]))
         self._snapshot = ModuleSnapshot(self.modules)
 
     def is_current(self, loss_fn: Any) -> bool:
-        """Is it what would be made now?"""
+        """Return whether a new `StepModules` would be equal to this one."""
         return (
             are_same_objects(_list_roots(self._partition, loss_fn), self._roots)
             and self._snapshot.is_unchanged()
         )
 
     def _check_no_script_modules(self) -> None:
-        """What a ScriptModule has, and what it changes, is not to be seen from Python."""
+        """Raise if a module is a ScriptModule: Python cannot see its attributes change."""
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 raise CaptureError(
-                    f"{self.describe_module(module)} is a ScriptModule, and what it changes in a step "
-                    "cannot be seen: give the module that it was made of, or take torch.compile"
+                    f"{self.describe_module(module)} is a ScriptModule, whose changes during a "
+                    "step cannot be seen from Python. Use the module that it was scripted from, or "
+                    "torch.compile"
                 )
 
     def fingerprint_current_tensors(self) -> CachedHash:
-        """Where the tensors of the same modules are."""
+        """Return the addresses and hooks of the tensors that the modules have now."""
         return CachedHash(fingerprint_tensors_and_hooks(self.modules))
 
     def describe_module(self, module: nn.Module) -> str:
-        """For people."""
+        """Return the name of a module for an error message, such as "layer 3 (Router)"."""
         name = self._partition.names().get(module, "")
         return f"layer {name} ({type(module).__name__})" if name else type(module).__name__
 
     def describe_parameter(self, parameter: nn.Parameter) -> str:
-        """For people."""
-        for module, of_module in self._partition.names().items():
+        """Return the name of a parameter for an error message, such as "3.weight"."""
+        for module, module_name in self._partition.names().items():
             for name, value in module._parameters.items():
                 if value is parameter:
-                    return f"{of_module}.{name}".lstrip(".")
+                    return f"{module_name}.{name}".lstrip(".")
         return f"a parameter of shape {tuple(parameter.shape)}"
 
 
@@ -89,39 +102,33 @@ def _list_roots(partition: Partition, loss_fn: Any) -> list[nn.Module]:
     return [*partition.roots(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
 
 
-# -------------------------------------------------------------------------------------------------
+# ---- the key --------------------------------------------------------------------------------
 
-_GLOBAL_HOOK_TABLES = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
-
+# The parts of a key, for the warning that says why no graph is replayed.
 _FIELD_DESCRIPTIONS = (
-    "what is asked (the loss function, the optimizer's numbers, settings of the pipe)",
-    "the inputs (shapes, kinds, what is no tensor)",
-    "which layers are in training",
-    "the places of tensors of the layers",
+    "the request (loss function, numbers of the optimizer, settings of the pipe)",
+    "the inputs (shapes, dtypes, values that are not tensors)",
+    "which layers are in training mode",
+    "the memory addresses of the layers' tensors, or their hooks",
     "attributes of the layers",
 )
 
 
 class GraphKey(NamedTuple):
-    """Two steps with the same are done by the same recording."""
+    """The key of a step in the cache of graphs. Steps with equal keys can use one graph."""
 
     request: Hashable
     inputs: Hashable
-    training_modes: Hashable  # which layers are in training
-    tensors_and_hooks: Hashable  # of parameters, buffers, and other tensors of layers; and hooks
-    attributes: Hashable  # of layers, that are no tensors
+    training_modes: Hashable  # `training` of every module
+    tensors_and_hooks: Hashable  # addresses of all tensors of the modules, and hooks on both
+    attributes: Hashable  # attributes of the modules that are not tensors
 
     def without_module_state(self) -> GraphKey:
-        """That of all steps that differ in nothing but what layers may change themselves."""
+        """Return the key without the parts that the layers may change themselves in a step."""
         return self._replace(tensors_and_hooks=None, attributes=None)
 
     def describe_difference(self, other: GraphKey) -> str:
-        """What is not the same, for people."""
+        """Return the parts in which two keys differ, for a message."""
         pairs = zip(_FIELD_DESCRIPTIONS, self, other, strict=True)
         return " and ".join(name for name, a, b in pairs if a != b)
 
@@ -132,36 +139,35 @@ def build_graph_key(
     step_modules: StepModules,
     device_types: frozenset[str],
 ) -> GraphKey:
-    """Of one step."""
-    settings, lesson, fed = prepared.options, prepared.request, prepared.stage_inputs
+    """Return the key of one step. Raise `CaptureError` under modes that no replay can follow."""
+    options, request, stage_inputs = prepared.options, prepared.request, prepared.stage_inputs
     context = CallerContext.current(device_types)
     if context.inference_mode:
-        raise CaptureError("it is asked for in torch.inference_mode: take torch.no_grad")
+        raise CaptureError("it runs under torch.inference_mode. Use torch.no_grad instead")
     if context.saved_tensors_hooks is not None:
-        raise CaptureError("there are hooks on saved tensors around it, which no replay calls")
-    tell = Fingerprinter()
-    asked = (
-        (settings.chunks, settings.checkpoint, settings.training, settings.reduction),
-        (tell(lesson.loss_fn), lesson.return_outputs, lesson.scaler is None),
-        _fingerprint_optimizer(lesson.optimizer, step_modules.parameters, tell),
-        (
-            context,
-            torch.get_default_dtype(),
-            *(tuple(vars(torch_module)[g]) for g in _GLOBAL_HOOK_TABLES),
-        ),
+        raise CaptureError(
+            "it runs under torch.autograd.graph.saved_tensors_hooks, which a replay would not "
+            "call. Run the step outside of them"
+        )
+    fingerprint = Fingerprinter()
+    request_facts = (
+        (options.chunks, options.checkpoint, options.training, options.reduction),
+        (fingerprint(request.loss_fn), request.return_outputs, request.scaler is None),
+        _fingerprint_optimizer(request.optimizer, step_modules.parameters, fingerprint),
+        (context, torch.get_default_dtype(), *get_global_hook_ids()),
         _get_kernel_flags(),
     )
-    given = (
-        fed.rows,
-        fed.chunks,
-        fed.graph,
-        fed.has_target,
-        fed.assignment_digest,
-        *_fingerprint_inputs(inputs, tell),
+    input_facts = (
+        stage_inputs.rows,
+        stage_inputs.chunks,
+        stage_inputs.graph,
+        stage_inputs.has_target,
+        stage_inputs.assignment_digest,
+        *_fingerprint_inputs(inputs, fingerprint),
     )
     return GraphKey(
-        CachedHash(asked),
-        CachedHash(given),
+        CachedHash(request_facts),
+        CachedHash(input_facts),
         step_modules.training_modes,
         step_modules.tensors_and_hooks,
         step_modules.attributes,
@@ -169,7 +175,7 @@ def build_graph_key(
 
 
 def _get_kernel_flags() -> Hashable:
-    """What the caller has set that libraries choose their kernels by."""
+    """Return the global settings by which PyTorch and its libraries choose kernels."""
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.matmul.fp32_precision,
@@ -179,17 +185,22 @@ def _get_kernel_flags() -> Hashable:
 
 
 def _fingerprint_inputs(inputs: FlatInputs, fingerprint: Fingerprinter) -> tuple[Hashable, ...]:
-    memory = inputs.alias_indices, inputs.has_overlap
+    aliases = inputs.alias_indices, inputs.has_overlap
     return (
         inputs.specs,
         inputs.tensor_indices,
-        memory,
+        aliases,
         fingerprint(inputs.other_leaves),
         inputs.structure,
     )
 
 
-# ---- the optimizer -------------------------------------------------------------------------
+# ---- the optimizer --------------------------------------------------------------------------
+#
+# An optimizer that is given to `step` is part of the graph. Its Python numbers, such as a learning
+# rate that is a float, are arguments of the recorded kernels: another value needs another graph. A
+# Python number that the optimizer itself changes in every step cannot be repeated. Numbers in its
+# tensors may change.
 
 
 def _fingerprint_optimizer(
@@ -197,7 +208,10 @@ def _fingerprint_optimizer(
     parameters: Sequence[nn.Parameter],
     fingerprint: Fingerprinter,
 ) -> Hashable:
-    """Its numbers, where its state is, and which parameters have a gradient before the step."""
+    """Return the optimizer's settings and addresses, and which parameters have no gradient yet.
+
+    An optimizer skips parameters whose gradient is None, so that belongs to the key.
+    """
     if optimizer is None:
         return None
     groups = [
@@ -208,21 +222,21 @@ def _fingerprint_optimizer(
     ]
     state = [
         (name, fingerprint(value) if isinstance(value, Tensor) else type(value))
-        for of_one in optimizer.state.values()
-        for name, value in (of_one.items() if isinstance(of_one, dict) else ())
+        for parameter_state in optimizer.state.values()
+        for name, value in (parameter_state.items() if isinstance(parameter_state, dict) else ())
     ]
-    empty = tuple([p.grad is None for p in parameters])
-    return ObjectIdentity(optimizer), tuple(groups), tuple(state), empty
+    has_no_grad = tuple([p.grad is None for p in parameters])
+    return ObjectIdentity(optimizer), tuple(groups), tuple(state), has_no_grad
 
 
 def get_optimizer_numbers(optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, str], float]:
-    """What it has in its state that is no tensor."""
+    """Return the Python numbers in the optimizer's state, by parameter index and name."""
     if optimizer is None:
         return {}
     return {
-        (at, name): value
-        for at, of_one in enumerate(optimizer.state.values())
-        for name, value in (of_one.items() if isinstance(of_one, dict) else ())
+        (index, name): value
+        for index, parameter_state in enumerate(optimizer.state.values())
+        for name, value in (parameter_state.items() if isinstance(parameter_state, dict) else ())
         if isinstance(value, int | float)
     }
 
@@ -230,11 +244,12 @@ def get_optimizer_numbers(optimizer: torch.optim.Optimizer | None) -> dict[tuple
 def check_optimizer_numbers_unchanged(
     optimizer: torch.optim.Optimizer | None, before: Mapping[Any, float]
 ) -> None:
-    """It does not count in Python: a replay would not."""
+    """Raise if the optimizer has changed a Python number of its state: a replay would not."""
     now = get_optimizer_numbers(optimizer)
-    changed = [name for at, name in before if now.get((at, name)) != before[at, name]]
+    changed = [name for index, name in before if now.get((index, name)) != before[index, name]]
     if changed:
         raise CaptureError(
             f"{type(optimizer).__name__} changes '{changed[0]}' of its state in every step, a "
-            "number in Python, and a replay would not: call its step after pipe.step"
+            "Python number that a replay would not change. Call optimizer.step() after pipe.step, "
+            "or create the optimizer with capturable=True"
         )

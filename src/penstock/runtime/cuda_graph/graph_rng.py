@@ -1,7 +1,17 @@
-"""Random numbers of a captured step: new ones in every replay, the same in its recomputations.
+"""Random numbers of a captured step.
 
-Each computation of a cell has a generator that the recording knows. Before a replay, all those of
-one cell get the seed that the cell would have in a step that is not captured.
+Every replay must draw new numbers, and they must be those that an eager step would draw. A cell is
+computed once, or twice under recomputation, and both computations must draw the same numbers.
+
+So each computation of a cell that draws has a generator of its own, which is registered with the
+graph. Before a replay, the generators of one cell all get the seed that the cell would have in an
+eager step:
+
+    first step   RngUsage counts how often each cell draws
+    capture      GraphGenerators hands out that many generators, and refuses further draws
+    replay       seed_generators sets their seeds, and advances the caller's generator
+
+`HostRngGuard` watches `random` and `numpy.random`, from which no replay can draw.
 """
 
 from __future__ import annotations
@@ -24,16 +34,16 @@ Cell = tuple[int, int]  # stage, micro-batch
 
 
 class RngUsage:
-    """In a step that is not captured: how often each cell has drawn random numbers."""
+    """Counts, in an eager step, how many computations of each cell draw random numbers."""
 
     def __init__(self) -> None:
         self.draws_per_cell: Counter[Cell] = Counter()
-        self.advanced_caller_rng = False  # was the caller's generator?
+        self.advanced_caller_rng = False
         self._issued: list[tuple[Cell, SeededRng]] = []
 
     @property
     def rng_policy(self) -> RngPolicy:
-        """As ever."""
+        """Return the policy of an eager step, with a count of what it hands out."""
         return RngPolicy(advance_rng=self._advance_caller_rng, make_cell_rng=self._create_source)
 
     def _advance_caller_rng(self) -> None:
@@ -46,27 +56,27 @@ class RngUsage:
         return source
 
     def finish_step(self) -> None:
-        """The step has ended: who asked may have drawn nothing."""
+        """Count the sources that were drawn from. A cell may have asked for one and not used it."""
         self.draws_per_cell.update(cell for cell, source in self._issued if source.has_drawn)
         self._issued.clear()
 
 
 class ForbiddenGenerator:
-    """For a cell that has drawn nothing before."""
+    """The random source of a cell that drew nothing in the first step. It raises when used."""
 
     has_drawn = False
 
     def generator_for(self, device: torch.device) -> torch.Generator:
-        """It draws nothing now."""
-        raise CaptureError("it draws random numbers, which it had not done before")
+        """Raise `CaptureError`: the graph has no generator for this cell."""
+        raise CaptureError("it draws random numbers, but drew none in the first step of this kind")
 
     def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
-        """Nor so."""
-        raise AssertionError("there is none to lend")
+        """Raise: `generator_for` never returns a generator to replace the shared one by."""
+        raise AssertionError("a cell without a generator cannot replace the shared one")
 
 
 class GraphGenerator:
-    """Of one computation of a cell."""
+    """The random source of one computation of a cell in a capture."""
 
     def __init__(self, graph: RecordedGraph, guard: CaptureGuard, device: torch.device) -> None:
         self._graph, self._guard = graph, guard
@@ -75,21 +85,24 @@ class GraphGenerator:
         self.has_drawn = False
 
     def generator_for(self, device: torch.device) -> torch.Generator:
-        """The one that the recording knows."""
+        """Return the generator that is registered with the graph."""
         if device != self.generator.device:
-            raise CaptureError(f"it draws random numbers on {device}, where no replay draws any")
+            raise CaptureError(
+                f"it draws random numbers on {device}, but a replay draws on "
+                f"{self.generator.device} only. Draw on the layer's device"
+            )
         self.has_drawn = True
         return self.generator
 
     @contextmanager
     def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
-        """As the recording does it."""
+        """Let operations that use the default generator draw from this one, in the context."""
         with self._graph.replace_shared_generator(generator), self._guard.allow_shared_generator():
             yield
 
 
 class GraphGenerators:
-    """Those of one recording."""
+    """The generators of one graph, by cell."""
 
     def __init__(
         self,
@@ -98,6 +111,8 @@ class GraphGenerators:
         rng_usage: RngUsage,
         device_of: Callable[[int], torch.device],
     ) -> None:
+        # PyTorch refuses to register a generator with a graph during the capture. So all of them
+        # are made now, as many as the first step has counted.
         self._unused = {
             cell: [GraphGenerator(graph, guard, device_of(cell[0])) for _ in range(times)]
             for cell, times in rng_usage.draws_per_cell.items()
@@ -107,24 +122,28 @@ class GraphGenerators:
 
     @property
     def rng_policy(self) -> RngPolicy:
-        """For the capture: others cannot be watched, and the watch of the capture sees them."""
+        """Return the policy of the capture.
+
+        Draws outside of cells are found by `CaptureGuard`. An eager step compares the states of the
+        generators instead, and PyTorch refuses to read those during a capture.
+        """
         return RngPolicy(lambda: 0, lambda: None, self._take_source, detect_outside_rng_use=False)
 
     def _take_source(self, _: int, stage: int, microbatch: int) -> RngSource:
-        stock = self._unused.get((stage, microbatch))
-        if not stock:
+        unused = self._unused.get((stage, microbatch))
+        if not unused:
             return ForbiddenGenerator()
-        source = stock.pop()
+        source = unused.pop()
         self._used.append(((stage, microbatch), source))
         return source
 
     def finish_capture(self) -> None:
-        """The capture has ended: those that gave nothing are not seeded."""
+        """Keep the generators that were drawn from; only these are seeded before a replay."""
         self._used = [(cell, source) for cell, source in self._used if source.has_drawn]
         self._unused.clear()
 
     def seed_generators(self) -> None:
-        """Before a replay: as in a step that is not captured."""
+        """Seed the generators before a replay, as an eager step would seed its cells."""
         if self._used:
             seed = peek_seed()
             for (stage, microbatch), source in self._used:
@@ -133,37 +152,36 @@ class GraphGenerators:
             advance_caller_rng()
 
 
-# -------------------------------------------------------------------------------------------------
-# Random numbers that the host draws: Python's own, and numpy's. A replay draws none of them.
-# -------------------------------------------------------------------------------------------------
+# ---- random numbers of the host -------------------------------------------------------------
 
 
 class HostRngGuard:
-    """Where these generators stand, before a step."""
+    """The state of Python's and NumPy's global generators before a step."""
 
     def __init__(self) -> None:
         self._python_state = random.getstate()
         self._numpy_state = _get_numpy_state()
 
     def check_unchanged(self) -> None:
-        """After it: they stand there still."""
+        """Raise `CaptureError` if the step has drawn from one of them."""
         for name, before, now in (
             ("random", self._python_state, random.getstate()),
             ("numpy.random", self._numpy_state, _get_numpy_state()),
         ):
             if str(before) != str(now):
                 raise CaptureError(
-                    f"a layer draws from {name} in every step, and a replay would not: draw with "
-                    "torch on the layer's device"
+                    f"a layer draws from {name} in every step, and a replay would not. Draw with "
+                    "torch, on the layer's device"
                 )
 
     def restore(self) -> None:
-        """As if it had not been."""
+        """Restore Python's and NumPy's random state."""
         random.setstate(self._python_state)
         if self._numpy_state is not None:
             sys.modules["numpy"].random.set_state(self._numpy_state)
 
 
 def _get_numpy_state() -> Any:
+    # If NumPy was not imported, no layer can draw from it, and it is not imported for this check.
     numpy = sys.modules.get("numpy")
     return None if numpy is None or not hasattr(numpy, "random") else numpy.random.get_state()

@@ -1,8 +1,13 @@
-"""Tensors that layers replace in every step: `self.mean = 0.9 * self.mean + 0.1 * new`.
+"""Tensors that layers replace in every step, such as `self.mean = 0.9 * self.mean + 0.1 * new`.
 
-A replay reads what was there when it was captured, and writes what was there afterwards. So such a
-tensor gets a place of its own. At the end of a capture, as a part of it, the new numbers are copied
-there, and the layer has the tensor of that place again.
+A graph reads the tensor that was there when the capture began, and writes a new one. The next
+replay would read the old tensor again, and the running mean would never advance. So such a tensor
+gets a static place:
+
+    first step   the reassignment is noticed, and the attribute gets a static tensor
+    capture      ends with a copy of the new numbers into the static tensor, as part of the graph;
+                 the attribute is the static tensor again
+    replay       reads the static tensor and updates it
 """
 
 from __future__ import annotations
@@ -20,13 +25,13 @@ DescribeModule = Callable[[nn.Module], str]
 
 
 class TensorAttribute(NamedTuple):
-    """Of a tensor of a module's: a buffer, or a plain attribute."""
+    """The name of a tensor of a module, which is a buffer or a plain attribute."""
 
     is_buffer: bool
     name: str
 
     def get_table(self, module: nn.Module) -> dict[str, Any]:
-        """Where the module has it."""
+        """Return the dict in which the module keeps the tensor."""
         return module._buffers if self.is_buffer else vars(module)
 
 
@@ -34,7 +39,7 @@ TensorsByAttribute = dict[tuple[nn.Module, TensorAttribute], Tensor]
 
 
 def collect_module_tensors(modules: Sequence[nn.Module]) -> TensorsByAttribute:
-    """All of the modules' buffers, and tensors that are plain attributes."""
+    """Return all buffers of the modules, and all tensors that are plain attributes."""
     return dict(_iter_module_tensors(modules))
 
 
@@ -42,14 +47,14 @@ def _iter_module_tensors(
     modules: Sequence[nn.Module],
 ) -> Iterator[tuple[tuple[nn.Module, TensorAttribute], Tensor]]:
     for module in modules:
-        for buffer, table in ((True, module._buffers), (False, vars(module))):
+        for is_buffer, table in ((True, module._buffers), (False, vars(module))):
             for name, value in table.items():
                 if isinstance(value, Tensor):
-                    yield (module, TensorAttribute(buffer, name)), value
+                    yield (module, TensorAttribute(is_buffer, name)), value
 
 
 class ReassignedTensors:
-    """The places of those that were seen to be replaced, as long as their modules are there."""
+    """The static tensors of attributes that steps reassign, as long as their modules live."""
 
     def __init__(self) -> None:
         self._static_tensors: WeakKeyDictionary[nn.Module, dict[TensorAttribute, Tensor]] = (
@@ -58,56 +63,65 @@ class ReassignedTensors:
 
     @torch.no_grad()
     def restore_static_tensors(self) -> None:
-        """Before a step, whoever has taken the one before: each is in its place."""
-        for module, places in list(self._static_tensors.items()):
-            for name, place in list(places.items()):
-                table = name.get_table(module)
-                value = table.get(name.name)
-                if value is place:
+        """Put the static tensors back into their modules, with the current numbers.
+
+        An eager step (of another kind, or in threads) has replaced them in the meantime. An
+        attribute that is not a tensor of the same shape, dtype and device any more is forgotten.
+        """
+        for module, static_tensors in list(self._static_tensors.items()):
+            for attribute, static_tensor in list(static_tensors.items()):
+                table = attribute.get_table(module)
+                value = table.get(attribute.name)
+                if value is static_tensor:
                     continue
-                if isinstance(value, Tensor) and _has_same_spec(value, place):
-                    place.copy_(value)
-                    table[name.name] = place
+                if isinstance(value, Tensor) and _has_same_spec(value, static_tensor):
+                    static_tensor.copy_(value)
+                    table[attribute.name] = static_tensor
                 else:
-                    del places[name]
+                    del static_tensors[attribute]
 
     def register_reassigned(
         self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
     ) -> None:
-        """After a step: give those a place that it has replaced."""
-        for (module, name), value in collect_module_tensors(modules).items():
-            old = before.get((module, name))
-            if old is value:
+        """Make static tensors for the attributes that an eager step has reassigned."""
+        for (module, attribute), value in collect_module_tensors(modules).items():
+            old_value = before.get((module, attribute))
+            if old_value is value:
                 continue
-            if old is not None and not _has_same_spec(value, old):
-                raise CaptureError(_describe_reassignment(describe(module), name.name, old, value))
+            if old_value is not None and not _has_same_spec(value, old_value):
+                raise CaptureError(
+                    _describe_reassignment(describe(module), attribute.name, old_value, value)
+                )
             if value.requires_grad:
                 raise CaptureError(
-                    f"{describe(module)}: it keeps a tensor with its history as its "
-                    f"'{name.name}' in every step: keep it detached"
+                    f"{describe(module)}: it stores a tensor with an autograd history in "
+                    f"'{attribute.name}' in every step. Store tensor.detach() instead"
                 )
-            places = self._static_tensors.setdefault(module, {})
-            if name not in places:  # else it has one
-                places[name] = value.detach().clone()
+            static_tensors = self._static_tensors.setdefault(module, {})
+            if attribute not in static_tensors:
+                static_tensors[attribute] = value.detach().clone()
         self.restore_static_tensors()
 
     @torch.no_grad()
     def write_back(
         self, before: TensorsByAttribute, modules: Sequence[nn.Module], describe: DescribeModule
     ) -> None:
-        """At the end of a capture, as a part of it."""
-        for (module, name), value in collect_module_tensors(modules).items():
-            old = before.get((module, name))
-            if old is value:
+        """Copy reassigned values into their static tensors, as the last part of a capture."""
+        for (module, attribute), value in collect_module_tensors(modules).items():
+            old_value = before.get((module, attribute))
+            if old_value is value:
                 continue
             if (
-                old is None
-                or name not in self._static_tensors.get(module, ())
-                or not _has_same_spec(value, old)
+                old_value is None
+                or attribute not in self._static_tensors.get(module, ())
+                or not _has_same_spec(value, old_value)
             ):
-                raise CaptureError(_describe_reassignment(describe(module), name.name, old, value))
-            old.copy_(value)
-            name.get_table(module)[name.name] = old
+                raise CaptureError(
+                    _describe_reassignment(describe(module), attribute.name, old_value, value)
+                )
+            # The old value is the static tensor: it was put back into the module before the step.
+            old_value.copy_(value)
+            attribute.get_table(module)[attribute.name] = old_value
 
 
 def _has_same_spec(first: Tensor, second: Tensor) -> bool:
@@ -115,23 +129,26 @@ def _has_same_spec(first: Tensor, second: Tensor) -> bool:
 
 
 def _describe_reassignment(layer: str, name: str, old: Tensor | None, new: Tensor) -> str:
-    was = "none" if old is None else f"{tuple(old.shape)} of {old.dtype} on {old.device}"
+    before = "none" if old is None else f"{tuple(old.shape)} of {old.dtype} on {old.device}"
     return (
-        f"{layer}: its '{name}' is another tensor after the step ({was} before, "
+        f"{layer}: its '{name}' is another tensor after the step ({before} before, "
         f"{tuple(new.shape)} of {new.dtype} on {new.device} now), and a replay would not replace "
-        "it: change it in place, or let it keep its shape, its dtype and its device"
+        "it. Update it in place, or keep its shape, dtype and device"
     )
 
 
 class ModuleTablesSnapshot:
-    """What modules have, to be put back if a capture fails."""
+    """The attributes, buffers and parameters of modules, to restore them if a capture fails."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         tables = [t for m in modules for t in (vars(m), m._buffers, m._parameters)]
         self._saved_tables = [(table, dict(table)) for table in tables]
 
     def restore(self) -> None:
-        """The names, not the numbers: nothing has been computed."""
-        for table, kept in self._saved_tables:
+        """Put the saved objects back under their names.
+
+        The numbers in tensors need no restoring: a capture computes nothing.
+        """
+        for table, saved_entries in self._saved_tables:
             table.clear()
-            table.update(kept)
+            table.update(saved_entries)

@@ -1,7 +1,8 @@
-"""What records a step and replays it: a CUDA graph.
+"""A CUDA graph: what records a step and replays it.
 
-While it is captured, nothing runs: kernels become nodes of the graph, and the events that join the
-ranks' streams its edges. A replay is one launch of all of it, on the stream that is current then.
+During a capture nothing runs. Kernels become nodes of the graph, and the events that order the
+streams of the ranks become its edges. A replay launches all of it at once, on the stream that is
+current then.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ BodyResult = TypeVar("BodyResult")
 
 
 class RecordedGraph(Protocol):
-    """One step, to be captured once and replayed often."""
+    """A graph of one step: captured once, then replayed. The tests have one for the CPU."""
 
     def create_generator(self, device: torch.device) -> torch.Generator:
-        """Before the capture: one that goes on from where it stands when a replay begins."""
+        """Create a generator before the capture. A replay draws from the state it has by then."""
 
     def replace_shared_generator(self, generator: torch.Generator) -> AbstractContextManager[None]:
-        """Within, the generator that all threads share gives the numbers of such a one."""
+        """Let PyTorch's default generator draw from a created one, within a context."""
 
     def capture(self, body: Callable[[], BodyResult]) -> BodyResult:
-        """Record all that the body asks devices for; its tensors stay where they are."""
+        """Record all device work of the body. The tensors it made keep their addresses."""
 
     def replay(self) -> None:
-        """Do all of it again: after what was asked for before, and before what is asked next."""
+        """Run the recorded work again, in order with the work before and after this call."""
 
 
 class GraphMemoryPools:
-    """The memory that the recordings of one pipe have in common: only one is replayed at a time."""
+    """The memory that all graphs of one pipe share. Only one of them is replayed at a time."""
 
     def __init__(self) -> None:
         self._first_device_pool: Any = None
@@ -47,17 +48,19 @@ class GraphMemoryPools:
         self._graphs: WeakSet[RecordedCudaGraph] = WeakSet()
 
     def get_first_device_pool(self) -> Any:
-        """On the first device, for `capture_begin`. PyTorch takes none again that has no users."""
+        """Return the pool of the first device, for `CUDAGraph.capture_begin`."""
+        # PyTorch forgets a pool when the last graph that uses it is freed, and then refuses its
+        # handle. So a new handle is taken whenever no graph is left.
         if not self._graphs:
             self._first_device_pool = torch.cuda.graph_pool_handle()
         return self._first_device_pool
 
     def add_graph(self, graph: RecordedCudaGraph) -> None:
-        """As long as that is there."""
+        """Count a graph as a user of the pools for as long as it lives."""
         self._graphs.add(graph)
 
     def get_pool(self, device: torch.device) -> Any:
-        """On another device, for `use_mem_pool`."""
+        """Return the pool of another device, for `torch.cuda.use_mem_pool`."""
         if device not in self._other_device_pools:
             with torch.cuda.device(device):
                 self._other_device_pools[device] = torch.cuda.MemPool()
@@ -65,7 +68,7 @@ class GraphMemoryPools:
 
 
 class RecordedCudaGraph:
-    """A CUDA graph over devices; the first one's stream is where it begins and ends."""
+    """A CUDA graph over one or more devices. It begins and ends on a stream of the first one."""
 
     def __init__(self, devices: Sequence[torch.device], pools: GraphMemoryPools) -> None:
         self._first_device, *self._other_devices = dict.fromkeys(devices)
@@ -73,14 +76,17 @@ class RecordedCudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def create_generator(self, device: torch.device) -> torch.Generator:
-        """Known to the graph: each replay hands its seed over."""
-        made = torch.Generator(device)
-        self._graph.register_generator_state(made)
-        return made
+        """Create a generator that is registered with the graph: each replay reads its seed."""
+        generator = torch.Generator(device)
+        self._graph.register_generator_state(generator)
+        return generator
 
     @contextmanager
     def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
-        """By handing over the state itself: under capture it cannot be copied."""
+        """Let the default generator of the device share the state of another, in the context.
+
+        The state itself is exchanged. PyTorch refuses to copy it during a capture.
+        """
         shared = get_shared_generator(generator.device)
         before = shared.graphsafe_get_state()
         shared.graphsafe_set_state(generator)
@@ -90,45 +96,54 @@ class RecordedCudaGraph:
             shared.graphsafe_set_state(before)
 
     def capture(self, body: Callable[[], BodyResult]) -> BodyResult:
-        """On streams of its own, one a device."""
+        """Record the device work of the body, on a new stream for each device."""
         for device in (self._first_device, *self._other_devices):
             torch.cuda.synchronize(device)
-        gc.collect()  # what is freed during a capture is not reused in it
+        # Memory that is freed during the capture cannot be reused in it: free it now. Automatic
+        # collections are off meanwhile, because freeing CUDA objects in the middle of a capture may
+        # be a call that CUDA forbids there.
+        gc.collect()
         torch.cuda.empty_cache()
         origin = torch.cuda.Stream(self._first_device)
-        collecting = gc.isenabled()
+        was_collecting = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.device(self._first_device), torch.cuda.stream(origin):
                 return self._capture_from(body, origin)
         finally:
-            if collecting:
+            if was_collecting:
                 gc.enable()
 
     def _capture_from(
         self, body: Callable[[], BodyResult], origin: torch.cuda.Stream
     ) -> BodyResult:
         pool = self._pools.get_first_device_pool()
+        # "thread_local": other threads of the caller, a data loader say, may go on using CUDA.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             with ExitStack() as stack:
                 for device in self._other_devices:
                     stack.enter_context(self._capture_device(device, origin))
-                made = body()
+                result = body()
             self._graph.capture_end()
         except BaseException:
             self._abort_capture(origin)
             raise
         self._pools.add_graph(self)
-        return made
+        return result
 
     @contextmanager
     def _capture_device(self, device: torch.device, origin: torch.cuda.Stream) -> Iterator[None]:
-        """Within, another device is captured, too."""
+        """Capture another device, too, for the duration of the context.
+
+        A stream joins the capture by waiting for `origin`, and must be joined to `origin` again
+        before the capture ends.
+        """
         stream = torch.cuda.Stream(device)
         stream.wait_stream(origin)
         with torch.cuda.use_mem_pool(self._pools.get_pool(device), device=device):
             before = torch.cuda.current_stream(device)
+            # `set_stream` also makes the stream's device current.
             torch.cuda.set_stream(stream)
             torch.cuda.set_device(self._first_device)
             try:
@@ -139,34 +154,39 @@ class RecordedCudaGraph:
                 torch.cuda.set_device(self._first_device)
 
     def _abort_capture(self, origin: torch.cuda.Stream) -> None:
-        """End the capture, whatever has become of it, so that PyTorch knows.
+        """End a failed capture, so that PyTorch knows that it has ended.
 
-        If the driver has given it up, PyTorch goes no further: its allocators and its generators
-        would think for ever that it goes on. So one of nothing is ended in its place.
+        If the driver has invalidated the capture, `capture_end` raises before it has told PyTorch's
+        allocators and generators. They would treat the capture as running for ever: no memory would
+        be freed, and no random numbers could be drawn. So an empty capture is begun on the same
+        stream, without PyTorch's knowledge, and `capture_end` ends that one.
         """
         try:
             self._graph.capture_end()
         except RuntimeError:
             with suppress(MissingExtra, RuntimeError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it says that the graph is empty
+                warnings.simplefilter("ignore")  # PyTorch warns that the graph is empty
                 _begin_driver_capture(origin)
                 self._graph.capture_end()
         self._graph.reset()
 
     def replay(self) -> None:
-        """On the caller's streams."""
-        here = torch.cuda.current_stream(self._first_device)
-        others = [torch.cuda.current_stream(device) for device in self._other_devices]
-        for stream in others:
-            here.wait_stream(stream)
+        """Launch the graph on the current stream of the first device.
+
+        It waits for the current streams of the other devices, and they wait for it.
+        """
+        first_stream = torch.cuda.current_stream(self._first_device)
+        other_streams = [torch.cuda.current_stream(device) for device in self._other_devices]
+        for stream in other_streams:
+            first_stream.wait_stream(stream)
         with torch.cuda.device(self._first_device):
             self._graph.replay()
-        for stream in others:
-            stream.wait_stream(here)
+        for stream in other_streams:
+            stream.wait_stream(first_stream)
 
 
 def _begin_driver_capture(stream: torch.cuda.Stream) -> None:
-    """A capture that PyTorch knows nothing of."""
+    """Begin a capture through the driver's own API. PyTorch does not know of it."""
     driver = load_driver("to end a capture that failed")
     driver.cuStreamBeginCapture(
         stream.cuda_stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

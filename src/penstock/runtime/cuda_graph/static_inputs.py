@@ -1,4 +1,12 @@
-"""Inputs of a captured step: tensors that stay in their places, filled before each replay."""
+"""Static input tensors of a captured step. They keep their addresses, and each replay fills them.
+
+    caller's batch ── flatten_inputs ──> FlatInputs: its tensors, and their structure
+    FlatInputs     ── StaticInputs ────> tensors of the same shapes, which the graph reads
+    each replay       copy_from(caller's tensors), replay, write_back(caller's tensors)
+
+Inputs may share memory: the target of an autoencoder is its input. If a layer changes the input in
+place, the target changes with it. So the static tensors share memory in the same way.
+"""
 
 from __future__ import annotations
 
@@ -12,76 +20,85 @@ from torch import Tensor, nn
 
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.stage_inputs import InputsByStage, StageInputs
-from penstock.torch_compat import pytree
+from penstock.torch_compat import foreach_copy_, pytree
 
-InputSpec = tuple[
-    torch.Size, tuple[int, ...], torch.dtype, torch.device, bool
-]  # and does it learn?
+# shape, stride, dtype, device, requires_grad
+InputSpec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
 @dataclass(frozen=True)
 class FlatInputs:
-    """What a step is given, taken apart: its tensors, each once, and the rest.
+    """The inputs of a step, taken apart: tensors without duplicates, other leaves, structure.
 
-    Of a batch that was cut by its rows alone, it is the tensors that were cut.
+    If the batch was split into micro-batches by rows and by nothing else, `tensors` are the unsplit
+    tensors of the batch (`is_unsplit`). A replay then needs one copy for each of them, instead of
+    one for each micro-batch.
     """
 
     tensors: tuple[Tensor, ...]
-    specs: tuple[InputSpec, ...]  # theirs
-    tensor_indices: tuple[int | None, ...]  # which of them each leaf is; None: it is none
-    alias_indices: tuple[int, ...]  # for each tensor, the first that is just there in memory, too
-    has_overlap: bool  # do some have a part of their memory in common?
-    other_leaves: tuple[Any, ...]  # the leaves that are no tensors
+    specs: tuple[InputSpec, ...]  # one per tensor
+    tensor_indices: tuple[int | None, ...]  # for each leaf its index in `tensors`; None: no tensor
+    alias_indices: tuple[int, ...]  # for each tensor, the first one with the same memory and layout
+    has_overlap: bool  # do some tensors share a part of their memory?
+    other_leaves: tuple[Any, ...]  # the leaves that are not tensors
     tree_spec: Any
     is_unsplit: bool = False
 
     @property
     def structure(self) -> Hashable:
-        """How it was put together."""
+        """Return the structure of the inputs, for the graph key."""
         return self.tree_spec if isinstance(self.tree_spec, _TensorCounts) else str(self.tree_spec)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """The same with others."""
-        rest = iter(self.other_leaves)
-        leaves = [next(rest) if at is None else tensors[at] for at in self.tensor_indices]
+        """Return the inputs with other tensors in the places of these."""
+        other_leaves = iter(self.other_leaves)
+        leaves = [
+            next(other_leaves) if index is None else tensors[index] for index in self.tensor_indices
+        ]
         if not isinstance(self.tree_spec, _TensorCounts):
             return pytree.tree_unflatten(leaves, self.tree_spec)
-        each = iter(leaves)
-        given = {
-            stage: [tuple([next(each) for _ in range(size)]) for size in sizes]
-            for stage, sizes in self.tree_spec.counts
+        remaining = iter(leaves)
+        by_stage = {
+            stage: [tuple([next(remaining) for _ in range(count)]) for count in counts]
+            for stage, counts in self.tree_spec.counts
         }
-        return given, next(each), next(each)
+        return by_stage, next(remaining), next(remaining)
 
 
 def flatten_inputs(stage_inputs: StageInputs, scale: Tensor | None) -> FlatInputs:
-    """What stages are given from outside, and what numbers of theirs are multiplied by."""
+    """Take apart the inputs of all stages, the class weights of the loss and the loss scale."""
     if stage_inputs.unsplit_tensors and scale is None and stage_inputs.target_count is None:
-        found = _flatten_unsplit(stage_inputs.unsplit_tensors)
-        if found is not None:
-            return found
+        unsplit = _flatten_unsplit(stage_inputs.unsplit_tensors)
+        if unsplit is not None:
+            return unsplit
     classes = None if stage_inputs.target_count is None else stage_inputs.target_count.class_weights
-    leaves, spec = _flatten(stage_inputs.by_stage, classes, scale)
+    leaves, tree_spec = _flatten(stage_inputs.by_stage, classes, scale)
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-    number = {id(tensor): at for at, tensor in enumerate(tensors)}
-    places = tuple([number.get(id(leaf)) for leaf in leaves])
-    rest = tuple([leaf for leaf, at in zip(leaves, places, strict=True) if at is None])
-    kinds = tuple(map(_build_input_spec, tensors))
-    return FlatInputs(tuple(tensors), kinds, places, *_find_aliases(tensors, kinds), rest, spec)
+    index_by_id = {id(tensor): index for index, tensor in enumerate(tensors)}
+    indices = tuple([index_by_id.get(id(leaf)) for leaf in leaves])
+    others = tuple([leaf for leaf, index in zip(leaves, indices, strict=True) if index is None])
+    specs = tuple(map(_build_input_spec, tensors))
+    aliases = _find_aliases(tensors, specs)
+    return FlatInputs(tuple(tensors), specs, indices, *aliases, others, tree_spec)
 
 
 def _flatten_unsplit(tensors: tuple[Tensor, ...]) -> FlatInputs | None:
-    """If they have nothing to do with each other, and none learns."""
-    kinds = tuple(map(_build_input_spec, tensors))
-    apart = tuple(range(len(tensors)))
-    memory, overlap = _find_aliases(tensors, kinds)
-    if overlap or memory != apart or any(kind[-1] for kind in kinds):
+    """Return the unsplit tensors as inputs, or None if some share memory or require grad."""
+    specs = tuple(map(_build_input_spec, tensors))
+    indices = tuple(range(len(tensors)))
+    aliases, has_overlap = _find_aliases(tensors, specs)
+    if has_overlap or aliases != indices or any(spec[-1] for spec in specs):
         return None
-    return FlatInputs(tensors, kinds, apart, memory, False, (), _TensorCounts(()), is_unsplit=True)
+    return FlatInputs(
+        tensors, specs, indices, aliases, False, (), _TensorCounts(()), is_unsplit=True
+    )
 
 
 class _TensorCounts(NamedTuple):
-    """How many tensors each stage is given for each micro-batch, and nothing else."""
+    """The structure of inputs that are all tensors: their number per stage and micro-batch.
+
+    It is much cheaper to build and to compare than a tree spec of `pytree`.
+    """
 
     counts: tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -90,10 +107,11 @@ def _flatten(
     inputs_by_stage: InputsByStage, classes: Tensor | None, scale: Tensor | None
 ) -> tuple[list[Any], Any]:
     leaves = _list_values(inputs_by_stage)
+    # Usually all are tensors. The inputs of a traced stage also hold a `ForwardRequest`.
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return pytree.tree_flatten((dict(inputs_by_stage), classes, scale))
-    sizes = tuple([(stage, tuple(map(len, pieces))) for stage, pieces in inputs_by_stage.items()])
-    return [*leaves, classes, scale], _TensorCounts(sizes)
+    counts = tuple([(stage, tuple(map(len, pieces))) for stage, pieces in inputs_by_stage.items()])
+    return [*leaves, classes, scale], _TensorCounts(counts)
 
 
 def _list_values(inputs_by_stage: InputsByStage) -> list[Any]:
@@ -103,8 +121,8 @@ def _list_values(inputs_by_stage: InputsByStage) -> list[Any]:
 def _build_input_spec(tensor: Tensor) -> InputSpec:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         raise CaptureError(
-            f"an input is a {type(tensor).__name__} with layout {tensor.layout}: give a plain "
-            "tensor"
+            f"an input is a {type(tensor).__name__} with layout {tensor.layout}. Pass a plain, "
+            "dense tensor"
         )
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
@@ -112,25 +130,28 @@ def _build_input_spec(tensor: Tensor) -> InputSpec:
 def _find_aliases(
     tensors: Sequence[Tensor], specs: Sequence[InputSpec]
 ) -> tuple[tuple[int, ...], bool]:
-    """If the target is the input itself, say, a layer that changes the one has changed both."""
-    first: dict[Any, int] = {}
+    """Return the index of each tensor's first exact alias, and whether any overlap in part.
+
+    Overlap is found by the address ranges of the tensors that are not exact aliases.
+    """
+    first_index: dict[Any, int] = {}
     spans: list[tuple[int, int]] = []
-    memory: list[int] = []
-    sizes = {
-        kind: _count_spanned_bytes(kind) for kind in set(specs)
-    }  # micro-batches are mostly alike
-    for at, (tensor, kind) in enumerate(zip(tensors, specs, strict=True)):
-        where = tensor.data_ptr()
-        turned = tensor.is_conj(), tensor.is_neg()  # the same memory, and other numbers
-        memory.append(first.setdefault((where, *kind[:4], *turned), at))
-        if memory[-1] == at and (size := sizes[kind]):
-            spans.append((where, where + size))
+    aliases: list[int] = []
+    # Most micro-batches have the same spec: compute the size once per spec, not per tensor.
+    sizes = {spec: _count_spanned_bytes(spec) for spec in set(specs)}
+    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+        address = tensor.data_ptr()
+        # A conjugate or negative view has the same memory and other numbers.
+        lazy_bits = tensor.is_conj(), tensor.is_neg()
+        aliases.append(first_index.setdefault((address, *spec[:4], *lazy_bits), index))
+        if aliases[-1] == index and (size := sizes[spec]):
+            spans.append((address, address + size))
     spans.sort()
-    return tuple(memory), any(a[1] > b[0] for a, b in pairwise(spans))
+    return tuple(aliases), any(a[1] > b[0] for a, b in pairwise(spans))
 
 
 def _count_spanned_bytes(spec: InputSpec) -> int:
-    """From the first to the last."""
+    """Return the bytes from the first to the last element, gaps included."""
     shape, stride, dtype, *_ = spec
     if not all(shape):
         return 0
@@ -139,77 +160,87 @@ def _count_spanned_bytes(spec: InputSpec) -> int:
 
 
 class StaticInputs:
-    """The tensors of one recording."""
+    """The static input tensors of one graph."""
 
     def __init__(self, inputs: FlatInputs) -> None:
         self._tensors: list[Tensor] = []
-        for at, (tensor, first) in enumerate(
+        for index, (tensor, alias_index) in enumerate(
             zip(inputs.tensors, inputs.alias_indices, strict=True)
         ):
-            if first == at:
-                made = torch.empty_like(tensor, requires_grad=False)
-            else:  # changes are counted for each by itself
-                made = self._tensors[first].data
-            self._tensors.append(made.requires_grad_(tensor.requires_grad))
+            if alias_index == index:
+                static_tensor = torch.empty_like(tensor, requires_grad=False)
+            else:
+                # `.data` shares the memory and has a version counter of its own, which tells
+                # through which of the aliases a layer writes.
+                static_tensor = self._tensors[alias_index].data
+            self._tensors.append(static_tensor.requires_grad_(tensor.requires_grad))
         self._has_overlap = inputs.has_overlap
         self._detached = [tensor.detach() for tensor in self._tensors]
         self._versions: list[int] = []
-        self._unsplit_inputs: StageInputs | None = None  # what was cut of them, if they are whole
+        self._unsplit_inputs: StageInputs | None = None  # the split of unsplit tensors
 
     def bind(
         self, stage_inputs: StageInputs, inputs: FlatInputs
     ) -> tuple[StageInputs, Tensor | None]:
-        """What was fed, and the scale, with these in the places of the caller's."""
-        if inputs.is_unsplit:  # changes are counted for each piece by itself
+        """Return the inputs of the stages and the loss scale, made of the static tensors."""
+        if inputs.is_unsplit:
             parts = stage_inputs.split_alike(self._tensors)
-            given = {s: [tuple(t.data for t in each) for each in parts[s]] for s in parts}
-            self._tensors, classes, scale = _list_values(given), None, None
+            # `.data`: each micro-batch counts its versions by itself.
+            by_stage = {s: [tuple(t.data for t in piece) for piece in parts[s]] for s in parts}
+            self._tensors, classes, scale = _list_values(by_stage), None, None
         else:
-            given, classes, scale = inputs.unflatten(self._tensors)
-        counting = stage_inputs.target_count
-        if counting is not None:
-            counting = replace(counting, class_weights=classes)
+            by_stage, classes, scale = inputs.unflatten(self._tensors)
+        target_count = stage_inputs.target_count
+        if target_count is not None:
+            target_count = replace(target_count, class_weights=classes)
         self._versions = [tensor._version for tensor in self._tensors]
-        static = replace(
+        bound_inputs = replace(
             stage_inputs,
-            by_stage=given,
-            target_count=counting,
+            by_stage=by_stage,
+            target_count=target_count,
             loss_shares=(),
             label_inputs=(),
             unsplit_tensors=(),
         )
-        self._unsplit_inputs = static if inputs.is_unsplit else None
-        return static, scale
+        self._unsplit_inputs = bound_inputs if inputs.is_unsplit else None
+        return bound_inputs, scale
 
     @torch.no_grad()
     def copy_from(self, tensors: Sequence[Tensor]) -> None:
-        """From what the caller gives."""
+        """Fill the static tensors with the caller's numbers."""
         if tensors:
-            torch._foreach_copy_(self._detached, list(tensors), non_blocking=True)
+            foreach_copy_(self._detached, tensors, non_blocking=True)
 
     def finish_capture(self) -> None:
-        """The capture has ended: remember which of them the layers change in place."""
-        before = zip(self._tensors, self._versions, strict=True)
+        """Find out, after the capture, which inputs the layers change or give gradients to."""
+        versions_before = zip(self._tensors, self._versions, strict=True)
         self._mutated_indices = [
-            at for at, (t, version) in enumerate(before) if t._version != version
+            index for index, (t, version) in enumerate(versions_before) if t._version != version
         ]
+        # Static tensors share memory only if they are exact aliases. A write that should show in a
+        # partly overlapping input would be lost.
         if self._mutated_indices and self._has_overlap:
             raise CaptureError(
-                "a layer changes an input in place, and several inputs lie in the same memory: "
-                "clone them before the step"
+                "a layer changes an input in place while several inputs share memory. Clone the "
+                "inputs before the step"
             )
-        self._grad_indices = [at for at, t in enumerate(self._tensors) if t.grad is not None]
+        self._grad_indices = [index for index, t in enumerate(self._tensors) if t.grad is not None]
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
-        """After a replay: what the layers have changed, and what the caller's own layers learn."""
+        """Pass on what a replay did to the inputs.
+
+        In-place changes are copied into the caller's tensors. Gradients of the inputs go on into
+        the caller's own graph, with a backward from there.
+        """
         with torch.no_grad():
             if self._mutated_indices and self._unsplit_inputs is not None:
                 tensors = _list_values(self._unsplit_inputs.split_alike(tensors))
-            for at in self._mutated_indices:
-                tensors[at].detach().copy_(self._tensors[at])
+            for index in self._mutated_indices:
+                tensors[index].detach().copy_(self._tensors[index])
         if self._grad_indices:
-            gradients = [self._tensors[at].grad for at in self._grad_indices]
+            # Cloned: the caller's graph may keep a gradient, and the next replay overwrites it.
+            gradients = [self._tensors[index].grad for index in self._grad_indices]
             torch.autograd.backward(
-                [tensors[at] for at in self._grad_indices],
+                [tensors[index] for index in self._grad_indices],
                 [gradient.clone() for gradient in gradients if gradient is not None],
             )

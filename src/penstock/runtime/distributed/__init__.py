@@ -1,1 +1,1 @@
-"""One rank a process, over torch.distributed: the same worker, another transport."""
+"""A pipe whose ranks are processes, over `torch.distributed`. README.md has the overview."""

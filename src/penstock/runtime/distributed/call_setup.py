@@ -1,4 +1,15 @@
-"""How a call among processes begins: what the ranks must agree on, and who has which data."""
+"""The beginning of a call among processes: agree on the call, and give every rank its inputs.
+
+| data=   | model       | what `CallSetup.prepare_call` does                                       |
+|---------|-------------|--------------------------------------------------------------------------|
+| "all"   | any         | each rank splits its own batch; the ranks compare shapes and samples     |
+| "first" | traced      | the data rank broadcasts the whole batch; then as above                  |
+| "first" | Sequential  | the data rank splits the batch and announces the sizes; `send_inputs`    |
+|         |             | then sends each stage its part                                           |
+
+The data rank is the rank of the first stage. A traced model needs the whole batch on every rank,
+because its division into stages may depend on all inputs.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +43,23 @@ from penstock.stage.rng import peek_seed
 from penstock.stage.stage import OUTSIDE
 from penstock.torch_compat import pytree
 
-# -------------------------------------------------------------------------------------------------
-# What the processes of a pipe give each other, as the user wishes it.
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class DataPolicy:
-    """Who has the data, who gets the outputs, and whether shapes are learned or sent each time."""
+    """The options of `Pipe` about what the processes exchange."""
 
-    data: str = "all"
-    outputs: str = "last"
-    shapes: str = "learned"
+    data: str = "all"  # which ranks pass the batch: "all" or "first"
+    outputs: str = "last"  # which ranks get the outputs: "last" or "all"
+    shapes: str = "learned"  # headers of messages: cached ("learned") or "sent" in every call
 
 
+# -------------------------------------------------------------------------------------------------
+# Facts about a call that `check_ranks_agree` compares
 # -------------------------------------------------------------------------------------------------
 
 
 def collect_call_facts(options: CallOptions, **extra_facts: object) -> RankFacts:
-    """What must be the same on every rank, whatever the data."""
+    """Return the facts that must be equal on every rank and do not depend on the batch."""
     contexts = [
         f"{kind} {torch.get_autocast_dtype(kind)}"
         for kind in ("cpu", "cuda")
@@ -67,7 +76,7 @@ def collect_call_facts(options: CallOptions, **extra_facts: object) -> RankFacts
 
 
 def collect_batch_facts(batch: Batch) -> RankFacts:
-    """The kinds and sizes of what was given."""
+    """Return the dtypes, shapes and plain values of a batch."""
     return {
         "inputs": _describe_value(batch.inputs),
         **{
@@ -79,19 +88,25 @@ def collect_batch_facts(batch: Batch) -> RankFacts:
 
 
 def collect_batch_tensors(batch: Batch) -> list[Tensor]:
-    """All of them."""
+    """Return all tensors of a batch: inputs, keyword inputs and targets."""
     leaves = pytree.tree_leaves([batch.inputs, dict(batch.keyword_inputs), batch.target])
-    bare = (leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf for leaf in leaves)
-    return [leaf for leaf in bare if isinstance(leaf, Tensor)]
+    unwrapped = (leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf for leaf in leaves)
+    return [leaf for leaf in unwrapped if isinstance(leaf, Tensor)]
 
 
 def describe_batch_strides(batch: Batch) -> str:
-    """How tensors lie in memory: messages keep that, and it may differ where sizes do not."""
+    """Return the strides of all tensors of a batch.
+
+    They belong to the cache key: messages keep strides, and equal shapes may have different ones.
+    """
     return str([tensor.stride() for tensor in collect_batch_tensors(batch)])
 
 
 def describe_module_flags(modules: Iterable[nn.Module]) -> str:
-    """What messages may depend on beside the data: what learns, and what is in training."""
+    """Return `training` of each module and `requires_grad` of each parameter as a short text.
+
+    They belong to the cache key: which tensors of a message need a gradient depends on them.
+    """
     flags = []
     for module in modules:
         flags.append("t" if module.training else "e")
@@ -101,9 +116,9 @@ def describe_module_flags(modules: Iterable[nn.Module]) -> str:
 
 def _describe_value(value: Any) -> str:
     leaves, spec = pytree.tree_flatten(value)
-    said = ", ".join(map(_describe_leaf, leaves)) or "none"
-    flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
-    return said if flat else f"{said} in {spec}"
+    text = ", ".join(map(_describe_leaf, leaves)) or "none"
+    is_flat = spec.type is tuple and all(child.is_leaf() for child in spec.children())
+    return text if is_flat else f"{text} in {spec}"
 
 
 def _describe_leaf(leaf: Any) -> str:
@@ -112,44 +127,41 @@ def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, Chunk):
         return f"Chunk({_describe_leaf(leaf.tensor)}, dim={leaf.dim})"
     if isinstance(leaf, Tensor):
-        learns = ", wants a gradient" if leaf.requires_grad else ""
-        return f"{WireTensorSpec.from_tensor(leaf)}{learns}"
+        suffix = ", requires grad" if leaf.requires_grad else ""
+        return f"{WireTensorSpec.from_tensor(leaf)}{suffix}"
     return repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
 
 
 @dataclass(frozen=True)
 class BatchAnnouncement:
-    """What the first rank tells of data that it alone has."""
+    """The sizes of a batch that only the data rank has, as it announces them to the others."""
 
     rows: MicrobatchRows
     chunks: int
-    input_stages: tuple[int, ...]  # that are given something
+    input_stages: tuple[int, ...]  # the stages that get inputs from outside
     has_target: bool
 
     @staticmethod
     def from_stage_inputs(stage_inputs: StageInputs, has_target: bool) -> BatchAnnouncement:
-        """Of what it has cut."""
+        """Return the announcement of a batch that was split into stage inputs."""
         return BatchAnnouncement(
             stage_inputs.rows, stage_inputs.chunks, tuple(stage_inputs.by_stage), has_target
         )
 
     def to_json(self) -> str:
-        """As text."""
+        """Return the announcement as JSON text."""
         rows = [list(self.rows.counts), self.rows.dim]
         return json.dumps([rows, self.chunks, list(self.input_stages), self.has_target])
 
     @staticmethod
     def from_json(text: str) -> BatchAnnouncement:
-        """From text."""
+        """Return the announcement that `to_json` has written."""
         (counts, dim), chunks, stages, target = json.loads(text)
         return BatchAnnouncement(MicrobatchRows(tuple(counts), dim), chunks, tuple(stages), target)
 
 
 # -------------------------------------------------------------------------------------------------
-# How a call begins: the ranks agree on what is about to be done, and every rank has its data.
-#
-# With data="first", what stages of a Sequential take is carried to their ranks. Of a whole forward
-# every rank must know how it is divided, which may depend on all inputs: it gets the whole batch.
+# The agreement at the beginning of a call
 # -------------------------------------------------------------------------------------------------
 
 
@@ -158,16 +170,16 @@ class AgreedCall:
     """A call that all ranks have agreed on."""
 
     stage_inputs: StageInputs
-    facts: RankFacts  # that do not depend on the data
+    facts: RankFacts  # those that do not depend on the batch
     announcement: BatchAnnouncement
     cache_entry: CallCacheEntry
     seed: int
     cache_key: str
-    is_first_call: bool  # call of its kind
+    is_first_call: bool  # no call with this cache key has succeeded before
 
 
 class CallSetup:
-    """Of the calls of one rank."""
+    """Prepares the calls of one rank."""
 
     def __init__(
         self, groups: ProcessGroups, placed_partition: PlacedPartition, data_policy: DataPolicy
@@ -182,125 +194,167 @@ class CallSetup:
 
     @property
     def scatters_inputs(self) -> bool:
-        """Are inputs carried from the first stage's rank to those whose stages take them?"""
+        """Whether the data rank sends each stage its part of the batch."""
         return self._data_policy.data == "first" and not self._is_traced
 
     def prepare_call(
         self, call_name: str, options: CallOptions, batch: Batch, facts: RankFacts, local_state: str
     ) -> AgreedCall:
-        """Agree; then every rank knows the sizes of it all."""
+        """Raise RemoteError unless all ranks make the same call. Return the inputs of this rank.
+
+        `local_state` is added to the cache key; it may differ between ranks.
+        """
         modules = [m for stage in self._placed_partition.local_stages for m in stage.modules()]
         local_state += describe_module_flags(modules)
         if self.scatters_inputs:
             return self._prepare_scattered_call(call_name, options, batch, facts, local_state)
-        general, seed = facts, peek_seed()
+        general_facts, seed = facts, peek_seed()
         if self._data_policy.data == "first":
+            # Compare the general facts first: a rank that makes another call would not take part
+            # in the broadcast, and the ranks would wait for each other.
             seed = check_ranks_agree(
                 self._groups.pipeline_channel, call_name, facts, local_state=local_state, seed=seed
             ).seed
             batch = broadcast_batch(
                 self._groups.pipeline_channel, self._data_rank, batch, f"the data of {call_name}"
             )
-        fed = build_stage_inputs(
+        stage_inputs = build_stage_inputs(
             self._placed_partition.partition, options.chunks, batch, self._input_device
         )
         if self._is_traced and self._data_policy.data == "first":
-            self._check_input_gradients(fed)
+            self._check_input_gradients(stage_inputs)
         facts = {**facts, **collect_batch_facts(batch)}
-        if fed.assignment_digest:
-            facts["how the forward is divided"] = fed.assignment_digest
-        sample = sample_tensors(collect_batch_tensors(batch))
-        agreed = check_ranks_agree(
+        if stage_inputs.assignment_digest:
+            facts["the division of the forward"] = stage_inputs.assignment_digest
+        samples = sample_tensors(collect_batch_tensors(batch))
+        agreement = check_ranks_agree(
             self._groups.pipeline_channel,
             call_name,
             facts,
-            sample,
+            samples,
             local_state + describe_batch_strides(batch),
             seed,
         )
-        learned, first = self._find_cache_entry(agreed.cache_key)
-        announced = BatchAnnouncement.from_stage_inputs(
-            fed, bool(batch.target) or fed.target_count is not None
+        cache_entry, is_first_call = self._find_cache_entry(agreement.cache_key)
+        announcement = BatchAnnouncement.from_stage_inputs(
+            stage_inputs, bool(batch.target) or stage_inputs.target_count is not None
         )
-        return AgreedCall(fed, general, announced, learned, agreed.seed, agreed.cache_key, first)
+        return AgreedCall(
+            stage_inputs,
+            general_facts,
+            announcement,
+            cache_entry,
+            agreement.seed,
+            agreement.cache_key,
+            is_first_call,
+        )
 
     def _prepare_scattered_call(
         self, call_name: str, options: CallOptions, batch: Batch, facts: RankFacts, local_state: str
     ) -> AgreedCall:
-        """The first stage's rank alone cuts the batch, and tells what others need to know."""
-        fed, text = None, None
+        """Prepare a call in which only the data rank splits the batch and announces its sizes.
+
+        The announcement is sent in the first call with a cache key and cached after that. The facts
+        about the batch are local state of the data rank, so they are part of that key.
+        """
+        stage_inputs, text = None, None
         local_state += describe_batch_strides(batch)
         if self._data_rank == self._groups.rank:
-            fed = build_stage_inputs(
+            stage_inputs = build_stage_inputs(
                 self._placed_partition.partition, options.chunks, batch, self._input_device
             )
             local_state += str(collect_batch_facts(batch))
-            text = BatchAnnouncement.from_stage_inputs(fed, bool(batch.target)).to_json()
-        agreed = check_ranks_agree(
+            text = BatchAnnouncement.from_stage_inputs(stage_inputs, bool(batch.target)).to_json()
+        agreement = check_ranks_agree(
             self._groups.pipeline_channel, call_name, facts, None, local_state, peek_seed()
         )
-        learned, first = self._find_cache_entry(agreed.cache_key)
-        if not learned.batch_announcement:
-            told = self._groups.pipeline_channel.broadcast_text(
+        cache_entry, is_first_call = self._find_cache_entry(agreement.cache_key)
+        if not cache_entry.batch_announcement:
+            announced_text = self._groups.pipeline_channel.broadcast_text(
                 self._data_rank, text, f"the data of {call_name}"
             )
-            learned.batch_announcement = told
-        announced = BatchAnnouncement.from_json(learned.batch_announcement)
+            cache_entry.batch_announcement = announced_text
+        announcement = BatchAnnouncement.from_json(cache_entry.batch_announcement)
         graph = self._placed_partition.partition.graph
-        fed = fed or StageInputs({}, announced.rows, announced.chunks, graph)
-        return AgreedCall(fed, facts, announced, learned, agreed.seed, agreed.cache_key, first)
+        stage_inputs = stage_inputs or StageInputs(
+            {}, announcement.rows, announcement.chunks, graph
+        )
+        return AgreedCall(
+            stage_inputs,
+            facts,
+            announcement,
+            cache_entry,
+            agreement.seed,
+            agreement.cache_key,
+            is_first_call,
+        )
 
     def _find_cache_entry(self, cache_key: str) -> tuple[CallCacheEntry, bool]:
-        """What is known of calls of this kind; whether this is the first."""
-        remembered = self._groups.get_cache_entry(cache_key)
-        sent = self._data_policy.shapes == "sent"
-        return CallCacheEntry() if sent else remembered, not remembered.is_complete
+        """Return the cache entry of a key, and whether no call with this key has succeeded yet.
+
+        With shapes="sent" the entry is always a new one, so that every message sends its header.
+        """
+        cached = self._groups.get_cache_entry(cache_key)
+        always_sent = self._data_policy.shapes == "sent"
+        return CallCacheEntry() if always_sent else cached, not cached.is_complete
 
     def _input_device(self, stage: int) -> torch.device | None:
-        """Where this rank feeds a stage; what it carries to others goes from the host."""
+        """Return the device for the inputs of a stage. None leaves them where they are.
+
+        Inputs of remote stages are sent from host memory.
+        """
         if self._placed_partition.is_local(stage):
             return self._groups.device.device
         return torch.device("cpu") if self.scatters_inputs else None
 
     def _check_input_gradients(self, stage_inputs: StageInputs) -> None:
-        """Whoever was not given the data cannot give its gradient back."""
-        here = self._placed_partition.placement
+        """Raise if an input on another rank than the data rank requires grad.
+
+        The caller has the input on the data rank only, and gradients do not travel back there.
+        """
+        placement = self._placed_partition.placement
         for (stage, _), tensors in collect_tensors_by_cell(stage_inputs.by_stage).items():
-            if here[stage] != self._data_rank and any(t.requires_grad for t in tensors):
+            if placement[stage] != self._data_rank and any(t.requires_grad for t in tensors):
                 raise RunError(
-                    f"with data='first', an input that wants a gradient is used on stage {stage}, "
-                    f"in the process of rank {here[stage]}, from where no gradient comes back: "
-                    "detach it, or give the data on all ranks (data='all')"
+                    f"with data='first', an input that requires grad is used on stage {stage}, "
+                    f"on rank {placement[stage]}. Its gradient cannot come back from that "
+                    "process. Detach the input, or pass the data on all ranks (data='all')."
                 )
 
 
 def broadcast_batch(
     channel: ControlChannel, source_rank: int, batch: Batch, description: str
 ) -> Batch:
-    """One rank's batch, on all."""
-    told: Any = None
+    """Return the batch of one rank on every rank, with its markers and requires_grad flags.
+
+    `broadcast_value` sends tensors and plain values only. So the Chunk and NoChunk wrappers are
+    taken off and sent as a list of markers.
+    """
+    message: Any = None
     if channel.rank == source_rank:
-        marks: list[Any] = []
-        learns: list[bool] = []
+        markers: list[Any] = []
+        requires_grad: list[bool] = []
 
         def unwrap_leaf(leaf: Any) -> Any:
-            marks.append(_get_chunk_marker(leaf))
-            found = leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
-            learns.append(isinstance(found, Tensor) and found.requires_grad)
-            return found
+            markers.append(_get_chunk_marker(leaf))
+            value = leaf.tensor if isinstance(leaf, NoChunk | Chunk) else leaf
+            requires_grad.append(isinstance(value, Tensor) and value.requires_grad)
+            return value
 
         values = pytree.tree_map(
             unwrap_leaf, (batch.inputs, dict(batch.keyword_inputs), batch.target)
         )
-        told = [values, marks, learns]
-    values, marks, learns = channel.broadcast_value(source_rank, told, description)
+        message = [values, markers, requires_grad]
+    values, markers, requires_grad = channel.broadcast_value(source_rank, message, description)
     if channel.rank == source_rank:
         return batch
     leaves, spec = pytree.tree_flatten(values)
-    marked = [_restore_leaf(*each) for each in zip(leaves, marks, learns, strict=True)]
-    inputs, side, target = pytree.tree_unflatten(marked, spec)
-    assert isinstance(side, Mapping)
-    return Batch(inputs, side, target, batch.uses_model_loss)
+    restored = [
+        _restore_leaf(*fields) for fields in zip(leaves, markers, requires_grad, strict=True)
+    ]
+    inputs, keyword_inputs, target = pytree.tree_unflatten(restored, spec)
+    assert isinstance(keyword_inputs, Mapping)
+    return Batch(inputs, keyword_inputs, target, batch.uses_model_loss)
 
 
 def _get_chunk_marker(leaf: Any) -> Any:
@@ -318,9 +372,10 @@ def _restore_leaf(leaf: Any, marker: Any, requires_grad: bool) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Data that the first stage's rank alone has: it carries to other ranks what their stages take.
+# Inputs of remote stages with data="first"
 #
-# It goes through the host, whatever the links between stages are, before anything is computed.
+# The data rank sends every other rank the inputs of its stages (side inputs, targets) before
+# anything is computed. They go through host memory, also if the stages themselves use NCCL.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -330,17 +385,17 @@ def send_inputs(
     placed_partition: PlacedPartition,
     transport: ProcessTransport,
 ) -> None:
-    """On the rank that has the data: what cells of others are given."""
-    parcels = build_input_payloads(inputs)
+    """Send the inputs of these cells to their ranks. Only the data rank calls this."""
+    payloads = build_input_payloads(inputs)
     for stage, i in cells:
-        parcel = parcels[stage, i]
-        if any(parcel.needs_grad):
+        payload = payloads[stage, i]
+        if any(payload.needs_grad):
             raise RunError(
-                "with data='first', a side input or target wants a gradient, and it goes to "
-                "another process, from where no gradient comes back: detach it, or give it to the "
-                "first layer"
+                "with data='first', a side input or target that requires grad goes to another "
+                "process, and its gradient cannot come back. Detach it, or pass it to the first "
+                "layer."
             )
-        transport.send_to(placed_partition.placement[stage], Message(OUTSIDE, stage, i), parcel)
+        transport.send_to(placed_partition.placement[stage], Message(OUTSIDE, stage, i), payload)
     transport.flush()
 
 
@@ -350,21 +405,25 @@ def receive_inputs(
     transport: ProcessTransport,
     device: torch.device,
 ) -> dict[Cell, Payload]:
-    """On another rank: what its own cells are given."""
-    mine = [cell for cell in cells if placed_partition.is_local(cell[0])]
-    asked: list[Callable[[], Payload]] = [
-        transport.recv_from(placed_partition.placement[0], Message(OUTSIDE, *cell)) for cell in mine
+    """Return the inputs of the local cells among these, moved to the device.
+
+    Every rank but the data rank calls this. All receives are posted before the first wait.
+    """
+    local_cells = [cell for cell in cells if placed_partition.is_local(cell[0])]
+    waits: list[Callable[[], Payload]] = [
+        transport.recv_from(placed_partition.placement[0], Message(OUTSIDE, *cell))
+        for cell in local_cells
     ]
     return {
         cell: wait().map_tensors(lambda tensor: tensor.to(device))
-        for cell, wait in zip(mine, asked, strict=True)
+        for cell, wait in zip(local_cells, waits, strict=True)
     }
 
 
 def find_remote_input_cells(
     announcement: BatchAnnouncement, placed_partition: PlacedPartition
 ) -> list[Cell]:
-    """Those that are given something, on other ranks than the first stage's."""
+    """Return the cells that get inputs from outside and are not on the data rank."""
     stages = [
         s
         for s in announcement.input_stages

@@ -1,6 +1,10 @@
-"""Short words between the processes of a pipe: numbers of all, texts from one to another.
+"""The control channel: small messages between the ranks of a pipe, and agreement before a call.
 
-Collectives of gloo take several times as long as messages between two, so these are messages.
+`ControlChannel` gathers numbers, and sends texts and small tensors. Everything goes over a gloo
+group through host memory, also between GPUs. It uses point-to-point messages only, because a gloo
+collective takes several times as long.
+
+`check_ranks_agree` compares facts about a call on all ranks before any data is sent.
 """
 
 from __future__ import annotations
@@ -24,60 +28,68 @@ from penstock.runtime.distributed.payload_codec import (
 )
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 
-NUMBERS_TAG, TEXT_TAG, TENSORS_TAG = 1, 2, 3  # tags
-FIRST_MESSAGE_TAG = 16  # those below are for words, and for poison
+NUMBERS_TAG, TEXT_TAG, TENSORS_TAG = 1, 2, 3
+FIRST_MESSAGE_TAG = 16  # messages between stages use tags from here on
 
 
 class WaitObserver(Protocol):
-    """Who is told when this rank waits."""
+    """The part of a watchdog that needs to know when this rank waits."""
 
     def mark_waiting(self, description: object, peer: int | None) -> None:
-        """It is about to, for something of a rank, or of all."""
+        """Record that this rank is about to wait for one peer, or for all (None)."""
 
     def mark_arrived(self) -> None:
-        """It is there."""
+        """Record that the wait is over."""
 
 
 class ControlChannel:
-    """The other ranks of a pipe, or its other copies, over a gloo group of its own."""
+    """A channel between the ranks of a pipe, or between replicas, over a gloo group of its own.
+
+    `member_name` is the word for a member in error messages: "rank" or "replica".
+    """
 
     def __init__(
         self, group: PointToPointGroup, watchdog: WaitObserver, member_name: str = "rank"
     ) -> None:
         self.group = group
-        self.member_name = member_name  # for one of them
+        self.member_name = member_name
         self.rank, self.size = group.rank(), group.size()
         self._watchdog = watchdog
         self._other_ranks = [rank for rank in range(self.size) if rank != self.rank]
-        self._pending_sends: list[tuple[int, Any, Tensor]] = []
+        self._pending_sends: list[tuple[int, Any, Tensor]] = []  # rank, work, tensor to keep
 
     def all_gather(self, tensor: Tensor, description: str) -> list[Tensor]:
-        """The numbers of all ranks, by rank: as many from each."""
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        found[self.rank] = tensor
-        asked = [self.group.recv([found[rank]], rank, NUMBERS_TAG) for rank in self._other_ranks]
-        sent = [self.group.send([tensor], rank, NUMBERS_TAG) for rank in self._other_ranks]
-        for rank, work in zip(self._other_ranks, asked, strict=True):
+        """Return the tensors of all ranks, in the order of ranks. All have the same shape.
+
+        The description tells the watchdog what this rank waits for.
+        """
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        tensors[self.rank] = tensor
+        receives = [
+            self.group.recv([tensors[rank]], rank, NUMBERS_TAG) for rank in self._other_ranks
+        ]
+        sends = [self.group.send([tensor], rank, NUMBERS_TAG) for rank in self._other_ranks]
+        for rank, work in zip(self._other_ranks, receives, strict=True):
             self._watchdog.mark_waiting(description, rank)
             work.wait()
-        for work in sent:
+        for work in sends:
             work.wait()
         self._watchdog.mark_arrived()
-        return found
+        return tensors
 
     def all_gather_text(self, text: str, description: str) -> list[str]:
-        """The texts of all ranks, by rank."""
+        """Return the texts of all ranks, in the order of ranks."""
         for rank in self._other_ranks:
             self.send_text(rank, TEXT_TAG, text)
-        found = [
+        texts = [
             text if rank == self.rank else self.recv_text(rank, TEXT_TAG, description)
             for rank in self.ranks
         ]
         self.flush()
-        return found
+        return texts
 
     def broadcast_text(self, source_rank: int, text: str | None, description: str) -> str:
-        """A text that one rank tells all."""
+        """Return the text of one rank on every rank. The others pass None."""
         if self.rank != source_rank:
             return self.recv_text(source_rank, TEXT_TAG, description)
         assert text is not None
@@ -88,11 +100,11 @@ class ControlChannel:
 
     @property
     def ranks(self) -> range:
-        """The ranks."""
+        """The ranks of the group, this one included."""
         return range(self.size)
 
     def send_text(self, rank: int, tag: int, text: str) -> None:
-        """A text to a rank: its length, and its bytes; it does not wait."""
+        """Send a text to a rank: its length, then its bytes. Do not wait for the receiver."""
         content = text.encode()
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         length = torch.tensor([len(content)])
@@ -100,7 +112,7 @@ class ControlChannel:
             self._pending_sends.append((rank, self.group.send([tensor], rank, tag), tensor))
 
     def recv_text(self, rank: int, tag: int, description: str) -> str:
-        """A text from a rank."""
+        """Wait for a text from a rank and return it."""
         length = torch.empty(1, dtype=torch.int64)
         self._watchdog.mark_waiting(description, rank)
         self.group.recv([length], rank, tag).wait()
@@ -110,50 +122,54 @@ class ControlChannel:
         return bytes(data.numpy()).decode() if len(data) else ""
 
     def flush(self) -> None:
-        """Wait until all texts have been taken."""
+        """Wait until the receivers have all texts."""
         for rank, work, _ in self._pending_sends:
-            self._watchdog.mark_waiting("a text to be taken", rank)
+            self._watchdog.mark_waiting("confirmation of a text", rank)
             work.wait()
         self._pending_sends.clear()
         self._watchdog.mark_arrived()
 
     def broadcast_value(self, source_rank: int, value: Any, description: str) -> Any:
-        """What one rank has, on all: tensors, and plain values around them."""
-        parcel = None
+        """Return the value of one rank on every rank: tensors and the plain values around them.
+
+        The other ranks receive the tensors on the CPU.
+        """
+        payload = None
         if self.rank == source_rank:
             tensors, layout = flatten_values((value,))
-            parcel = Payload(tuple(t.detach().cpu() for t in tensors), layout)
-        meta = decode_spec(
+            payload = Payload(tuple(t.detach().cpu() for t in tensors), layout)
+        spec = decode_spec(
             self.broadcast_text(
                 source_rank,
-                None if parcel is None else encode_spec(PayloadSpec.from_payload(parcel)),
+                None if payload is None else encode_spec(PayloadSpec.from_payload(payload)),
                 description,
             )
         )
-        if parcel is not None:
-            flats = [flatten_dense(t) for t in parcel.tensors if t is not None and t.numel()]
-            to = [(rank, t) for rank in self._other_ranks for t in flats]
-            works = [(rank, self.group.send([t], rank, TENSORS_TAG)) for rank, t in to]
+        if payload is not None:
+            flats = [flatten_dense(t) for t in payload.tensors if t is not None and t.numel()]
+            outgoing = [(rank, t) for rank in self._other_ranks for t in flats]
+            works = [(rank, self.group.send([t], rank, TENSORS_TAG)) for rank, t in outgoing]
             for rank, work in works:
-                self._watchdog.mark_waiting(f"{description} to be taken", rank)
+                self._watchdog.mark_waiting(f"confirmation of {description}", rank)
                 work.wait()
             self._watchdog.mark_arrived()
             return value
-        found = [shape.allocate("cpu") for shape in meta.tensor_specs if shape is not None]
-        for tensor in found:
+        received = [s.allocate("cpu") for s in spec.tensor_specs if s is not None]
+        for tensor in received:
             if tensor.numel():
                 self._watchdog.mark_waiting(description, source_rank)
                 self.group.recv([flatten_dense(tensor)], source_rank, TENSORS_TAG).wait()
                 self._watchdog.mark_arrived()
-        (value,) = unflatten_values(found, meta.layout)
+        (value,) = unflatten_values(received, spec.layout)
         return value
 
     def all_reduce_sum(
         self, ranks: Sequence[int], tensor: Tensor | None, like: Tensor
     ) -> Tensor | None:
-        """The sum of what the holders give, in their order, on each of them; None if of nobody.
+        """Return the sum of the tensors of these ranks on each of them. None if no rank has one.
 
-        The first adds, so that all have the same to the last bit. `like` is of its sizes.
+        The first rank adds, in the order of `ranks`, and sends the sum back. So all ranks have the
+        same bits. A rank without a tensor passes None. `like` has the shape and dtype.
         """
         owner, *others = ranks
         if self.rank != owner:
@@ -161,49 +177,57 @@ class ControlChannel:
             return self._recv_optional(owner, like)
         total = tensor
         for rank in others:
-            more = self._recv_optional(rank, like)
-            if more is not None:
-                total = more if total is None else total + more
+            addend = self._recv_optional(rank, like)
+            if addend is not None:
+                total = addend if total is None else total + addend
         for rank in others:
             self._send_optional(rank, total)
         return total
 
     def _send_optional(self, rank: int, tensor: Tensor | None) -> None:
-        there = torch.tensor([tensor is not None])
-        self._watchdog.mark_waiting("what was learned of a tied parameter to be taken", rank)
-        self.group.send([there], rank, TENSORS_TAG).wait()
+        is_present = torch.tensor([tensor is not None])
+        self._watchdog.mark_waiting("confirmation of a tied parameter", rank)
+        self.group.send([is_present], rank, TENSORS_TAG).wait()
         if tensor is not None:
             self.group.send([tensor.detach().cpu().contiguous()], rank, TENSORS_TAG).wait()
         self._watchdog.mark_arrived()
 
     def _recv_optional(self, rank: int, like: Tensor) -> Tensor | None:
-        there = torch.empty(1, dtype=torch.bool)
-        self._watchdog.mark_waiting("what it has learned of a tied parameter", rank)
-        self.group.recv([there], rank, TENSORS_TAG).wait()
-        found = torch.empty(like.shape, dtype=like.dtype) if there else None
-        if found is not None:
-            self.group.recv([found], rank, TENSORS_TAG).wait()
+        is_present = torch.empty(1, dtype=torch.bool)
+        self._watchdog.mark_waiting("a tied parameter", rank)
+        self.group.recv([is_present], rank, TENSORS_TAG).wait()
+        tensor = torch.empty(like.shape, dtype=like.dtype) if is_present else None
+        if tensor is not None:
+            self.group.recv([tensor], rank, TENSORS_TAG).wait()
         self._watchdog.mark_arrived()
-        return None if found is None else found.to(like.device)
+        return None if tensor is None else tensor.to(like.device)
 
 
 # -------------------------------------------------------------------------------------------------
-# Before anything moves, the ranks agree on what they are about to do.
+# Agreement before a call
 #
-# Each tells a hash of its facts to all. If they differ, the facts themselves are told, and every rank
-# raises the same error, which says how.
+# Every rank sends one row of integers to all others, in a single all-gather:
+#
+#     hash of facts | hash of local state | seed | hashes of samples of up to 8 tensors
+#
+#     facts         must be equal on all ranks: the call, chunks, training mode, shapes, ...
+#     local state   may differ between ranks; it is part of the cache key
+#     samples       must be equal where two ranks have them; they are not part of the cache key
+#
+# If facts or samples differ, the ranks exchange the texts behind the hashes, and every rank raises
+# the same error with a list of the differences. No data has been sent at that point.
 # -------------------------------------------------------------------------------------------------
 
 RankFacts = Mapping[str, str]
-_SAMPLE_NAMES = [f"some numbers of tensor {at}" for at in range(8)]  # of the first that were given
+_SAMPLE_NAMES = [f"sample values of tensor {index}" for index in range(8)]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What came of it."""
+    """The result of a successful comparison. It is the same on all ranks."""
 
-    seed: int  # the first rank's
-    cache_key: str  # the same as in another call where all facts were the same, on every rank
+    seed: int  # the seed of the first rank
+    cache_key: str  # equal for two calls with equal facts and local states on every rank
 
 
 def check_ranks_agree(
@@ -214,19 +238,26 @@ def check_ranks_agree(
     local_state: str = "",
     seed: int = 0,
 ) -> Agreement:
-    """Raise unless the facts of all ranks are the same, and the samples of their data.
+    """Raise RemoteError unless the facts and the tensor samples of all ranks are equal.
 
-    What is a rank's `own` may differ, and counts for the key. A sample does not.
+    `local_state` may differ between ranks. It counts for the cache key.
     """
-    told, samples = {"the call": call_name, **facts}, tensor_samples or {}
-    some = [hash_facts(samples[name]) if name in samples else 0 for name in _SAMPLE_NAMES]
-    mine = [hash_facts(told), hash_facts(local_state), seed, *some]
-    found = channel.all_gather(torch.tensor(mine, dtype=torch.int64), f"agreement on {call_name}")
-    rows: list[list[int]] = [row.tolist() for row in found]
-    seen = [{row[3 + at] for row in rows} - {0} for at in range(len(_SAMPLE_NAMES))]
-    if any(row[0] != rows[0][0] for row in rows) or any(len(hashes) > 1 for hashes in seen):
+    all_facts, samples = {"the call": call_name, **facts}, tensor_samples or {}
+    # 0 means that this rank has no such tensor, or has it on a device: nothing to compare.
+    sample_hashes = [hash_facts(samples[name]) if name in samples else 0 for name in _SAMPLE_NAMES]
+    own_row = [hash_facts(all_facts), hash_facts(local_state), seed, *sample_hashes]
+    gathered = channel.all_gather(
+        torch.tensor(own_row, dtype=torch.int64), f"agreement on {call_name}"
+    )
+    rows: list[list[int]] = [row.tolist() for row in gathered]
+    distinct_samples = [
+        {row[3 + index] for row in rows} - {0} for index in range(len(_SAMPLE_NAMES))
+    ]
+    if any(row[0] != rows[0][0] for row in rows) or any(
+        len(hashes) > 1 for hashes in distinct_samples
+    ):
         texts = channel.all_gather_text(
-            json.dumps({**told, **samples}), f"the facts of {call_name}"
+            json.dumps({**all_facts, **samples}), f"the facts of {call_name}"
         )
         raise build_disagreement_error(
             call_name, [json.loads(text) for text in texts], channel.member_name
@@ -236,7 +267,7 @@ def check_ranks_agree(
 
 
 def hash_facts(value: RankFacts | str) -> int:
-    """A hash of 63 bits."""
+    """Return a hash of 63 bits, which fits into a signed int64. It is stable across processes."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
@@ -244,9 +275,10 @@ def hash_facts(value: RankFacts | str) -> int:
 def build_disagreement_error(
     call_name: str, facts_by_rank: Sequence[RankFacts], member_name: str = "rank"
 ) -> RemoteError:
-    """An error that lists every fact in which ranks differ, or whatever the word for them is.
+    """Return an error that lists every fact in which the members differ.
 
-    >>> print(build_disagreement_error("step 3", [{"chunks": "4"}, {"chunks": "4"}, {"chunks": "8"}]))
+    >>> facts = [{"chunks": "4"}, {"chunks": "4"}, {"chunks": "8"}]
+    >>> print(build_disagreement_error("step 3", facts))
     the ranks disagree about step 3, and nothing was sent:
       chunks: 4 on rank 0, 1; 8 on rank 2
     """
@@ -257,19 +289,20 @@ def build_disagreement_error(
             if name in facts or name not in _SAMPLE_NAMES:
                 ranks.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            said = (
+            values = (
                 f"{v} on {member_name} {', '.join(map(str, where))}" for v, where in ranks.items()
             )
-            problems.append(f"{name}: {'; '.join(said)}")
-    plural = {"rank": "ranks", "copy": "copies"}[member_name]
+            problems.append(f"{name}: {'; '.join(values)}")
+    plural = {"rank": "ranks", "replica": "replicas"}[member_name]
     head = f"the {plural} disagree about {call_name}, and nothing was sent:"
     return RemoteError("\n".join([head, *(f"  {p}" for p in problems)]), "disagreed")
 
 
 def sample_tensors(tensors: Sequence[Tensor]) -> RankFacts:
-    """A few numbers of tensors that are on the host: batches that differ are told apart by them.
+    """Return up to eight values of each of the first eight tensors that are on the CPU.
 
-    What is on a device would have to be waited for; ranks that have it elsewhere are not compared.
+    They tell batches apart that have equal shapes but different data, for example after shuffling
+    with different seeds. Tensors on a device are left out: reading them would wait for the device.
     """
     return {
         name: str(_sample_values(tensor.detach()))
@@ -279,9 +312,9 @@ def sample_tensors(tensors: Sequence[Tensor]) -> RankFacts:
 
 
 def _sample_values(tensor: Tensor) -> list[float]:
-    """Eight at equal distances, or all; the same ones, however they stand in memory."""
+    """Return eight values at equal distances, or all. The strides of the tensor do not matter."""
     step = max(1, tensor.numel() // 8)
     if tensor.is_contiguous():
         return tensor.view(-1)[: 8 * step : step].tolist()
-    places = torch.arange(0, min(8 * step, tensor.numel()), step)
-    return tensor[torch.unravel_index(places, tensor.shape)].tolist()
+    indices = torch.arange(0, min(8 * step, tensor.numel()), step)
+    return tensor[torch.unravel_index(indices, tensor.shape)].tolist()

@@ -1,7 +1,15 @@
-"""How tensors get from this process to another: over gloo from host memory, or over NCCL.
+"""Links: they move the tensors of a payload from this process to another.
 
-A send does not wait for its receiver, and holds what it sends until that has been taken. From host
-memory only a few are on their way to a receiver: then the sender waits. Over NCCL the device does.
+| class       | ranks on | path                                | who waits for the data            |
+|-------------|----------|-------------------------------------|-----------------------------------|
+| HostLinks   | CPU      | gloo, from the memory of the tensor | the host, in `wait()`             |
+| StagedLinks | GPU      | GPU -> pinned memory -> gloo -> ... | the host, then the compute stream |
+| NcclLinks   | GPU      | NCCL                                | the compute stream, not the host  |
+
+A send returns at once and keeps its tensors alive until the receiver has them. Even a small gloo
+send completes only when the receive is posted. Over gloo at most MAX_IN_FLIGHT messages may be
+under way to one receiver. The next send then waits for the oldest one, so a fast sender cannot fill
+the memory. Over NCCL the device waits instead of the host.
 """
 
 from __future__ import annotations
@@ -20,67 +28,71 @@ from torch import Tensor
 from penstock.device.device import Device, Gpu, record_stream
 from penstock.runtime.distributed.payload_codec import WireTensorSpec, flatten_dense
 
-MAX_IN_FLIGHT = 4  # messages to one receiver that may be on their way at once
+MAX_IN_FLIGHT = 4  # messages to one receiver that may be under way at once
 
 ReceiveWait = Callable[[], list[Tensor]]
 SendWait = Callable[[], None]
 
 
 class PointToPointGroup(Protocol):
-    """A process group, as far as messages need it."""
+    """The part of `ProcessGroup` that messages need."""
 
     def rank(self) -> int:
-        """Of this process."""
+        """Return the rank of this process in the group."""
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks in the group."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
-        """What it gives can be waited for."""
+        """Start to send. Return a `Work` to wait for."""
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
-        """What it gives can be waited for."""
+        """Start to receive into the tensors. Return a `Work` to wait for."""
 
     def abort(self) -> None:
-        """Let all that waits fail."""
+        """Make every pending operation fail."""
 
 
 class Links(Protocol):
-    """What carries tensors between the processes of a pipe."""
+    """The interface of all links. Peers are ranks of the pipeline."""
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> SendWait | None:
-        """Hand over. If too much is on its way, what it gives waits until some was taken."""
+        """Start to send tensors.
+
+        If too many messages are under way to this peer, return a function that waits for the oldest
+        one. The caller calls it, so that it can tell the watchdog first.
+        """
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
-        """Ask for tensors; the call that it gives waits for them."""
+        """Start to receive tensors. Return a function that waits for them and returns them."""
 
     def flush(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until the receivers have all tensors that were sent."""
 
     def abort(self) -> None:
-        """Let every wait fail, from another thread."""
+        """Make every wait fail. Another thread calls this."""
 
 
 class HostLinks:
-    """Between ranks on CPUs."""
+    """Links between ranks on CPUs, over gloo."""
 
     def __init__(self, group: PointToPointGroup) -> None:
         self._group = group
         self._in_flight = _InFlightSends()
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> SendWait | None:
-        """Straight from the tensors' memory."""
-        works, held = [], []
+        """Send from the memory of the tensors, without a copy if they are dense."""
+        works, flat_tensors = [], []
         for tensor in tensors:
-            if tensor.numel():
-                one = flatten_dense(tensor).detach()
-                works.append(self._group.send([one], peer, tag))
-                held.append(one)
-        return self._in_flight.add(peer, works, held)
+            if tensor.numel():  # both ends skip empty tensors: their spec says all
+                flat = flatten_dense(tensor).detach()
+                works.append(self._group.send([flat], peer, tag))
+                flat_tensors.append(flat)
+        return self._in_flight.add(peer, works, flat_tensors)
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
-        """Into memory of its own."""
-        buffers = [shape.allocate("cpu") for shape in tensor_specs]
+        """Receive into new CPU tensors."""
+        buffers = [spec.allocate("cpu") for spec in tensor_specs]
         works = [
             self._group.recv([flatten_dense(buffer)], peer, tag)
             for buffer in buffers
@@ -99,14 +111,20 @@ class HostLinks:
         self._in_flight.flush()
 
     def abort(self) -> None:
-        """The group's own poison wakes those who wait."""
+        """Do nothing: `abort_gloo` of the group makes the waits fail."""
 
 
 class StagedLinks:
-    """Between GPUs that NCCL does not join: by way of pinned host memory, over gloo.
+    """Links between GPUs without NCCL: through pinned host memory, over gloo.
 
-    A thread waits until a tensor has been copied to the host, and sends it; so the rank's own
-    thread goes on.
+    NCCL refuses two ranks on one GPU, and some builds of PyTorch lack it. The copies run on
+    `copy_stream` beside the computation:
+
+        send   compute ─event─► copy to pinned ─event─► sender thread: gloo send
+        recv   gloo recv into pinned ─► copy to GPU ─event─► compute
+
+    gloo reads host memory and knows nothing of streams, so a thread must wait for the copy before
+    it sends. The sender thread does, and the thread of the rank continues.
     """
 
     def __init__(self, group: PointToPointGroup, gpu: Gpu) -> None:
@@ -115,22 +133,24 @@ class StagedLinks:
         self._send_queue: SimpleQueue[tuple[torch.cuda.Event, int, int, list[Tensor]] | None] = (
             SimpleQueue()
         )
-        self._free_slots = Semaphore(MAX_IN_FLIGHT)  # for copies that wait for their turn
+        # Limits the pinned buffers that are queued for the sender thread.
+        self._free_slots = Semaphore(MAX_IN_FLIGHT)
         self._errors: list[BaseException] = []
         self._sender_thread: Thread | None = None
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
-        """Copy to the host beside the computation, then send from there."""
+        """Copy to pinned memory beside the computation, and queue that for the sender thread."""
         self._free_slots.acquire()
-        place = self._gpu
-        place.copy_stream.wait_event(place.compute_stream.record_event())
-        record_stream(place.copy_stream, tensors)
-        with torch.cuda.stream(place.copy_stream):
+        gpu = self._gpu
+        gpu.copy_stream.wait_event(gpu.compute_stream.record_event())
+        # Without this the caching allocator could reuse the tensors while they are copied.
+        record_stream(gpu.copy_stream, tensors)
+        with torch.cuda.stream(gpu.copy_stream):
             staged = [_copy_to_pinned(tensor) for tensor in tensors]
         if self._sender_thread is None:
             self._sender_thread = Thread(target=self._run_sender, name="penstock-send", daemon=True)
             self._sender_thread.start()
-        self._send_queue.put((place.copy_stream.record_event(), peer, tag, staged))
+        self._send_queue.put((gpu.copy_stream.record_event(), peer, tag, staged))
 
     def _run_sender(self) -> None:
         while (order := self._send_queue.get()) is not None:
@@ -141,14 +161,14 @@ class StagedLinks:
                 if wait is not None:
                     wait()
             except BaseException as error:
-                self._errors.append(error)
+                self._errors.append(error)  # `flush` raises it in the thread of the rank
             finally:
                 self._free_slots.release()
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
-        """Into pinned memory, and from there to the GPU beside the computation."""
-        place = self._gpu
-        buffers = [shape.allocate("cpu", pinned=True) for shape in tensor_specs]
+        """Receive into pinned memory. The wait copies from there to the GPU."""
+        gpu = self._gpu
+        buffers = [spec.allocate("cpu", pinned=True) for spec in tensor_specs]
         works = [
             self._group.recv([flatten_dense(buffer)], peer, tag)
             for buffer in buffers
@@ -158,16 +178,16 @@ class StagedLinks:
         def wait_for_tensors() -> list[Tensor]:
             for work in works:
                 work.wait()
-            with torch.cuda.stream(place.copy_stream):
-                here = [buffer.to(place.device, non_blocking=True) for buffer in buffers]
-            place.compute_stream.wait_event(place.copy_stream.record_event())
-            record_stream(place.compute_stream, here)
-            return here
+            with torch.cuda.stream(gpu.copy_stream):
+                received = [buffer.to(gpu.device, non_blocking=True) for buffer in buffers]
+            gpu.compute_stream.wait_event(gpu.copy_stream.record_event())
+            record_stream(gpu.compute_stream, received)
+            return received
 
         return wait_for_tensors
 
     def flush(self) -> None:
-        """Wait until the thread has sent all, and all has been taken."""
+        """End the sender thread, raise its first error, and wait for all sends."""
         if self._sender_thread is not None:
             self._send_queue.put(None)
             self._sender_thread.join()
@@ -177,15 +197,21 @@ class StagedLinks:
         self._host_links.flush()
 
     def abort(self) -> None:
-        """The group's own poison wakes those who wait; the thread ends, and nobody waits for it."""
+        """Let the sender thread end, and free a rank that waits for a slot. Do not wait for them.
+
+        `abort_gloo` of the group makes the waits inside gloo fail.
+        """
         self._send_queue.put(None)
         self._free_slots.release(MAX_IN_FLIGHT)
 
 
 class NcclLinks:
-    """Between GPUs: a communicator for each pair of ranks and direction, with a stream of its own.
+    """Links between GPUs over NCCL, with one communicator per pair of ranks and direction.
 
-    NCCL knows no tags: what goes over one communicator is received in the order it was sent.
+    NCCL ignores tags: one communicator delivers messages in the order in which they were sent. It
+    also runs the operations of one communicator in order on one stream. With a shared communicator
+    a send would wait behind a receive that the peer answers only after this send: a deadlock. In
+    each communicator of two ranks the sender is rank 0 and the receiver is rank 1.
     """
 
     def __init__(
@@ -195,24 +221,27 @@ class NcclLinks:
         self._in_flight: dict[int, deque[tuple[Any, Tensor]]] = {}
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
-        """After what has been computed so far. What has been taken is held no longer."""
-        group, sent = (
+        """Send after the work that is on the compute stream now.
+
+        Tensors of sends that have completed are released here.
+        """
+        group, in_flight = (
             self._communicators[self._rank, peer],
             self._in_flight.setdefault(peer, deque()),
         )
-        while sent and sent[0][0].is_completed():
-            sent.popleft()
+        while in_flight and in_flight[0][0].is_completed():
+            in_flight.popleft()
         with self._gpu.activate():
             for tensor in tensors:
                 if tensor.numel():
-                    one = flatten_dense(tensor)
-                    sent.append((group.send([one], 1, 0), one))
+                    flat = flatten_dense(tensor)
+                    in_flight.append((group.send([flat], 1, 0), flat))
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
-        """What is computed after the arrival waits for it; the host does not."""
+        """Receive on the stream of NCCL. The compute stream waits for it, the host does not."""
         group = self._communicators[peer, self._rank]
         with self._gpu.activate():
-            buffers = [shape.allocate(self._gpu.device) for shape in tensor_specs]
+            buffers = [spec.allocate(self._gpu.device) for spec in tensor_specs]
             works = [
                 group.recv([flatten_dense(buffer)], 0, 0) for buffer in buffers if buffer.numel()
             ]
@@ -226,34 +255,35 @@ class NcclLinks:
         return wait_for_tensors
 
     def flush(self) -> None:
-        """Let the computation's stream wait; what was sent may be freed after that."""
+        """Let the compute stream wait for all sends. After that their memory may be reused."""
         with self._gpu.activate():
             for work, _ in chain.from_iterable(self._in_flight.values()):
                 work.wait()
         self._in_flight.clear()
 
     def abort(self) -> None:
-        """Who has opened the communicators aborts them."""
+        """Do nothing: `ProcessGroups`, which opened the communicators, aborts them."""
 
 
 class _InFlightSends:
-    """What was sent and may not have been taken yet, by receiver."""
+    """Sends over gloo that may not have completed, with their tensors, by receiver."""
 
     def __init__(self) -> None:
         self._by_receiver: dict[int, deque[tuple[list[Any], list[Tensor]]]] = {}
 
     def add(self, peer: int, works: list[Any], tensors: list[Tensor]) -> SendWait | None:
-        """Hold the tensors; gives a wait for the oldest, if there are many."""
-        sent = self._by_receiver.setdefault(peer, deque())
-        sent.append((works, tensors))
-        return partial(_wait_all, *sent.popleft()) if len(sent) > MAX_IN_FLIGHT else None
+        """Keep the tensors alive. Return a wait for the oldest send if there are too many."""
+        in_flight = self._by_receiver.setdefault(peer, deque())
+        in_flight.append((works, tensors))
+        return partial(_wait_all, *in_flight.popleft()) if len(in_flight) > MAX_IN_FLIGHT else None
 
     def flush(self) -> None:
-        for sent in self._by_receiver.values():
-            while sent:
-                _wait_all(*sent.popleft())
+        for in_flight in self._by_receiver.values():
+            while in_flight:
+                _wait_all(*in_flight.popleft())
 
 
+# `tensors` is unused: the argument keeps them alive until the sends have completed.
 def _wait_all(works: Iterable[Any], tensors: object) -> None:
     for work in works:
         work.wait()
@@ -271,7 +301,10 @@ def build_links(
     group: PointToPointGroup,
     communicators: dict[tuple[int, int], PointToPointGroup] | None,
 ) -> Links:
-    """The best there is for the place; communicators of NCCL are by sender and receiver."""
+    """Return the links for a device.
+
+    `communicators` are those of NCCL by (sender, receiver), or None if NCCL is not used.
+    """
     if not isinstance(device, Gpu):
         return HostLinks(group)
     if communicators is None:

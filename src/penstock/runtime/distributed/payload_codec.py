@@ -1,7 +1,12 @@
-"""What a receiver must know of a parcel before its bytes come, as text: nothing is pickled.
+"""The header of a message between processes: everything about a payload except its tensor data.
 
-The text tells, for each tensor, its dtype, sizes and strides, and how the values around the tensors
-are put together: tuples, lists, dicts, and plain values in them.
+A `PayloadSpec` has the dtype, shape and strides of each tensor, and the layout of the containers
+around them (tuples, lists, dicts, and plain values in them). `encode_spec` and `decode_spec` turn
+it into JSON text and back. Nothing is pickled.
+
+    Payload ─ from_payload ─► PayloadSpec ─ encode_spec ─► text
+                                                             │  sent before the tensors
+    Payload ◄─ build_payload ─ PayloadSpec ◄─ decode_spec ─ text
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from penstock.torch_compat import pytree
 
 
 class WireTensorSpec(NamedTuple):
-    """One tensor, without its content."""
+    """The dtype, shape and strides of a tensor as the receiver allocates it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -28,7 +33,11 @@ class WireTensorSpec(NamedTuple):
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> WireTensorSpec:
-        """As it will be laid out at the receiver: as it is, if there are no holes in it."""
+        """Return the spec of the tensor that arrives at the receiver.
+
+        A dense tensor keeps its strides (for example channels_last). A tensor with gaps in its
+        memory arrives contiguous.
+        """
         if tensor.is_contiguous() or not _is_dense(tensor):
             return WireTensorSpec(
                 tensor.dtype, tuple(tensor.shape), _contiguous_strides(tensor.shape)
@@ -36,7 +45,7 @@ class WireTensorSpec(NamedTuple):
         return WireTensorSpec(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def allocate(self, device: torch.device | str, pinned: bool = False) -> Tensor:
-        """Memory for it."""
+        """Return an uninitialised tensor with this spec."""
         return torch.empty_strided(
             self.shape, self.strides, dtype=self.dtype, device=device, pin_memory=pinned
         )
@@ -46,7 +55,7 @@ class WireTensorSpec(NamedTuple):
 
 
 class PayloadSpec(NamedTuple):
-    """A parcel without the content of its tensors."""
+    """A payload without the data of its tensors. None stands for a tensor that is not sent."""
 
     tensor_specs: tuple[WireTensorSpec | None, ...]
     needs_grad: tuple[bool, ...]
@@ -55,28 +64,34 @@ class PayloadSpec(NamedTuple):
 
     @staticmethod
     def from_payload(payload: Payload) -> PayloadSpec:
-        """The parcel's."""
-        shapes = tuple(
+        """Return the spec of a payload."""
+        tensor_specs = tuple(
             [None if t is None else WireTensorSpec.from_tensor(t) for t in payload.tensors]
         )
-        return PayloadSpec(shapes, tuple(payload.needs_grad), payload.shared, payload.layout)
+        return PayloadSpec(tensor_specs, tuple(payload.needs_grad), payload.shared, payload.layout)
 
     def matches(self, payload: Payload) -> bool:
-        """Is it the parcel's? Told at once, if the tensors are laid out just so."""
+        """Return whether the payload has this spec."""
+        # This runs for every message. Comparing plain tuples decides the usual case without
+        # building a WireTensorSpec for each tensor.
         shapes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in payload.tensors]
         exact = tuple(shapes), payload.needs_grad, payload.shared, payload.layout
         return exact == self or PayloadSpec.from_payload(payload) == self
 
     def build_payload(self, tensors: tuple[Tensor | None, ...]) -> Payload:
-        """The parcel again, with these tensors."""
+        """Return a payload with this layout and the received tensors."""
         return Payload(tensors, self.layout, self.needs_grad, self.shared)
 
     def __str__(self) -> str:
-        return ", ".join("none" if shape is None else str(shape) for shape in self.tensor_specs)
+        return ", ".join("none" if spec is None else str(spec) for spec in self.tensor_specs)
 
 
 def flatten_dense(tensor: Tensor) -> Tensor:
-    """Its numbers as they stand in memory; a copy of them, if there are holes or a conjugate."""
+    """Return the data of a tensor as one contiguous tensor, in the order of its memory.
+
+    This is a view where possible. It copies a tensor with gaps in its memory, and one whose
+    conjugation or negation is still lazy.
+    """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
@@ -95,7 +110,7 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Does it fill its memory, in whatever order of its dims?"""
+    """Return whether the elements fill a block of memory without gaps, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -106,12 +121,12 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-# ---- text ---------------------------------------------------------------------------------
+# ---- encoding as JSON text ----------------------------------------------------------------
 
 
 def encode_spec(payload_spec: PayloadSpec) -> str:
-    """As text."""
-    shapes = [
+    """Return the spec as JSON text."""
+    tensor_specs = [
         None if s is None else [_dtype_name(s.dtype), list(s.shape), list(s.strides)]
         for s in payload_spec.tensor_specs
     ]
@@ -119,28 +134,30 @@ def encode_spec(payload_spec: PayloadSpec) -> str:
     if payload_spec.layout is not None:
         spec, leaves, holes = payload_spec.layout
         layout = [_encode_treespec(spec), [_encode_value(leaf) for leaf in leaves], list(holes)]
-    return json.dumps([shapes, list(payload_spec.needs_grad), sorted(payload_spec.shared), layout])
+    return json.dumps(
+        [tensor_specs, list(payload_spec.needs_grad), sorted(payload_spec.shared), layout]
+    )
 
 
 def decode_spec(text: str) -> PayloadSpec:
-    """From text.
+    """Return the spec that `encode_spec` has written as text.
 
-    >>> meta = PayloadSpec.from_payload(Payload((torch.zeros(2, 3),), None, (True,)))
-    >>> decode_spec(encode_spec(meta)) == meta, str(meta)
+    >>> spec = PayloadSpec.from_payload(Payload((torch.zeros(2, 3),), None, (True,)))
+    >>> decode_spec(encode_spec(spec)) == spec, str(spec)
     (True, 'float32[2, 3]')
     """
-    shapes, needs, shared, layout = json.loads(text)
-    found = tuple(
+    encoded_specs, needs_grad, shared, encoded_layout = json.loads(text)
+    tensor_specs = tuple(
         None if s is None else WireTensorSpec(_parse_dtype(s[0]), tuple(s[1]), tuple(s[2]))
-        for s in shapes
+        for s in encoded_specs
     )
-    around = None
-    if layout is not None:
-        spec, leaves, holes = layout
-        around = PayloadLayout(
+    layout = None
+    if encoded_layout is not None:
+        spec, leaves, holes = encoded_layout
+        layout = PayloadLayout(
             _decode_treespec(spec), tuple(map(_decode_value, leaves)), tuple(holes)
         )
-    return PayloadSpec(found, tuple(needs), frozenset(shared), around)
+    return PayloadSpec(tensor_specs, tuple(needs_grad), frozenset(shared), layout)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -148,9 +165,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _parse_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 _CONTAINER_TYPES: dict[str, type] = {
@@ -166,35 +183,38 @@ def _encode_treespec(spec: pytree.TreeSpec) -> Any:
         return None
     children = [_encode_treespec(child) for child in spec.children()]
     kind, context = spec.type, spec.context
-    for name, known in _CONTAINER_TYPES.items():
-        if kind is known:
+    for name, container_type in _CONTAINER_TYPES.items():
+        if kind is container_type:
             return [name, _encode_value(context), children]
-    if pytree.is_namedtuple_class(context):  # a namedtuple: its class is the context
+    # A class goes by its import path: the receiver imports the same one. For a namedtuple, pytree
+    # stores the class as the context.
+    if pytree.is_namedtuple_class(context):
         return ["namedtuple", [context.__module__, context.__qualname__], children]
     return ["registered", [kind.__module__, kind.__qualname__], _encode_value(context), children]
 
 
 def _decode_treespec(encoded: Any) -> pytree.TreeSpec:
     if encoded is None:
+        # Newer PyTorch has treespec_leaf() and deprecates the constructor LeafSpec().
         return pytree.treespec_leaf() if hasattr(pytree, "treespec_leaf") else pytree.LeafSpec()
-    name, context, *rest = encoded
-    children = [_decode_treespec(child) for child in rest[-1]]
+    name, context, *fields = encoded
+    children = [_decode_treespec(child) for child in fields[-1]]
     if name == "namedtuple":
         return pytree.TreeSpec(namedtuple, _import_class(*context), children)
     if name == "registered":
-        return pytree.TreeSpec(_import_class(*context), _decode_value(rest[0]), children)
+        return pytree.TreeSpec(_import_class(*context), _decode_value(fields[0]), children)
     return pytree.TreeSpec(_CONTAINER_TYPES[name], _decode_value(context), children)
 
 
 def _import_class(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _encode_value(value: Any) -> Any:
-    """JSON has None, bool, int, float and str; the rest goes as an object with its kind."""
+    """Return a value as JSON. Types that JSON lacks become an object with one key: the type."""
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) in (int, float):
@@ -210,8 +230,9 @@ def _encode_value(value: Any) -> Any:
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
     raise PenstockTypeError(
-        f"a {type(value).__name__} goes from one process to another, where only tensors, numbers, "
-        "strings and None can go, in tuples, lists, dicts and named tuples: return those"
+        f"a {type(value).__name__} cannot be sent to another process, as stages exchange only "
+        "tensors, numbers, strings and None, in tuples, lists, dicts and named tuples. Return "
+        "those from the layer."
     )
 
 

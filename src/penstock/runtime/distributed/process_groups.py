@@ -1,7 +1,14 @@
-"""The processes of one pipe: their groups, their watch, and what they have learned of each other.
+"""The process groups of a pipe: channels, links, the watchdog, and reopening after a fault.
 
-After a fault the groups are poisoned and the watch is closed. The next call opens new ones, so that
-whoever caught the error on every rank may go on.
+The groups belong to the pipe. They are not the groups of the user's mesh, so that a pipe can abort
+and reopen them without harm to anything else.
+
+    open ──► call ──► call ──► fault: groups aborted, watchdog closed
+      ▲                                        │
+      └─────────── next call ◄─────────────────┘   if no rank died or left
+
+After a fault every rank raises RemoteError. If the caller catches it on every rank, the next call
+opens new groups under a new prefix of the store, and training goes on.
 """
 
 from __future__ import annotations
@@ -30,32 +37,39 @@ from penstock.runtime.distributed.failure.watchdog import SubgroupWatchdog, Watc
 from penstock.runtime.distributed.links import Links, build_links
 from penstock.runtime.distributed.store import open_shared_store, wait_for_all_ranks
 from penstock.runtime.distributed.topology import Topology
+from penstock.torch_compat import connect_nccl_eagerly
 
 # -------------------------------------------------------------------------------------------------
-# The group that saves speak over: watched in a call, and not in the background of others.
+# The group for checkpoints
+#
+# A background save uses this group from a thread of its own while steps go on. The watchdog follows
+# one thread, the one that is in a call, so only that thread may report its waits to it.
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WatchedProcessGroup:
-    """A gloo group of a pipe, or of all its copies; `in_call` says whether this thread calls it."""
+    """A gloo group over all replicas whose waits the watchdog knows of.
+
+    `is_in_call` returns whether the current thread is inside a call of the pipe.
+    """
 
     group: Any
     watchdog: Watchdog
     is_in_call: Callable[[], bool]
 
     def rank(self) -> int:
-        """This process's."""
-        found: int = self.group.rank()
-        return found
+        """Return the rank of this process in the group."""
+        rank: int = self.group.rank()
+        return rank
 
     def size(self) -> int:
-        """How many there are."""
-        found: int = self.group.size()
-        return found
+        """Return the number of ranks in the group."""
+        size: int = self.group.size()
+        return size
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingAllGather:
-        """Starts to give everyone everything."""
+        """Start an all-gather. Return an object to wait for."""
         return PendingAllGather(
             self.group.allgather(outputs, inputs), self.watchdog, self.is_in_call()
         )
@@ -63,16 +77,16 @@ class WatchedProcessGroup:
 
 @dataclass(frozen=True)
 class PendingAllGather:
-    """What was started."""
+    """An all-gather that was started. `is_watched`: by the thread that is in a call."""
 
     work: Any
     watchdog: Watchdog
     is_watched: bool
 
     def wait(self) -> None:
-        """Until it has arrived from all."""
+        """Wait for the tensors of all ranks."""
         if self.is_watched:
-            self.watchdog.mark_waiting("what they have to save, or have saved,")
+            self.watchdog.mark_waiting("the progress of a checkpoint")
             self.work.wait()
             self.watchdog.mark_arrived()
             return
@@ -83,23 +97,34 @@ class PendingAllGather:
 
 
 # -------------------------------------------------------------------------------------------------
+# All groups of a pipe
+# -------------------------------------------------------------------------------------------------
 
-MAX_CACHED_CALLS = 128  # signatures
-# Heartbeats that it may take before it is a stall:
-FIRST_CALL_TIMEOUT_FACTOR = (
-    6.0  # an action in the first call of its kind, where it may compile or load
-)
-SLOW_CALL_TIMEOUT_FACTOR = 60.0  # to make a pipe, to save or to load it: disks are slow
-_GROUP_TIMEOUT = timedelta(minutes=30)  # a wait ends by the watch, long before
+MAX_CACHED_CALLS = 128  # cache keys
+# A rank has stalled if one action takes longer than this many heartbeats:
+FIRST_CALL_TIMEOUT_FACTOR = 6.0  # in the first call of its kind, where layers may compile or load
+SLOW_CALL_TIMEOUT_FACTOR = 60.0  # while a pipe is created, saved or loaded: disks are slow
+# Only a backstop: the watchdog ends a wait long before.
+_GROUP_TIMEOUT = timedelta(minutes=30)
 
-_pipe_counts: dict[tuple[int, ...], int] = {}  # made so far in this process, by who they are among
+# The number of pipes created in this process, by their global ranks. All ranks create the same
+# pipes in the same order, so the count names the store prefix of a pipe on all of them alike.
+_pipe_counts: dict[tuple[int, ...], int] = {}
 
 
 class ProcessGroups:
-    """This process among those of a pipe, and of its copies. A copied Pipe is of the same team.
+    """The groups through which one process talks to the others of its pipe and its replicas.
 
-    `peers` are the ranks of the pipe; `twins` those that have the same stages in its copies, and
-    `line` those of them over which the pipe averages: each None, if there are no others.
+    | attribute           | connects this rank with                                       |
+    |---------------------|---------------------------------------------------------------|
+    | `pipeline_channel`  | the other ranks of its pipeline                               |
+    | `links`             | the same ranks, for the payloads of messages                  |
+    | `replica_channel`   | the ranks with the same stages in other replicas, or None     |
+    | `averaging_channel` | those of them over which the pipe averages gradients, or None |
+    | `averaging_group`   | the same ranks, for the all-reduce of gradients, or None      |
+    | `watchdog`          | all ranks of all replicas                                     |
+
+    A deep copy of a Pipe shares this object: both talk over the same groups.
     """
 
     pipeline_channel: ControlChannel
@@ -109,7 +134,7 @@ class ProcessGroups:
     watchdog: Watchdog
     pipeline_watchdog: SubgroupWatchdog
     links: Links
-    _store: Store  # for all copies, until the next fault
+    _store: Store  # for all replicas, until the next fault
     _save_process_group: Any
     _communicators: dict[tuple[int, int], Any]
     _abort_callbacks: list[Callable[[], object]]
@@ -117,11 +142,11 @@ class ProcessGroups:
     def __init__(
         self, topology: Topology, device: Device, heartbeat: float, uses_nccl: bool
     ) -> None:
-        group, everyone = topology.pipeline_group, topology.all_ranks
+        group, all_ranks = topology.pipeline_group, topology.all_ranks
         self.topology = topology
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        number = _pipe_counts[everyone] = _pipe_counts.get(everyone, -1) + 1
-        self._shared_store = open_shared_store(everyone, f"pipe{number}")
+        number = _pipe_counts[all_ranks] = _pipe_counts.get(all_ranks, -1) + 1
+        self._shared_store = open_shared_store(all_ranks, f"pipe{number}")
         self.device, self._heartbeat, self._uses_nccl = device, heartbeat, uses_nccl
         self._open_count = 0
         self._call_count = 0
@@ -136,21 +161,22 @@ class ProcessGroups:
 
     def __reduce__(self) -> Any:
         raise RunError(
-            "a pipe over several processes cannot be pickled, as its other stages are elsewhere: "
-            "use pipe.save(folder), or pipe.state_dict() for what is on this rank"
+            "a pipe over several processes cannot be pickled, because its other stages live in "
+            "other processes. Use pipe.save(folder), or pipe.state_dict() for this rank's stages."
         )
 
     @contextmanager
     def guarded_call(self, operation: str, timeout_factor: float = 1.0) -> Iterator[str]:
-        """Within, what is raised is raised on every rank; gives the call's name.
+        """Run a call of the pipe: an error inside is raised on every rank. Yield the call's name.
 
-        Threads take turns. The thread that is within may not begin another call. `patience` is
-        in heartbeats.
+        Calls from several threads run one after the other. A call inside a call is refused.
+        `timeout_factor` is the number of heartbeats that one action may take.
         """
         if self._is_in_call():
             raise RunError(
-                f"{operation} of a pipe was called within another call of it, in a layer or a hook: the "
-                "other ranks would not know of it; call it after the step"
+                f"{operation} of a pipe was called inside another call of the same pipe, in a "
+                "layer or a hook. The other ranks would not take part in it. Call it after the "
+                "step."
             )
         with self._call_lock:
             if self.watchdog.closed:
@@ -166,47 +192,55 @@ class ProcessGroups:
                 self._calling_thread = None
 
     def get_cache_entry(self, cache_key: str) -> CallCacheEntry:
-        """What is known of calls with this key; all ranks remember and forget the same."""
-        found = self._call_cache.setdefault(cache_key, CallCacheEntry())
+        """Return the cached facts about calls with this key, or a new empty entry.
+
+        This is an LRU cache. All ranks look up the same keys in the same order, so all of them have
+        and drop the same entries: a sender that knows a shape never meets a receiver that does not.
+        """
+        entry = self._call_cache.setdefault(cache_key, CallCacheEntry())
         self._call_cache.move_to_end(cache_key)
         if len(self._call_cache) > MAX_CACHED_CALLS:
             self._call_cache.popitem(last=False)
-        return found
+        return entry
 
     def get_save_process_group(self) -> Any:
-        """One of their own: a save may go on in the background of steps. All ranks ask together.
+        """Return the group of all ranks of all replicas for checkpoints.
 
-        All copies of the pipe are in it. Within a call.
+        It is a separate group because a save may run in the background of steps. All ranks call
+        this together, inside a call of the pipe.
         """
         if self._save_process_group is None:
-            everyone = self.topology.all_ranks
+            all_ranks = self.topology.all_ranks
             self._save_process_group = self._open_gloo_group(
-                everyone, PrefixStore("saves", self._store)
+                all_ranks, PrefixStore("saves", self._store)
             )
         return WatchedProcessGroup(self._save_process_group, self.watchdog, self._is_in_call)
 
     @property
     def _replica_suffix(self) -> str:
-        return f" of copy {self.topology.replica_index}" if len(self.topology.replicas) > 1 else ""
+        return (
+            f" of replica {self.topology.replica_index}" if len(self.topology.replicas) > 1 else ""
+        )
 
     def _is_in_call(self) -> bool:
-        """Does this thread?"""
+        """Return whether the current thread is inside a call of this pipe."""
         return self._calling_thread == threading.get_ident()
 
     def _reopen(self) -> None:
-        """After a failure; not if some rank is not there any more."""
-        cause = self.watchdog.failure
-        if cause is not None and cause.kind in ("died", "left"):
-            raise cause.to_error()
+        """Open new groups after a failure. Raise the failure again if a rank died or left."""
+        failure = self.watchdog.failure
+        if failure is not None and failure.kind in ("died", "left"):
+            raise failure.to_error()
         self._open()
 
     def _open(self) -> None:
-        standing, everyone = self.topology, self.topology.all_ranks
-        members = standing.replicas[standing.replica_index]
+        topology, all_ranks = self.topology, self.topology.all_ranks
+        members = topology.replicas[topology.replica_index]
+        # A prefix per opening: keys of the groups before the fault are never read again.
         store = self._store = PrefixStore(f"opening{self._open_count}", self._shared_store.store)
-        me = everyone.index(dist.get_rank())
+        rank = all_ranks.index(dist.get_rank())
         wait_for_all_ranks(
-            store, me, len(everyone), standing.pipeline_group if everyone == members else None
+            store, rank, len(all_ranks), topology.pipeline_group if all_ranks == members else None
         )
         self._open_count += 1
         self._call_count = 0
@@ -214,94 +248,108 @@ class ProcessGroups:
         self._abort_callbacks, self._save_process_group, self._communicators = [], None, {}
         self.watchdog = Watchdog(
             PrefixStore("watch", store),
-            me,
-            len(everyone),
+            rank,
+            len(all_ranks),
             self._heartbeat,
             _make_abort_callback(self._abort_callbacks),
             self._shared_store.host_rank,
-            [everyone.index(other) for other in {*members, *standing.replica_peers}],
+            [all_ranks.index(other) for other in {*members, *topology.replica_peers}],
         )
         self.pipeline_watchdog = self._watch_subgroup(members)
-        with self.watchdog.guarded("meeting", FIRST_CALL_TIMEOUT_FACTOR):
+        with self.watchdog.guarded("opening connections", FIRST_CALL_TIMEOUT_FACTOR):
             self.watchdog.mark_waiting("a connection")
-            ours = PrefixStore(f"copy{standing.replica_index}", store)
+            replica_store = PrefixStore(f"replica{topology.replica_index}", store)
             self.pipeline_channel = ControlChannel(
-                self._open_gloo_group(members, ours), self.pipeline_watchdog
+                self._open_gloo_group(members, replica_store), self.pipeline_watchdog
             )
             self._open_replica_channels(store)
-            linked, self._linked_pairs = self._linked_pairs, None
-            if linked is not None:
-                self.open_links(linked)
+            rank_pairs, self._linked_pairs = self._linked_pairs, None
+            if rank_pairs is not None:  # after a fault: open the links that were there
+                self.open_links(rank_pairs)
         self.watchdog.mark_outside_call()
 
     def open_links(self, rank_pairs: frozenset[tuple[int, int]]) -> None:
-        """Open links for those pairs of ranks where the one sends to the other. Within a call.
+        """Open links for these pairs of ranks (sender, receiver). Open ones stay open.
 
-        Those that are open stay so. All ranks ask for the same, at the same time.
+        All ranks call this together with the same pairs, inside a call of the pipe. gloo groups
+        connect all pairs anyway. Of NCCL there is one communicator per pair that talks, as each of
+        them costs memory on the GPU.
         """
-        before = self._linked_pairs or frozenset()
-        if self._linked_pairs is not None and rank_pairs <= before:
+        open_pairs = self._linked_pairs or frozenset()
+        if self._linked_pairs is not None and rank_pairs <= open_pairs:
             return
-        self._linked_pairs, new = before | rank_pairs, rank_pairs - before
+        self._linked_pairs, new_pairs = open_pairs | rank_pairs, rank_pairs - open_pairs
         store = PrefixStore(f"nccl{self.topology.replica_index}", self._store)
         if self._uses_nccl:
-            self._communicators |= self._open_communicators(store, new)
-        opened = self._communicators if self._uses_nccl else None
-        self.links = build_links(self.rank, self.device, self.pipeline_channel.group, opened)
+            self._communicators |= self._open_communicators(store, new_pairs)
+        communicators = self._communicators if self._uses_nccl else None
+        self.links = build_links(self.rank, self.device, self.pipeline_channel.group, communicators)
         self._abort_callbacks.append(self.links.abort)
 
     def _open_replica_channels(self, store: Store) -> None:
-        """Those who have the same stages."""
-        twins, line = self.topology.replica_peers, self.topology.averaging_ranks
+        """Connect this rank to the ranks of other replicas that have the same stages."""
+        peers, averaging_ranks = self.topology.replica_peers, self.topology.averaging_ranks
         self.replica_channel = self.averaging_channel = self.averaging_group = None
-        if len(twins) > 1:
+        if len(peers) > 1:
             self.replica_channel = self._new_replica_channel(
-                twins, PrefixStore(f"twins{self.rank}", store)
+                peers, PrefixStore(f"peers{self.rank}", store)
             )
-        if line:
-            ours = PrefixStore(f"line{min(line)}", store)
+        if averaging_ranks:
+            averaging_store = PrefixStore(f"averaging{min(averaging_ranks)}", store)
             self.averaging_channel = (
-                self.replica_channel if line == twins else self._new_replica_channel(line, ours)
+                self.replica_channel
+                if averaging_ranks == peers
+                else self._new_replica_channel(averaging_ranks, averaging_store)
             )
             assert self.averaging_channel is not None
             group = (
-                self._open_nccl_group(line, ours)
+                self._open_nccl_group(averaging_ranks, averaging_store)
                 if self._uses_nccl
                 else self.averaging_channel.group
             )
-            waiting = partial(self._watch_subgroup(line).mark_waiting, peer=None)
-            self.averaging_group = ReplicaGroup(group, frozenset(line), waiting)
+            mark_waiting = partial(self._watch_subgroup(averaging_ranks).mark_waiting, peer=None)
+            self.averaging_group = ReplicaGroup(group, frozenset(averaging_ranks), mark_waiting)
 
     def _watch_subgroup(self, ranks: Sequence[int]) -> SubgroupWatchdog:
-        everyone = self.topology.all_ranks
-        return SubgroupWatchdog(self.watchdog, [everyone.index(rank) for rank in ranks])
+        all_ranks = self.topology.all_ranks
+        return SubgroupWatchdog(self.watchdog, [all_ranks.index(rank) for rank in ranks])
 
     def _new_replica_channel(self, ranks: Sequence[int], store: Store) -> ControlChannel:
         return ControlChannel(
-            self._open_gloo_group(ranks, store), self._watch_subgroup(ranks), "copy"
+            self._open_gloo_group(ranks, store), self._watch_subgroup(ranks), "replica"
         )
 
     def _open_gloo_group(self, ranks: Sequence[int], store: Store) -> Any:
-        """A group that fails when the watch says so."""
-        me, store = ranks.index(dist.get_rank()), PrefixStore("gloo", store)
-        group: Any = ProcessGroupGloo(store, me, len(ranks), _GROUP_TIMEOUT)
+        """Return a new gloo group that the watchdog can abort."""
+        rank, store = ranks.index(dist.get_rank()), PrefixStore("gloo", store)
+        group: Any = ProcessGroupGloo(store, rank, len(ranks), _GROUP_TIMEOUT)
         self._abort_callbacks.append(partial(abort_gloo, group))
         return group
 
     def _open_nccl_group(self, ranks: Sequence[int], store: Store) -> Any:
-        """The same between GPUs, opened now; an abort may wait, so it has a thread of its own."""
+        """Return a new NCCL group that is connected and that the watchdog can abort.
+
+        `abort` of NCCL may block, so it runs in a thread of its own: the watchdog must go on to
+        abort the other groups.
+        """
         assert isinstance(self.device, Gpu)
-        me, options = ranks.index(dist.get_rank()), dist.ProcessGroupNCCL.Options()
-        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), me, len(ranks), options)
-        group.eager_connect_single_device(self.device.device)
-        end = partial(threading.Thread, target=group.abort, name="penstock-abort", daemon=True)
-        self._abort_callbacks.append(lambda: end().start())
+        rank, options = ranks.index(dist.get_rank()), dist.ProcessGroupNCCL.Options()
+        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, len(ranks), options)
+        connect_nccl_eagerly(group, self.device.device)
+        make_thread = partial(
+            threading.Thread, target=group.abort, name="penstock-abort", daemon=True
+        )
+        self._abort_callbacks.append(lambda: make_thread().start())
         return group
 
     def _open_communicators(
         self, store: Store, rank_pairs: frozenset[tuple[int, int]]
     ) -> dict[Any, Any]:
-        """A communicator for each pair that talks, in the same order on every rank."""
+        """Return a communicator for each pair that this rank is in, by (sender, receiver).
+
+        NCCL blocks until both ranks connect. All ranks open their pairs in sorted order, so none
+        waits for a rank that waits for another pair.
+        """
         members = self.topology.replicas[self.topology.replica_index]
         return {
             (src, dst): self._open_nccl_group(
@@ -313,10 +361,14 @@ class ProcessGroups:
 
 
 def _make_abort_callback(callbacks: list[Callable[[], object]]) -> Callable[[], None]:
-    """It must not hold the team, which holds the watch."""
+    """Return a function that calls all callbacks, those that are added later too.
+
+    A method of ProcessGroups would not do: the threads of the watchdog would keep ProcessGroups
+    alive, and so the watchdog, which closes when nothing refers to it any more.
+    """
 
     def abort_all() -> None:
-        for one in callbacks:
-            one()
+        for callback in callbacks:
+            callback()
 
     return abort_all

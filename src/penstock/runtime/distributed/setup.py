@@ -1,4 +1,12 @@
-"""Joining the processes of a pipe: on which device, and that all mean the same pipe."""
+"""Creation of a pipe over several processes.
+
+`Pipe.__init__` calls these functions in this order:
+
+1. `open_process_groups`     choose the device, connect the processes
+2. `build_process_context`   let rank 0 choose the cut points for all ranks
+3. `check_same_pipe`         raise if the ranks or replicas were given different models or options
+4. `sync_initial_state`      copy parameters from the first replica, and tied weights from the owner
+"""
 
 from __future__ import annotations
 
@@ -27,16 +35,21 @@ from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR
 from penstock.runtime.distributed.tied_weights import broadcast_tied_weights
 from penstock.runtime.distributed.topology import Topology
 from penstock.runtime.step_request import CallOptions
+from penstock.torch_compat import TORCH_VERSION
 
 
 def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
-    """Where this process computes: as it is told, on the GPU that is its own, or on the CPU."""
+    """Return the device of this process.
+
+    This is its entry of `devices`. Without `devices` it is the current GPU if the group uses NCCL,
+    else the CPU.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if devices is not None:
         if len(devices) != size:
             raise ArgumentError(
-                f"devices has {len(devices)} entries, and the pipe has {size} processes: give one "
-                "for each rank, or leave devices out"
+                f"devices has {len(devices)} entries, but the pipe has {size} processes. Pass one "
+                "device per rank, or leave devices out."
             )
         return resolve_device(devices[rank])
     if _uses_nccl(group):
@@ -51,34 +64,39 @@ def _uses_nccl(group: ProcessGroup) -> bool:
 def open_process_groups(
     topology: Topology, devices: Sequence[Any] | None, heartbeat: float
 ) -> ProcessGroups:
-    """Meet the other processes."""
+    """Choose the device of this process and connect it to the other processes of the pipe."""
     if not heartbeat > 0:
-        raise ArgumentError(f"heartbeat is a number of seconds above 0, not {heartbeat!r}")
+        raise ArgumentError(f"heartbeat must be a number of seconds above 0, not {heartbeat!r}")
     group = topology.pipeline_group
-    place = choose_device(group, devices)
+    device = choose_device(group, devices)
     return ProcessGroups(
-        topology, place, heartbeat, uses_nccl=isinstance(place, Gpu) and _uses_nccl(group)
+        topology, device, heartbeat, uses_nccl=isinstance(device, Gpu) and _uses_nccl(group)
     )
 
 
 def build_process_context(groups: ProcessGroups) -> ProcessContext:
-    """Where this process stands. Where to cut is for one to find, of all copies: times differ."""
+    """Return the rank, size and device of this process, and a way to agree on cut points.
+
+    Cut points may come from measured times, which differ between processes. So rank 0 of the first
+    replica finds them and tells all ranks of all replicas.
+    """
 
     def broadcast_from_first_rank(find_cuts: Callable[[], Sequence[int]]) -> Sequence[int]:
-        what, first = "where to cut", groups.rank == 0
-        groups.watchdog.mark_computing(what, SLOW_CALL_TIMEOUT_FACTOR)
-        mine = list(find_cuts()) if first and groups.topology.replica_index == 0 else None
-        if first and groups.replica_channel is not None:
-            mine = groups.replica_channel.broadcast_value(0, mine, what)
-        found: Sequence[int] = groups.pipeline_channel.broadcast_value(0, mine, what)
+        description, is_first_rank = "the cut points", groups.rank == 0
+        groups.watchdog.mark_computing(description, SLOW_CALL_TIMEOUT_FACTOR)
+        cuts = list(find_cuts()) if is_first_rank and groups.topology.replica_index == 0 else None
+        # First across replicas to their first ranks, then along each pipeline.
+        if is_first_rank and groups.replica_channel is not None:
+            cuts = groups.replica_channel.broadcast_value(0, cuts, description)
+        agreed_cuts: Sequence[int] = groups.pipeline_channel.broadcast_value(0, cuts, description)
         groups.watchdog.mark_computing("its stages", SLOW_CALL_TIMEOUT_FACTOR)
-        return found
+        return agreed_cuts
 
     return ProcessContext(groups.rank, groups.size, groups.device, broadcast_from_first_rank)
 
 
 def describe_layers(module: nn.Module) -> dict[str, str]:
-    """Each layer: its class, and a digest of the names, shapes and dtypes of all it has."""
+    """Return the class of each layer with a hash of the names, shapes and dtypes of its tensors."""
     layers = {f"layer {name}": layer for name, layer in module.named_children()}
     if not is_plain_sequential(module):
         layers["the model"] = module
@@ -86,15 +104,18 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
 
 
 def _describe_stages(placed_partition: PlacedPartition) -> dict[str, str]:
-    """How a whole forward is divided: all ranks must do so in the same way."""
-    how = placed_partition.partition.how
-    if not isinstance(how, TracedPartition):
+    """Return the facts that describe how a traced model is divided. Empty for a Sequential."""
+    traced = placed_partition.partition.how
+    if not isinstance(traced, TracedPartition):
         return {}
-    told = {
+    units_by_stage = {
         f"stage {stage.index}": ", ".join(name or "the model" for name in stage.names)
         for stage in placed_partition.partition.stages
     }
-    return {**told, "what goes between the stages": fingerprint_assignment(how.summary.assignment)}
+    return {
+        **units_by_stage,
+        "the values sent between stages": fingerprint_assignment(traced.summary.assignment),
+    }
 
 
 def check_same_pipe(
@@ -105,10 +126,10 @@ def check_same_pipe(
     placed_partition: PlacedPartition,
     extra_facts: Mapping[str, str],
 ) -> None:
-    """All ranks are making the same pipe, and all copies."""
+    """Raise RemoteError unless all ranks and all replicas create the same pipe."""
     facts = {
         "penstock": sys.modules["penstock"].__version__,
-        "torch": torch.__version__.split("+")[0],
+        "torch": TORCH_VERSION.split("+")[0],
         **collect_call_facts(options, **asdict(data_policy)),
         **_describe_stages(placed_partition),
         **extra_facts,
@@ -123,9 +144,9 @@ def check_same_pipe(
 def sync_initial_state(
     groups: ProcessGroups, tied_tensors: Sequence[TiedTensor], replicas: Replicas
 ) -> None:
-    """Give every copy what the first has, and every holder of a tied tensor what its owner has.
+    """Copy the state of the first replica to all replicas, and tied tensors to all their holders.
 
-    Processes may have been initialised differently.
+    Processes may have initialised their models with different random numbers.
     """
     if groups.averaging_group is not None:
         replicas.broadcast_initial_state(groups.averaging_group)

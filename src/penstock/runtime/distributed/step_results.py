@@ -1,4 +1,11 @@
-"""What comes of a step, told to every rank: its loss, its timeline, whether anybody drew."""
+"""The results of a step on all ranks and replicas: loss, gradient scale, metrics, timeline.
+
+Only the rank with the last stage computes losses. Three steps make its results known:
+
+1. `ReplicaLosses`        the last ranks of all replicas combine their losses (data parallelism)
+2. `all_gather_results`   every rank of a pipeline gets the loss, the gradient scale and all timings
+3. `DistributedLossAccumulator.finish_gradients`   every rank rescales its gradients, if necessary
+"""
 
 from __future__ import annotations
 
@@ -34,26 +41,25 @@ _LOSS_DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-_HEADER_LENGTH = (
-    5  # loss, its dtype, the factor of gradients, whether anybody drew, whether there is more
-)
+# The first entries of the row that a rank sends: loss, index of its dtype in _LOSS_DTYPES, rescale
+# factor, used_rng, has_outputs. The start and end of each action follow. nan: not known here.
+_HEADER_LENGTH = 5
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank has to tell when its lane has ended."""
+    """The results of one rank after it has run its lane."""
 
-    loss: Tensor | None = None  # the last rank alone knows it
-    rescale_factor: Tensor | None = (
-        None  # of all gradients, if their unit was known only at the end
-    )
+    loss: Tensor | None = None  # None on ranks without the last stage
+    # The factor for this step's gradients, if their scale was not known before the end of the step.
+    rescale_factor: Tensor | None = None
     used_rng: bool = False
-    has_outputs: bool = False  # values follow
+    has_outputs: bool = False  # the last rank broadcasts outputs or metrics after this
 
 
 @dataclass(frozen=True)
 class GlobalResult:
-    """What all ranks know after it."""
+    """The results of a step that all ranks of a pipeline know."""
 
     loss: float
     loss_dtype: torch.dtype
@@ -65,74 +71,91 @@ class GlobalResult:
 
 @dataclass(frozen=True)
 class GatheredTimings:
-    """When every rank did what; each counted from the moment when the ranks had agreed."""
+    """The start and end of every action on every rank, in seconds.
+
+    Each rank counts from the moment when the ranks had agreed on the call. Clocks of different
+    machines are not compared.
+    """
 
     program: Program
-    times: Sequence[Sequence[float]]  # by rank: begin and end of each action; nan: none
+    times: Sequence[Sequence[float]]  # by rank: start and end of each action, or nan
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When everything ran."""
+        """The measured timeline of all ranks."""
         spans = []
         for rank, lane in enumerate(self.program.lanes):
-            for at, action in enumerate(lane):
-                start, end = self.times[rank][2 * at : 2 * at + 2]
+            for index, action in enumerate(lane):
+                start, end = self.times[rank][2 * index : 2 * index + 2]
                 if not math.isnan(end):
-                    spans.append(Span(rank, at, action, start, end))
+                    spans.append(Span(rank, index, action, start, end))
         return build_measured_timeline(self.program, spans)
 
 
 def all_gather_results(
     channel: ControlChannel, program: Program, execution: Execution, rank_result: RankResult
 ) -> GlobalResult:
-    """Tell all ranks. On a GPU this waits until the step has ended."""
+    """Send the results of this rank to all ranks of the pipeline, and return those of all.
+
+    One all-gather of float64 numbers carries everything. On a GPU this waits for the end of the
+    step, as it reads the loss and the timestamps.
+    """
     longest = max(map(len, program.lanes))
-    mine = [math.nan] * (_HEADER_LENGTH + 2 * longest)
+    own_row = [math.nan] * (_HEADER_LENGTH + 2 * longest)
     if rank_result.loss is not None:
-        mine[0], mine[1] = float(rank_result.loss), _LOSS_DTYPES.index(rank_result.loss.dtype)
+        own_row[0], own_row[1] = float(rank_result.loss), _LOSS_DTYPES.index(rank_result.loss.dtype)
     if rank_result.rescale_factor is not None:
-        mine[2] = float(rank_result.rescale_factor)
-    mine[3], mine[4] = rank_result.used_rng, rank_result.has_outputs
+        own_row[2] = float(rank_result.rescale_factor)
+    own_row[3], own_row[4] = rank_result.used_rng, rank_result.has_outputs
     (worker,), (origin,) = execution.workers, execution.time_origins
     for mark in worker.timed_actions:
-        at = _HEADER_LENGTH + 2 * mark.bound_action.lane_index
-        mine[at], mine[at + 1] = compute_span_seconds(mark, origin)
-    numbers = torch.tensor(mine, dtype=torch.float64)
+        offset = _HEADER_LENGTH + 2 * mark.bound_action.lane_index
+        own_row[offset], own_row[offset + 1] = compute_span_seconds(mark, origin)
+    numbers = torch.tensor(own_row, dtype=torch.float64)
     rows = [row.tolist() for row in channel.all_gather(numbers, "the end of the step")]
-    last = rows[program.schedule.placement[-1]]
+    last_row = rows[program.schedule.placement[-1]]
     return GlobalResult(
-        last[0],
-        _LOSS_DTYPES[int(last[1])] if not math.isnan(last[1]) else torch.float32,
-        None if math.isnan(last[2]) else torch.tensor(last[2], dtype=torch.float64),
+        last_row[0],
+        _LOSS_DTYPES[int(last_row[1])] if not math.isnan(last_row[1]) else torch.float32,
+        None if math.isnan(last_row[2]) else torch.tensor(last_row[2], dtype=torch.float64),
         any(row[3] for row in rows),
-        bool(last[4]),
+        bool(last_row[4]),
         GatheredTimings(program, [row[_HEADER_LENGTH:] for row in rows]),
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# Copies of a pipe that train together: each has a part of a batch, and all learn of the whole.
+# Losses over replicas
 #
-# The oracle is the unsplit model on the batches of all copies, put together. Where a loss is a mean,
-# a copy counts for its rows, for its targets that are not ignored, or for the weights that the loss
-# gives, as micro-batches do. The ranks with the last stage tell each other what these are.
+# The result of a step must equal that of the unsplit model on the batches of all replicas together.
+# If the loss is a mean, a replica counts by one of these, as micro-batches do in one pipeline:
+#
+#     the number of its rows                    a plain mean
+#     the number of targets that are not ignored   cross-entropy with ignore_index
+#     the sum of the weights of loss_fn            loss_fn returns (loss, weight)
+#
+# The ranks with the last stage exchange these numbers over the averaging channel: rows and target
+# counts before the step, weights and losses after it.
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReplicaLosses:
-    """A step of all copies, on a rank with the last stage."""
+    """The losses of all replicas in one step. Only ranks with the last stage have this."""
 
     channel: ControlChannel
-    row_counts: Sequence[float]  # of each copy
+    row_counts: Sequence[float]  # by replica
 
     def combine_loss_and_metrics(
         self, accumulator: LossAccumulator, metrics: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Those of the whole batch. Metrics that are no numbers are of this copy alone."""
+        """Return the loss and the metrics of the batches of all replicas together.
+
+        Metrics that are not scalar tensors stay those of this replica.
+        """
         leaves, spec = pytree.tree_flatten(metrics)
-        places = [at for at, leaf in enumerate(leaves) if _is_scalar_tensor(leaf)]
-        loss, added, weight = (
+        scalar_indices = [i for i, leaf in enumerate(leaves) if _is_scalar_tensor(leaf)]
+        loss, aux_losses, weight = (
             accumulator.compute_loss(),
             accumulator.compute_aux_losses(),
             accumulator.total_weight,
@@ -140,26 +163,31 @@ class ReplicaLosses:
         kind = (
             "a sum" if accumulator.is_sum else "a mean by rows" if weight is None else "by weights"
         )
-        facts = {"the loss": kind, "metrics": f"{', '.join(metrics)} ({len(places)} numbers)"}
-        own = [hash_facts(facts), loss, sum(added) if added else 0.0, weight or 0.0]
-        told = self.channel.all_gather(_to_float64(own), "its loss")
-        if any(row[0] != told[0][0] for row in told):
-            check_ranks_agree(self.channel, "what comes of a step", facts)
-        _, losses, extras, weights = torch.stack(told).unbind(1)
+        facts = {
+            "the loss": kind,
+            "metrics": f"{', '.join(metrics)} ({len(scalar_indices)} numbers)",
+        }
+        # The hash of the facts travels with the numbers. Only if hashes differ do the replicas
+        # exchange the facts themselves, which then raises an error with the differences.
+        own_row = [hash_facts(facts), loss, sum(aux_losses) if aux_losses else 0.0, weight or 0.0]
+        rows = self.channel.all_gather(_to_float64(own_row), "its loss")
+        if any(row[0] != rows[0][0] for row in rows):
+            check_ranks_agree(self.channel, "the result of a step", facts)
+        _, losses, aux_totals, weights = torch.stack(rows).unbind(1)
         shares = weights if weight is not None else torch.tensor(self.row_counts).double()
         if weight is not None:
             accumulator.set_global_weight(weights.sum())
         total = _combine_replicas(losses, shares, accumulator.is_sum)
-        if added:
+        if aux_losses:  # a mean by rows, whatever the loss is
             total = total + _combine_replicas(
-                extras, torch.tensor(self.row_counts).double(), is_sum=False
+                aux_totals, torch.tensor(self.row_counts).double(), is_sum=False
             )
-        if places:
-            mine = _to_float64([leaves[at] for at in places])
-            found = torch.stack(self.channel.all_gather(mine, "its metrics")).unbind(1)
-            for at, column in zip(places, found, strict=True):
-                leaves[at] = _cast_like(
-                    _combine_replicas(column, shares, accumulator.is_sum), leaves[at]
+        if scalar_indices:
+            own_metrics = _to_float64([leaves[index] for index in scalar_indices])
+            columns = torch.stack(self.channel.all_gather(own_metrics, "its metrics")).unbind(1)
+            for index, column in zip(scalar_indices, columns, strict=True):
+                leaves[index] = _cast_like(
+                    _combine_replicas(column, shares, accumulator.is_sum), leaves[index]
                 )
         return _cast_like(total, loss), pytree.tree_unflatten(leaves, spec)
 
@@ -167,21 +195,24 @@ class ReplicaLosses:
 def exchange_replica_shares(
     channel: ControlChannel, facts: RankFacts, accumulator: LossAccumulator, rows: MicrobatchRows
 ) -> ReplicaLosses:
-    """Before a step: what this copy counts for."""
+    """Set the share of this replica in the batch of all replicas, before a step."""
     check_ranks_agree(channel, "a step", facts)
-    counted = accumulator.target_count
-    own = [sum(rows.counts) or 1, math.nan if counted is None else counted]
-    of_rows, of_targets = torch.stack(channel.all_gather(_to_float64(own), "its rows")).unbind(1)
-    share = float(of_rows[channel.rank] / of_rows.sum())
-    known = None if counted is None else float(of_targets.sum())
-    accumulator.set_replica_share(ReplicaShare(channel.size, share, known))
-    return ReplicaLosses(channel, of_rows.tolist())
+    target_count = accumulator.target_count
+    own_row = [sum(rows.counts) or 1, math.nan if target_count is None else target_count]
+    row_counts, target_counts = torch.stack(
+        channel.all_gather(_to_float64(own_row), "its rows")
+    ).unbind(1)
+    share = float(row_counts[channel.rank] / row_counts.sum())
+    global_target_count = None if target_count is None else float(target_counts.sum())
+    accumulator.set_replica_share(ReplicaShare(channel.size, share, global_target_count))
+    return ReplicaLosses(channel, row_counts.tolist())
 
 
 def _combine_replicas(values: Tensor, shares: Tensor, is_sum: bool) -> Tensor:
-    """One number of those of the copies; what counts for nothing may be nan."""
+    """Return the sum of the values, or their mean weighted by shares."""
     if is_sum:
         return values.sum()
+    # The mean loss of a replica with share 0 is nan: 0 * nan must count as 0.
     return (values * shares).masked_fill(shares == 0, 0).sum() / shares.sum()
 
 
@@ -198,17 +229,23 @@ def _cast_like(value: Tensor, reference: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the losses of a step come to, on a rank that may not see them.
+# The loss accumulator of a rank
 #
-# The rank with the last stage keeps the ledger. If the loss returns weights, the step's gradients
-# are of another unit until its end: the ranks before learn that with the first gradients they get.
+# The rank with the last stage has a LossAccumulator. If loss_fn returns weights, their total is not
+# known before the last forward, but backwards have begun by then. So the gradients of such a step
+# have a provisional scale, apart from earlier `.grad`, until the rescale factor is known:
+#
+#     last rank     weights of loss_fn ─► gradients with provisional scale ─► total weight, factor
+#     other ranks   `loss_is_weighted` arrives with the first gradients:      multiply by the
+#                   set earlier `.grad` aside ──────────────────────────────► factor, add both
 # -------------------------------------------------------------------------------------------------
 
 
 class DistributedLossAccumulator:
-    """Of one step; `ledger` is None on a rank without the last stage.
+    """The loss and the gradient scale of one step, on one rank.
 
-    `together` tells what copies of the pipe come to, if there are any.
+    `accumulator` is None on a rank without the last stage. `replica_losses` is None unless the
+    pipe averages over replicas.
     """
 
     metrics: dict[str, Any]  # after the step
@@ -230,7 +267,10 @@ class DistributedLossAccumulator:
         self.metrics = {}
 
     def compute_output_gradients(self, microbatch: int, outputs: Payload) -> Payload:
-        """As the ledger does; whether its unit is its own goes with the gradients."""
+        """Return the gradients with which the backward of a micro-batch begins.
+
+        Whether they have a provisional scale is sent along with their headers.
+        """
         assert self.accumulator is not None
         seeds = self.accumulator.compute_output_gradients(microbatch, outputs)
         self._transport.loss_is_weighted = self.accumulator.needs_rescale
@@ -240,13 +280,13 @@ class DistributedLossAccumulator:
             and not self._cache_entry.loss_is_weighted
         ):
             raise RunError(
-                "loss_fn gave a weight, and in the first step with such inputs it gave none: give "
-                "one always or never, or make the pipe with shapes='sent'"
+                "loss_fn returned a weight, but in the first step with such inputs it returned "
+                "none. Return one always or never, or create the pipe with shapes='sent'."
             )
         return seeds
 
     def before_backward(self, stage_runner: StageRunner, microbatch: int) -> None:
-        """Before a cell's backward: set earlier gradients aside, if these are of another unit."""
+        """Set earlier gradients aside before the backward of a cell with a provisional scale."""
         if self.accumulator is not None:
             self.accumulator.before_backward(stage_runner, microbatch)
         elif self._transport.loss_is_weighted:
@@ -256,23 +296,30 @@ class DistributedLossAccumulator:
     def build_rank_result(
         self, used_rng: bool, rows: MicrobatchRows, has_outputs: bool
     ) -> RankResult:
-        """What this rank has to tell; `more`: outputs follow, if there are any here."""
-        ledger = self.accumulator
-        if ledger is None:
+        """Return the results of this rank. This combines losses over replicas.
+
+        `has_outputs` says that the caller asked for outputs on all ranks.
+        """
+        accumulator = self.accumulator
+        if accumulator is None:
             return RankResult(used_rng=used_rng)
-        loss, self.metrics = ledger.compute_total_loss(), combine_metrics(ledger, rows)
+        loss, self.metrics = accumulator.compute_total_loss(), combine_metrics(accumulator, rows)
         if self._replica_losses is not None:
-            loss, self.metrics = self._replica_losses.combine_loss_and_metrics(ledger, self.metrics)
-        return RankResult(loss, ledger.rescale_factor, used_rng, has_outputs or bool(self.metrics))
+            loss, self.metrics = self._replica_losses.combine_loss_and_metrics(
+                accumulator, self.metrics
+            )
+        return RankResult(
+            loss, accumulator.rescale_factor, used_rng, has_outputs or bool(self.metrics)
+        )
 
     def collect_outputs(self, rows: MicrobatchRows) -> Any:
-        """Those that were asked for; None if they are not here."""
-        scores = [] if self.accumulator is None else self.accumulator.microbatch_losses
-        asked = [score.extras.output[0] for score in scores if score.extras.output]
-        return gather(asked, rows) if asked else None
+        """Return the outputs of the step, or None if not requested or on another rank."""
+        losses = [] if self.accumulator is None else self.accumulator.microbatch_losses
+        outputs = [loss.extras.output[0] for loss in losses if loss.extras.output]
+        return gather(outputs, rows) if outputs else None
 
     def finish_gradients(self, rescale_factor: Tensor | None) -> None:
-        """Add this step's gradients to the earlier ones, multiplied by what the last rank told."""
+        """Multiply the gradients of this step by the factor and add them to the earlier ones."""
         if self.accumulator is not None:
             self.accumulator.finish_gradients()
         elif self._previous_gradients is not None:
@@ -281,7 +328,7 @@ class DistributedLossAccumulator:
             )
 
     def restore_gradients(self) -> None:
-        """The step has failed: gradients are as they were before it."""
+        """Restore the gradients that were set aside, after the step has failed."""
         if self.accumulator is not None:
             self.accumulator.restore_gradients()
         elif self._previous_gradients is not None:

@@ -1,4 +1,8 @@
-"""A store for some processes, apart from all else that is stored in it."""
+"""A key-value store for the ranks of a pipe, and the barrier before they open connections.
+
+`open_shared_store` gives the ranks a TCP store of their own namespace. `wait_for_all_ranks` lets
+them wait for each other with an error that names the missing ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from penstock.errors import RemoteError
 
 
 class SharedStore(NamedTuple):
-    """A store, and which of the processes serves it; None: another one does."""
+    """A store and the rank that serves it. `host_rank` is None if another process serves it."""
 
     store: Store
     host_rank: int | None
@@ -30,24 +34,28 @@ class SharedStore(NamedTuple):
 def open_shared_store(
     ranks: Sequence[int], name: str, world_store: Store | None = None
 ) -> SharedStore:
-    """A store for a name, and for some processes, by their ranks in the world.
+    """Return a TCP store for these global ranks, with a namespace for `name`.
 
-    Each of them calls it once, with the same name. It is a store over TCP, which threads can clone:
-    that of the world, or one of its own. A launcher that starts the ranks again may keep its store:
-    each world has its own part of it.
+    Each of the ranks calls this once with the same name. The store is the one of the default
+    process group if that is a TCP store, else a new one that the first rank serves.
+
+    The watchdog relies on TCP: its listener thread blocks in a `clone()` of this store until
+    another rank sets a key.
     """
     if world_store is None:
         assert dist.group.WORLD is not None
+        # torchrun keeps its store when it restarts the ranks, with all keys of the dead ones. The
+        # store of the default group is a part of it with a prefix that is new after each restart.
         world_store = dist.group.WORLD.get_group_store()
-    part = f"penstock/{'-'.join(map(str, ranks))}/{name}"
+    prefix = f"penstock/{'-'.join(map(str, ranks))}/{name}"
     if isinstance(_unwrap_prefix_store(world_store), TCPStore):
         launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host = None if launched or 0 not in ranks else ranks.index(0)
-        return SharedStore(PrefixStore(part, world_store), host)
-    served = _serve_on_first_rank(
-        PrefixStore(part, world_store), ranks.index(dist.get_rank()), len(ranks)
+        return SharedStore(PrefixStore(prefix, world_store), host)
+    store = _serve_on_first_rank(
+        PrefixStore(prefix, world_store), ranks.index(dist.get_rank()), len(ranks)
     )
-    return SharedStore(PrefixStore(part, served), 0)
+    return SharedStore(PrefixStore(prefix, store), 0)
 
 
 def _unwrap_prefix_store(store: Store) -> Store:
@@ -57,49 +65,59 @@ def _unwrap_prefix_store(store: Store) -> Store:
 
 
 def _serve_on_first_rank(bootstrap_store: Store, rank: int, size: int) -> TCPStore:
-    """A store of their own; its address stands in one that they have."""
-    name = socket.gethostname()
+    """Return a new TCP store that rank 0 serves. Its address is exchanged in `bootstrap_store`."""
+    host_name = socket.gethostname()
     if rank == 0:
-        served = TCPStore(name, 0, is_master=True, wait_for_workers=False)
-        bootstrap_store.set("address", json.dumps([name, served.port]))
-        served.wait([f"here/{other}" for other in range(1, size)])  # before anybody drops it
-        return served
-    host, port = json.loads(bootstrap_store.get("address"))  # it waits for it
-    host = "localhost" if host == name else host
-    reached = TCPStore(host, port, is_master=False, wait_for_workers=False)
-    reached.set(f"here/{rank}", "")
-    return reached
+        server = TCPStore(host_name, 0, is_master=True, wait_for_workers=False)
+        bootstrap_store.set("address", json.dumps([host_name, server.port]))
+        # The server lives as long as this object. Wait until every client is connected, or an
+        # early error here would close it under them.
+        server.wait([f"here/{other}" for other in range(1, size)])
+        return server
+    host, port = json.loads(bootstrap_store.get("address"))  # blocks until the key is set
+    host = "localhost" if host == host_name else host
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    client.set(f"here/{rank}", "")
+    return client
 
 
 # -------------------------------------------------------------------------------------------------
-# The ranks of a pipe gather before they open connections.
+# The barrier before the ranks open connections
 #
 # rank 1 ── here ──► rank 0 ── all are here, or who is missing ──► rank 1
 # rank 2 ── here ──►        ─────────────────────────────────────► rank 2
 #
-# Over a gloo group it is seen at once if a process has ended.
+# `dist.barrier()` would do, but its error does not say which rank is missing. Over a gloo group the
+# exit of a process is seen at once, as its connection closes. Through the store it is seen only
+# when the time is over.
 # -------------------------------------------------------------------------------------------------
 
-ARRIVAL_TIMEOUT = 120.0  # seconds for all ranks to come
-_ARRIVAL_TAG = 2**31 - 9  # of the group: nobody sends under it
+ARRIVAL_TIMEOUT = 120.0  # seconds for all ranks to arrive
+_ARRIVAL_TAG = 2**31 - 9  # nothing else is sent under this tag of the user's group
 _ARRIVED, _DIED, _TIMED_OUT = range(3)
 
 
 def wait_for_all_ranks(
     store: Store, rank: int, size: int, group: ProcessGroup | None = None
 ) -> None:
-    """Wait until every rank is here: of the store, or of a group that is theirs."""
+    """Wait until every rank has called this function, and raise RemoteError if one does not.
+
+    The ranks meet over `group` if it has a gloo backend, else through the store.
+    """
     if group is not None and "cpu:gloo" in dist.get_backend_config(group):
-        found = _wait_over_group(group, rank, size)
+        states = _wait_over_group(group, rank, size)
     else:
-        found = _wait_through_store(store, rank, size)
-    for state, what in ((_DIED, "ended before it came"), (_TIMED_OUT, "did not come in time")):
-        missing = [other for other in range(size) if found[other] == state]
+        states = _wait_through_store(store, rank, size)
+    for state, problem in (
+        (_DIED, "exited before it arrived"),
+        (_TIMED_OUT, "did not arrive in time"),
+    ):
+        missing = [other for other in range(size) if states[other] == state]
         if missing:
             raise RemoteError(
-                f"rank {', '.join(map(str, missing))} {what} to make the pipe, or to go on with "
-                f"it: its own output may say why. Make and call the pipe equally often on every "
-                f"rank, at most {ARRIVAL_TIMEOUT:g} s apart",
+                f"rank {', '.join(map(str, missing))} {problem} to create the pipe, or to reopen "
+                f"it after a failure. Its output may say why. Create and call the pipe equally "
+                f"often on every rank, at most {ARRIVAL_TIMEOUT:g} s apart.",
                 "died" if state == _DIED else "left",
                 missing[0],
             )
@@ -116,22 +134,25 @@ def _wait_through_store(store: Store, rank: int, size: int) -> list[int]:
 
 
 def _wait_over_group(group: ProcessGroup, rank: int, size: int) -> list[int]:
-    """The first hears of all until their time is over, and tells all."""
-    found = torch.zeros(size, dtype=torch.int64)
+    """Return the state of each rank. Rank 0 hears from all until the timeout and tells all."""
+    states = torch.zeros(size, dtype=torch.int64)
     if rank:
-        found[0] = _receive_arrival(
-            group, found, 0, 2 * ARRIVAL_TIMEOUT, announcement=torch.zeros(1, dtype=torch.int64)
+        # Rank 0 may itself wait one timeout for a rank that never comes: allow twice that.
+        states[0] = _receive_arrival(
+            group, states, 0, 2 * ARRIVAL_TIMEOUT, announcement=torch.zeros(1, dtype=torch.int64)
         )
-        return found.tolist()
-    until = time.monotonic() + ARRIVAL_TIMEOUT
+        return states.tolist()
+    deadline = time.monotonic() + ARRIVAL_TIMEOUT
     for other in range(1, size):
-        said = torch.zeros(1, dtype=torch.int64)
-        found[other] = _receive_arrival(group, said, other, max(0.1, until - time.monotonic()))
+        announcement = torch.zeros(1, dtype=torch.int64)
+        states[other] = _receive_arrival(
+            group, announcement, other, max(0.1, deadline - time.monotonic())
+        )
     for other in range(1, size):
         with suppress(RuntimeError):
-            if found[other] == _ARRIVED:
-                group.send([found], other, _ARRIVAL_TAG).wait()
-    return found.tolist()
+            if states[other] == _ARRIVED:
+                group.send([states], other, _ARRIVAL_TAG).wait()
+    return states.tolist()
 
 
 def _receive_arrival(
@@ -141,13 +162,18 @@ def _receive_arrival(
     timeout: float,
     announcement: Tensor | None = None,
 ) -> int:
-    """What a rank says, after it was told that this one is here."""
-    over = time.monotonic() + 0.9 * timeout  # gloo's clock is not this one
+    """Send the announcement to a rank, if there is one, and receive its answer into the buffer.
+
+    Return one of _ARRIVED, _DIED and _TIMED_OUT. gloo raises the same RuntimeError for a timeout
+    and for a closed connection, so the clock decides which of the two it was.
+    """
+    # 0.9: gloo measures the timeout with a clock of its own and may end a little early.
+    timeout_time = time.monotonic() + 0.9 * timeout
     try:
-        told = None if announcement is None else group.send([announcement], rank, _ARRIVAL_TAG)
+        send = None if announcement is None else group.send([announcement], rank, _ARRIVAL_TAG)
         group.recv([buffer], rank, _ARRIVAL_TAG).wait(timedelta(seconds=timeout))
-        if told is not None:
-            told.wait()
+        if send is not None:
+            send.wait()
     except RuntimeError:
-        return _TIMED_OUT if time.monotonic() >= over else _DIED
+        return _TIMED_OUT if time.monotonic() >= timeout_time else _DIED
     return _ARRIVED

@@ -1,7 +1,9 @@
-"""Parameters that ranks in several processes share: each has its own, and all learn the same.
+"""Parameters that stages on several processes share (tied weights).
 
-While a step runs, each computes with a stand-in. After it, what the stand-ins have learned is
-summed over the holders, and every holder's parameter gets the sum: so their optimizers go on alike.
+Every rank that has a stage with the parameter holds a copy of it: a holder. The first one is its
+owner. While a step runs, each holder computes with a proxy that collects the gradient of this rank.
+After the step the gradients are summed over the holders, and every holder gets the sum. So the
+optimizers of all holders make the same update, and the copies stay equal to the last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from penstock.stage.stage import Stage
 
 
 class DistributedTiedGradients:
-    """Of one call, on one rank."""
+    """The tied parameters of one call on one rank: their proxies, and the sum of their gradients.
+
+    `proxies` has the parameter proxies of each local stage, by stage index.
+    """
 
     def __init__(
         self,
@@ -36,50 +41,63 @@ class DistributedTiedGradients:
         self._channel = channel
         self._tied_tensors = [tie for tie in tied_tensors if tie.local_tensor is not None]
         tensors = [unwrap_proxy(tie.local_tensor) for tie in self._tied_tensors]
-        learning = {id(t): t for t in tensors if t.requires_grad}
-        self._proxy_pool = ProxyPool(None, learning.keys())
+        trainable = {id(t): t for t in tensors if t.requires_grad}
+        self._proxy_pool = ProxyPool(None, trainable.keys())
         shared = {id(tensor) for tensor in tensors}
-        modules = [unwrap_stage_modules(stage) for stage in stages]
+        stage_modules = [unwrap_stage_modules(stage) for stage in stages]
+        # StageProxies raises if a layer changes one of the `shared` tensors in place. With several
+        # micro-batches, stages take turns in another order than in the unsplit model, so this
+        # also holds for tensors that only stages of this rank share.
         if chunks > 1:
-            shared |= find_shared_ids([collect_module_and_tensor_ids(those) for those in modules])
+            shared |= find_shared_ids(
+                [collect_module_and_tensor_ids(modules) for modules in stage_modules]
+            )
         self.proxies = {
-            stage.index: StageProxies(those, self._proxy_pool, shared)
-            for stage, those in zip(stages, modules, strict=True)
+            stage.index: StageProxies(modules, self._proxy_pool, shared)
+            for stage, modules in zip(stages, stage_modules, strict=True)
         }
 
     def accumulate_gradients(self) -> None:
-        """Sum, in the same order of ties on every rank."""
-        learned = {id(owner): gradient for owner, gradient in self._proxy_pool.take_gradients()}
+        """Add the sum over all holders to the gradient of each tied parameter.
+
+        All ranks go through the ties in the same order, or their messages would not match.
+        """
+        local_gradients = {id(owner): value for owner, value in self._proxy_pool.take_gradients()}
         for tie in self._tied_tensors if torch.is_grad_enabled() else ():
             parameter = unwrap_proxy(tie.local_tensor)
             if not isinstance(parameter, nn.Parameter):
                 continue
-            mine = learned.get(id(parameter))
-            if mine is not None and mine.layout is not torch.strided:
+            gradient = local_gradients.get(id(parameter))
+            if gradient is not None and gradient.layout is not torch.strided:
                 raise RunError(
-                    f"'{tie.name}', which ranks share, has a sparse gradient, and those are not "
-                    "summed over processes: make its layer with sparse=False"
+                    f"'{tie.name}' is shared by several ranks and has a sparse gradient, which "
+                    "cannot be summed over processes. Create its layer with sparse=False."
                 )
-            total = self._channel.all_reduce_sum(tie.ranks, mine, parameter)
+            total = self._channel.all_reduce_sum(tie.ranks, gradient, parameter)
             if total is None:
                 continue
             if not parameter.requires_grad:
                 raise RunError(
-                    f"'{tie.name}' is shared by ranks {', '.join(map(str, tie.ranks))}, and is "
-                    "frozen on this one but not on all: freeze it on every rank that has it, under "
-                    "each of its names, or on none"
+                    f"'{tie.name}' is shared by ranks {', '.join(map(str, tie.ranks))}, but it is "
+                    "frozen on this rank and not on all of them. Freeze it under each of its "
+                    "names on every rank that has it, or on none."
                 )
+            # Not `parameter.grad += total`: hooks of the parameter must see the gradient.
             torch.autograd.backward([parameter], [total])
 
 
 @torch.no_grad()
 def broadcast_tied_weights(tied_tensors: Sequence[TiedTensor], channel: ControlChannel) -> None:
-    """Give every holder what the owner has."""
-    for each in tied_tensors:
-        tensor = each.local_tensor
+    """Copy each tied tensor from its owner to all other holders.
+
+    Processes may have initialised their copies with different random numbers.
+    """
+    for tie in tied_tensors:
+        tensor = tie.local_tensor
         if tensor is None or tensor.device.type == "meta":
             continue
-        mine: Tensor | None = tensor.detach() if each.owner_rank == channel.rank else None
-        owners = channel.all_reduce_sum(each.ranks, mine, tensor)
-        assert owners is not None
-        tensor.copy_(owners)
+        # A sum to which only the owner contributes is a broadcast.
+        owner_value: Tensor | None = tensor.detach() if tie.owner_rank == channel.rank else None
+        value = channel.all_reduce_sum(tie.ranks, owner_value, tensor)
+        assert value is not None
+        tensor.copy_(value)

@@ -1,4 +1,8 @@
-"""Where a process stands: which processes are the ranks of its pipe, and which are copies of it."""
+"""The processes of a pipe: which ones are its ranks, and which ones are replicas of it.
+
+`resolve_topology` reads the `mesh=` or `group=` argument of `Pipe`. All ranks in this module are
+ranks in the default process group (global ranks), as `dist.get_rank()` returns them.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
+from penstock.torch_compat import get_root_mesh
 
-PIPELINE_DIM, DATA_PARALLEL_DIM = "pp", "dp"  # the names of a mesh's dims
+PIPELINE_DIM, DATA_PARALLEL_DIM = "pp", "dp"  # names of mesh dimensions
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One process among those of a pipe, and among those of all of its copies.
+    """The position of this process in its pipeline and among the replicas of that pipeline.
 
-    Processes are named by their ranks in the world. `copies` has those of each copy, in the order
-    of the pipe's ranks, and `copy` says which of them this one is in. Over the copies that are
-    `averaged` the pipe itself averages gradients.
+    `replicas` has one tuple per replica: its global ranks in the order of the pipeline. This
+    process belongs to `replicas[replica_index]`. The pipe itself averages gradients over the
+    replicas in `averaged_replicas`.
 
-       copies   (0, 1)   everyone  0 1 2 3
-                (2, 3)   twins of rank 1, and of rank 3:  1 3
+       replicas   (0, 1)   all_ranks  0 1 2 3
+                  (2, 3)   replica_peers of rank 1, and of rank 3:  1 3
     """
 
     pipeline_group: ProcessGroup
@@ -33,32 +38,39 @@ class Topology:
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
-        """The processes of all copies. Their ranks in what all copies do are by this order."""
+        """The global ranks of all replicas.
+
+        A group over all replicas (the watchdog, saving) numbers its members in this order.
+        """
         if len(self.replicas) == 1:
             return self.replicas[0]
         return tuple(sorted(rank for members in self.replicas for rank in members))
 
     @property
     def replica_peers(self) -> tuple[int, ...]:
-        """Those that have the same stages, of every copy."""
+        """The global ranks that hold the same stages as this process, one per replica."""
         return tuple(members[dist.get_rank(self.pipeline_group)] for members in self.replicas)
 
     @property
     def averaging_ranks(self) -> tuple[int, ...]:
-        """Those of them over which the pipe averages; none at all, if it does not."""
-        return tuple(self.replica_peers[copy] for copy in self.averaged_replicas)
+        """The replica peers over which the pipe averages gradients. Empty if it does not."""
+        return tuple(self.replica_peers[index] for index in self.averaged_replicas)
 
 
 def resolve_topology(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Topology | None:
-    """What a user means by a mesh or a group; None if all ranks are in one process.
+    """Return the topology that `mesh=` or `group=` describes. None: all ranks in one process.
 
-    A mesh has one dim, that of the pipe, or two, 'pp' and 'dp'. Of one that was cut out of a
-    larger one, the other dims are copies, and what they do is the user's affair.
+    A mesh has one dimension, the pipeline, or the two dimensions 'pp' and 'dp'. If it was sliced
+    from a larger mesh, the other dimensions of that mesh are replicas too, but the pipe does not
+    average over them: the user does.
     """
     if mesh is None and group is None:
         return None
     if mesh is not None and group is not None:
-        raise ArgumentError("mesh and group both say which processes a pipe has: give one of them")
+        raise ArgumentError(
+            "mesh and group were both given, and each selects the processes of the pipe. Pass "
+            "only one of them."
+        )
     if not dist.is_initialized():
         raise ArgumentError(
             "a pipe over several processes needs torch.distributed: call penstock.init() first, "
@@ -66,8 +78,11 @@ def resolve_topology(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Top
         )
     if mesh is not None:
         return _topology_from_mesh(mesh)
+    # PyTorch passes GroupMember.NON_GROUP_MEMBER, which is not a ProcessGroup, to outsiders.
     if not isinstance(group, ProcessGroup):
-        raise ArgumentError("this process is not in the group: make the pipe in those that are")
+        raise ArgumentError(
+            "this process is not a member of the group: create the pipe only in its members"
+        )
     return Topology(group, (tuple(dist.get_process_group_ranks(group)),))
 
 
@@ -79,21 +94,32 @@ def _topology_from_mesh(mesh: DeviceMesh) -> Topology:
         pipe = mesh[PIPELINE_DIM]
     else:
         raise ArgumentError(
-            f"the mesh has the dims {names or mesh.ndim}, and the ranks of a pipe are on one: give "
-            f"that one, as in mesh=mesh['pp'], or a mesh with the dims '{PIPELINE_DIM}' and '{DATA_PARALLEL_DIM}'"
+            f"the mesh has the dimensions {names or mesh.ndim}, but the ranks of a pipe lie along "
+            f"one dimension. Pass that one, as in mesh=mesh['pp'], or pass a mesh with the "
+            f"dimensions '{PIPELINE_DIM}' and '{DATA_PARALLEL_DIM}'."
         )
     group = pipe.get_group()
     members = tuple(dist.get_process_group_ranks(group))
-    copies = _find_replicas(mesh._get_root_mesh(), members)
-    inside = set(mesh.mesh.flatten().tolist()) if mesh.ndim == 2 else set()
-    averaged = [copy for copy, those in enumerate(copies) if inside.issuperset(those)]
+    # `mesh=mesh["pp"]` drops the other dimensions. The root mesh still has them, and they tell
+    # which processes hold the same stages.
+    replicas = _find_replicas(get_root_mesh(mesh), members)
+    # The pipe averages only over the dimension 'dp' of the mesh that it was given.
+    mesh_ranks = set(mesh.mesh.flatten().tolist()) if mesh.ndim == 2 else set()
+    averaged = [
+        index
+        for index, replica_members in enumerate(replicas)
+        if mesh_ranks.issuperset(replica_members)
+    ]
     if len(averaged) < 2:
         averaged = []
-    return Topology(group, copies, copies.index(members), tuple(averaged))
+    return Topology(group, replicas, replicas.index(members), tuple(averaged))
 
 
 def _find_replicas(root_mesh: DeviceMesh, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each copy: those along the dim on which the members are, and in their order."""
+    """Return the ranks of each replica: the lines of the mesh that are parallel to `members`.
+
+    Every line is in the same order as `members`, so that equal positions hold equal stages.
+    """
     mesh = root_mesh.mesh
     for dim in range(mesh.ndim):
         lines: list[list[int]] = mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()

@@ -110,7 +110,8 @@ def test_diagnose_ranks_that_wait_for_each_other() -> None:
     found = diagnose(0, dict(enumerate(statuses)), PATIENCE, False)
     assert found is not None
     assert (
-        "rank 0 in step 4, waiting for 1>0:0 of rank 1; rank 1 in step 4, waiting" in found.message
+        "rank 0 in step 4, waiting for 1>0:0 from rank 1; rank 1 in step 4, waiting"
+        in found.message
     )
     statuses[1] = waits("0>1:3", 0, still=19)
     assert diagnosed(*statuses) == "nobody"

@@ -135,7 +135,7 @@ def test_watchdog_raises_an_error_from_each_place(place: str) -> None:
 def test_watchdog_reports_a_dead_rank(place: str, fail: Callable[[], None]) -> None:
     for rank, fates in on_each_of_two(place, fail):
         text = same_cause(fates, [1 - rank], "died", rank, within=HEARTBEAT + SOON)
-        assert f"rank {rank} died: no sign of life for " in text
+        assert f"rank {rank} died: no heartbeat for " in text
         assert f"rank {1 - rank} was in step " in text
         assert "waiting for " in text
 
@@ -188,8 +188,8 @@ def test_watchdog_reports_a_rank_that_left() -> None:
     fates = perform(2, leaves_early, 1)
     text = same_cause(fates, [0], "left", 1, within=SOON)
     assert text == (
-        "rank 1 has left, after step 0: its program ended, or its pipe was dropped; rank 0 was in "
-        "step 1, waiting for step 1 of all ranks. Call the pipe equally often on every rank."
+        "rank 1 has left, after step 0: its program ended, or its pipe was deleted; rank 0 was in "
+        "step 1, waiting for step 1 from all ranks. Call the pipe equally often on every rank."
     )
     assert fates[1].code == 0
 
@@ -237,7 +237,7 @@ def test_watchdog_sigterm_on_a_waiting_rank() -> None:
 
     fates = perform(2, receives_sigterm)
     text = same_cause(fates, [0, 1], "interrupted", 0, within=SOON)
-    assert "rank 0 was told to end by SIGTERM, in step 1, waiting for step 1 of all ranks" in text
+    assert "rank 0 was terminated by SIGTERM, in step 1, waiting for step 1 from all ranks" in text
 
 
 def receives_sigterm(stage: Stage) -> None:
@@ -374,7 +374,10 @@ def forks(stage: Stage) -> None:
     child = os.fork()
     if not child:
         try:
-            with pytest.raises(RunError, match="a fork has no part in it"), watchdog.guarded("x"):
+            with (
+                pytest.raises(RunError, match="a forked process cannot take part in it"),
+                watchdog.guarded("x"),
+            ):
                 pass
             watchdog.close()
             os._exit(0)

@@ -1,1 +1,1 @@
-"""Failure detection among the ranks of a pipe: heartbeats, watchdog, report, abort."""
+"""Failure detection among the ranks of a pipe. ../README.md shows what happens on a fault."""

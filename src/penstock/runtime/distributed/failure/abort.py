@@ -1,4 +1,9 @@
-"""How to wake what waits in a gloo group. No call of PyTorch's own does."""
+"""Abort of a gloo group from another thread.
+
+`ProcessGroup.abort`, `shutdown` and `destroy_process_group` do not wake a thread that is inside a
+gloo `wait()` (measured with PyTorch 2.13). A receive that times out does: gloo then closes the
+connection, and every pending operation on it fails within milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,13 @@ import torch
 
 from penstock.runtime.distributed.links import PointToPointGroup
 
-_ABORT_TAG = 2**31 - 7  # nobody sends under it
+_ABORT_TAG = 2**31 - 7  # nothing is ever sent under this tag
 
 
 def abort_gloo(group: PointToPointGroup) -> None:
-    """Let every operation of the group fail, those that wait and those to come.
-
-    A receive that times out closes its connections: of all peers, one after the other, as some may
-    be closed already.
-    """
+    """Make every operation of the group fail: pending ones and later ones."""
     byte = torch.empty(1, dtype=torch.uint8)
+    # One receive per peer, as a connection that is closed already raises at once.
     for peer in set(range(group.size())) - {group.rank()}:
         with suppress(RuntimeError):
             group.recv([byte], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))

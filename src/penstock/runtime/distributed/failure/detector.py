@@ -1,6 +1,20 @@
-"""Who is to blame when a rank waits: decided from what the ranks last said of themselves.
+"""The failure detector: it decides from heartbeats whether a rank has failed, and which one.
 
-Nothing here talks to anybody: signs of life in, a cause or nothing out.
+This module does no communication and has no clock: heartbeats and times go in, a `Failure` or None
+comes out. The watchdog does the rest.
+
+| finding  | condition for a rank that this rank waits for           | limit (see `Timeouts`)  |
+|----------|---------------------------------------------------------|-------------------------|
+| died     | no new heartbeat                                        | `silence`               |
+|          | no new heartbeat, after a connection was lost           | `after_lost_connection` |
+| left     | its last heartbeat says that it left                    | 2 intervals             |
+| stalled  | new heartbeats, but no progress, while it computes or   | `silence`, longer with  |
+|          | is outside a call                                       | a `timeout_factor`      |
+| deadlock | it waits without progress, and so do all ranks that it  | 2 heartbeats, times     |
+|          | waits for                                               | `timeout_factor`        |
+
+A rank blames only ranks that it waits for itself. If those wait for another rank, they blame it.
+So the rank at the root of a chain of waits is found by the ranks next to it.
 """
 
 from __future__ import annotations
@@ -15,44 +29,44 @@ from penstock.runtime.distributed.failure.report import Failure
 
 
 class RankState(IntEnum):
-    """What a rank does."""
+    """The state of a rank."""
 
-    OUTSIDE_CALL = 0  # the caller's own code, between steps
-    COMPUTING = 1  # computes an action
-    WAITING = 2  # for a message of a rank, or for all ranks
-    LEFT = 3
-    NOT_STARTED = 4  # has given no sign yet
+    OUTSIDE_CALL = 0  # runs the caller's code, between calls of the pipe
+    COMPUTING = 1  # runs an action
+    WAITING = 2  # waits for a message of one rank, or for several ranks
+    LEFT = 3  # has closed its pipe
+    NOT_STARTED = 4  # has sent no heartbeat yet
 
 
-AwaitedRanks = int | tuple[int, ...] | None  # for whom a rank waits: for one, for some, or for all
+AwaitedRanks = int | tuple[int, ...] | None  # one rank, some ranks, or all (None)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life: the how-manieth, how far the rank has come, and what it does."""
+    """A heartbeat: its sequence number, the rank's progress counter, and its current activity."""
 
     sequence_number: int
     progress: int
     state: RankState = RankState.OUTSIDE_CALL
-    call_name: str = ""  # of the step or the like
-    description: str = ""
+    call_name: str = ""  # for example "step (call 3)"
+    description: str = ""  # the action, or what the rank waits for
     awaited_ranks: AwaitedRanks = None
-    timeout_factor: float = 1.0  # heartbeats that this may take
+    timeout_factor: float = 1.0  # how many heartbeats the activity may take
 
     def __str__(self) -> str:
         if self.state is RankState.WAITING:
-            whose = (
+            awaited = (
                 f"rank {self.awaited_ranks}" if isinstance(self.awaited_ranks, int) else "all ranks"
             )
-            return f"in {self.call_name}, waiting for {self.description} of {whose}"
+            return f"in {self.call_name}, waiting for {self.description} from {awaited}"
         if self.state is RankState.COMPUTING:
             return f"in {self.call_name}, at {self.description}"
         if self.state is RankState.NOT_STARTED:
-            return "before it came to this pipe"
+            return "before it created this pipe"
         return f"after {self.call_name}" if self.call_name else "before its first step"
 
     def to_json(self) -> str:
-        """As JSON."""
+        """Return the heartbeat as JSON text."""
         fields = (
             self.sequence_number,
             self.progress,
@@ -66,115 +80,131 @@ class Heartbeat:
 
     @staticmethod
     def from_json(text: str | bytes) -> Heartbeat:
-        """The other way."""
-        beat, count, mode, label, what, peer, patience = json.loads(text)
-        peer = tuple(peer) if isinstance(peer, list) else peer
-        return Heartbeat(beat, count, RankState(mode), label, what, peer, patience)
+        """Return the heartbeat that `to_json` has written."""
+        number, progress, state, call_name, description, awaited, factor = json.loads(text)
+        awaited = tuple(awaited) if isinstance(awaited, list) else awaited
+        return Heartbeat(
+            number, progress, RankState(state), call_name, description, awaited, factor
+        )
 
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """The last sign of a rank, and for how many seconds nothing about it has changed."""
+    """The last heartbeat of a rank, and for how long it has not changed."""
 
     heartbeat: Heartbeat
-    seconds_silent: float  # since the last beat
-    seconds_without_progress: float  # since it last came on
+    seconds_silent: float  # since the last new heartbeat
+    seconds_without_progress: float  # since its progress counter or its state changed
 
 
 class HeartbeatTracker:
-    """What one rank has seen of all, by a clock that goes only while it looks.
+    """The heartbeats that this rank has observed, with the times of their last changes.
 
-    Clocks of other machines may differ; and while this process itself, or the store, was held
-    up, others may have given signs that it could not see.
+    `observed_seconds` is a clock that runs only while this rank observes. Two observations more
+    than `max_gap` apart count as `max_gap`: if this process or the store was suspended, the other
+    ranks may have sent heartbeats that it could not see, and it must not blame them for that time.
+    Clocks of other machines are not used.
     """
 
     def __init__(self, max_gap: float) -> None:
-        self._max_gap = max_gap  # seconds between two looks that count
+        self._max_gap = max_gap  # seconds
         self.observed_seconds = self._last_update = 0.0
         self._last_heartbeats: dict[int, tuple[Heartbeat, float, float]] = {}
 
     def update(self, heartbeats: Mapping[int, Heartbeat], now: float) -> dict[int, PeerStatus]:
-        """One look: each rank's last sign, and for how long it has been the last."""
+        """Record the current heartbeats of all ranks, and return the status of each."""
         self.observed_seconds += min(now - self._last_update, self._max_gap)
         self._last_update = now
-        return {rank: self._update_rank(rank, sign) for rank, sign in heartbeats.items()}
+        return {rank: self._update_rank(rank, heartbeat) for rank, heartbeat in heartbeats.items()}
 
     def _update_rank(self, rank: int, heartbeat: Heartbeat) -> PeerStatus:
         now = self.observed_seconds
-        old, beaten, moved = self._last_heartbeats.get(rank, (heartbeat, now, now))
-        if heartbeat.sequence_number != old.sequence_number:
-            beaten = now
-        if heartbeat.progress != old.progress or heartbeat.state != old.state:
-            moved = now
-        self._last_heartbeats[rank] = heartbeat, beaten, moved
-        return PeerStatus(heartbeat, now - beaten, now - moved)
+        previous, beat_time, progress_time = self._last_heartbeats.get(rank, (heartbeat, now, now))
+        if heartbeat.sequence_number != previous.sequence_number:
+            beat_time = now
+        if heartbeat.progress != previous.progress or heartbeat.state != previous.state:
+            progress_time = now
+        self._last_heartbeats[rank] = heartbeat, beat_time, progress_time
+        return PeerStatus(heartbeat, now - beat_time, now - progress_time)
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """After how many seconds a rank is blamed."""
+    """The limits of the detector in seconds. All of them follow from `heartbeat=` of the pipe."""
 
     heartbeat: float
 
     @property
     def interval(self) -> float:
-        """Between two signs of life."""
+        """The time between two heartbeats of a rank."""
         return min(0.25, self.heartbeat / 8)
 
     @property
     def silence(self) -> float:
-        """Without a sign, or without coming on: told before the heartbeat is over."""
+        """The limit without heartbeats or progress. The report arrives within `heartbeat`."""
         return self.heartbeat - 2 * self.interval
 
     @property
     def startup(self) -> float:
-        """Without a first sign: it may take long to start."""
+        """The limit without a first heartbeat, as a process may take long to start."""
         return max(60.0, self.heartbeat)
 
     @property
     def after_lost_connection(self) -> float:
-        """Without a sign, after a connection was lost."""
+        """The limit without heartbeats after a connection was lost."""
         return min(1.0, self.silence)
 
     @property
     def failure_wait(self) -> float:
-        """For the cause behind a lost connection: at least as long as another needs to find it."""
+        """The time to wait for the cause of a lost connection.
+
+        It is at least as long as another rank needs to find the cause.
+        """
         return 3 * self.after_lost_connection + 2 * self.interval
 
 
 def diagnose(
     own_rank: int, statuses: Mapping[int, PeerStatus], timeouts: Timeouts, connection_lost: bool
 ) -> Failure | None:
-    """The cause, if a rank waits too long; `suspicious`: its connection to some rank is lost.
+    """Return the failure of a rank that this rank waits for, or None.
 
-    Each rank blames only those it waits for itself: whom they wait for, they blame.
+    `connection_lost` says that an operation of this rank has failed with a transport error. Some
+    rank has then died or aborted, so the limits are shorter and all ranks are suspects.
     """
-    mine = statuses[own_rank]
-    others = {rank: sight for rank, sight in statuses.items() if rank != own_rank}
-    awaited = _find_awaited(mine.heartbeat, others)
-    waiter = f"rank {own_rank} was {mine.heartbeat}"
-    looked_at = others if connection_lost else awaited
-    # The longest first: on a busy machine those who live are late, too.
-    for rank, (sign, quiet, _) in sorted(_sort_statuses(looked_at), key=lambda one: -one[1][1]):
-        limit = timeouts.startup if sign.state is RankState.NOT_STARTED else timeouts.silence
-        if connection_lost:  # most likely it is the one that is waited for
+    own_status = statuses[own_rank]
+    others = {rank: status for rank, status in statuses.items() if rank != own_rank}
+    awaited = _find_awaited(own_status.heartbeat, others)
+    waiter = f"rank {own_rank} was {own_status.heartbeat}"
+    suspects = others if connection_lost else awaited
+    # Died. The most silent rank comes first: on a busy machine the heartbeats of live ranks are
+    # late as well.
+    for rank, (beat, silent, _) in sorted(_sort_statuses(suspects), key=lambda item: -item[1][1]):
+        limit = timeouts.startup if beat.state is RankState.NOT_STARTED else timeouts.silence
+        if connection_lost:  # the lost connection most likely led to an awaited rank
             limit = timeouts.after_lost_connection * (1 if rank in awaited else 2)
-        if sign.state is not RankState.LEFT and quiet > limit:
-            return causes.describe_death(rank, str(sign), quiet, waiter)
-    for rank, (sign, _, still) in _sort_statuses(awaited):
-        # What it sent before it left may still be on its way.
-        if sign.state is RankState.LEFT and (
-            connection_lost or min(still, mine.seconds_without_progress) > 2 * timeouts.interval
+        if beat.state is not RankState.LEFT and silent > limit:
+            return causes.describe_death(rank, str(beat), silent, waiter)
+    # Left. Messages that it sent before it left may still be in transit.
+    for rank, (beat, _, stuck) in _sort_statuses(awaited):
+        if beat.state is RankState.LEFT and (
+            connection_lost
+            or min(stuck, own_status.seconds_without_progress) > 2 * timeouts.interval
         ):
-            return causes.describe_departure(rank, str(sign), waiter)
-    for rank, (sign, quiet, still) in _sort_statuses(awaited):
-        both, lives = (
-            min(still, mine.seconds_without_progress),
-            quiet <= 3 * timeouts.interval,
-        )  # else it may have died
-        limit = timeouts.silence + (sign.timeout_factor - 1) * timeouts.heartbeat
-        if sign.state in (RankState.OUTSIDE_CALL, RankState.COMPUTING) and lives and both > limit:
-            return causes.describe_stall(rank, str(sign), both, waiter, timeouts.heartbeat)
+            return causes.describe_departure(rank, str(beat), waiter)
+    # Stalled. The time counts from when this rank began to wait. A rank without recent heartbeats
+    # may have died instead: that is decided later, by its silence.
+    for rank, (beat, silent, stuck) in _sort_statuses(awaited):
+        waited, is_alive = (
+            min(stuck, own_status.seconds_without_progress),
+            silent <= 3 * timeouts.interval,
+        )
+        limit = timeouts.silence + (beat.timeout_factor - 1) * timeouts.heartbeat
+        if (
+            beat.state in (RankState.OUTSIDE_CALL, RankState.COMPUTING)
+            and is_alive
+            and waited > limit
+        ):
+            return causes.describe_stall(rank, str(beat), waited, waiter, timeouts.heartbeat)
     return _find_deadlock(own_rank, statuses, timeouts)
 
 
@@ -195,11 +225,14 @@ def _sort_statuses(
 
 
 def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dict[int, PeerStatus]:
-    """Those whom a rank waits for. Of several, those that have not come there too."""
+    """Return the statuses of the ranks that a rank waits for.
+
+    If it waits for several, those that wait at the same point are left out: they have arrived, too.
+    """
     if heartbeat.state is not RankState.WAITING:
         return {}
     if isinstance(heartbeat.awaited_ranks, int):
-        return {rank: sight for rank, sight in others.items() if rank == heartbeat.awaited_ranks}
+        return {rank: status for rank, status in others.items() if rank == heartbeat.awaited_ranks}
 
     def is_waiting_too(other: Heartbeat) -> bool:
         return (other.state, other.call_name, other.description) == (
@@ -208,37 +241,43 @@ def _find_awaited(heartbeat: Heartbeat, others: Mapping[int, PeerStatus]) -> dic
             heartbeat.description,
         )
 
-    some = (
+    awaited_ranks = (
         others.keys()
         if heartbeat.awaited_ranks is None
         else others.keys() & set(heartbeat.awaited_ranks)
     )
-    return {rank: others[rank] for rank in some if not is_waiting_too(others[rank].heartbeat)}
+    return {
+        rank: others[rank] for rank in awaited_ranks if not is_waiting_too(others[rank].heartbeat)
+    }
 
 
 def _find_deadlock(
     own_rank: int, statuses: Mapping[int, PeerStatus], timeouts: Timeouts
 ) -> Failure | None:
-    """Do all whom this rank waits for, and those whom they wait for, wait for one another?"""
-    found, todo = {own_rank}, [own_rank]
-    while todo:
-        rank = todo.pop()
-        sight = statuses[rank]
-        limit = 2 * timeouts.heartbeat * sight.heartbeat.timeout_factor
+    """Return a deadlock report if every rank that can be reached over waits is itself waiting.
+
+    Follow the waits from this rank. If one of the ranks is not waiting, or has made progress
+    recently, the others may still continue.
+    """
+    visited, pending = {own_rank}, [own_rank]
+    while pending:
+        rank = pending.pop()
+        status = statuses[rank]
+        limit = 2 * timeouts.heartbeat * status.heartbeat.timeout_factor
         if (
-            sight.heartbeat.state is not RankState.WAITING
-            or sight.seconds_without_progress <= limit
+            status.heartbeat.state is not RankState.WAITING
+            or status.seconds_without_progress <= limit
         ):
             return None
         if (
-            isinstance(sight.heartbeat.awaited_ranks, int)
-            and sight.heartbeat.awaited_ranks not in statuses
+            isinstance(status.heartbeat.awaited_ranks, int)
+            and status.heartbeat.awaited_ranks not in statuses
         ):
-            return None  # others look at that one
+            return None  # this rank does not monitor that one; other ranks do
         others = {r: s for r, s in statuses.items() if r != rank}
-        todo += (new := set(_find_awaited(sight.heartbeat, others)) - found)
-        found |= new
-    told = "; ".join(f"rank {rank} {statuses[rank].heartbeat}" for rank in sorted(found))
+        pending += (unvisited := set(_find_awaited(status.heartbeat, others)) - visited)
+        visited |= unvisited
+    description = "; ".join(f"rank {rank} {statuses[rank].heartbeat}" for rank in sorted(visited))
     return causes.describe_deadlock(
-        own_rank, str(statuses[own_rank].heartbeat), told, timeouts.heartbeat
+        own_rank, str(statuses[own_rank].heartbeat), description, timeouts.heartbeat
     )

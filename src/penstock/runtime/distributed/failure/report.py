@@ -1,4 +1,19 @@
-"""Why a pipe's ranks stop: one value, the same on every rank, that goes through a store as JSON."""
+"""The failure report: why all ranks of a pipe stop.
+
+A `Failure` is written to the store as JSON by the first rank that finds out. All ranks read it and
+raise the same RemoteError from it. The functions below build the report of each kind:
+
+| function             | kind        | the rank ...                                    |
+|----------------------|-------------|-------------------------------------------------|
+| describe_exception   | raised      | raised an exception                             |
+|                      | interrupted | got KeyboardInterrupt or SystemExit             |
+| describe_signal      | interrupted | received SIGTERM or SIGINT while it waited in C |
+| describe_death       | died        | sends no heartbeats any more                    |
+| describe_lost_store  | died        | that hosts the store is gone                    |
+| describe_stall       | stalled     | sends heartbeats but makes no progress          |
+| describe_deadlock    | stalled     | waits for another, which waits for this one     |
+| describe_departure   | left        | ended its program, or deleted its pipe          |
+"""
 
 from __future__ import annotations
 
@@ -8,12 +23,12 @@ from dataclasses import asdict, dataclass
 
 from penstock.errors import ErrorLocation, FailureKind, RemoteError
 
-_MAX_TRACEBACK_CHARS = 20_000  # characters of a traceback
+_MAX_TRACEBACK_CHARS = 20_000  # the end of a traceback that goes into the store
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The fields of a `RemoteError`, and in the how-manieth call it was, if that is known."""
+    """The fields of a `RemoteError`, plus the number of the call that failed (0 if unknown)."""
 
     message: str
     kind: FailureKind
@@ -24,18 +39,18 @@ class Failure:
     call_number: int = 0
 
     def to_error(self) -> RemoteError:
-        """A new error with these fields."""
+        """Return a new RemoteError with these fields."""
         return RemoteError(
             self.message, self.kind, self.rank, self.doing, self.where, self.traceback
         )
 
     def to_json(self) -> str:
-        """As JSON."""
+        """Return the failure as JSON text."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> Failure:
-        """The other way."""
+        """Return the failure that `to_json` has written."""
         fields = json.loads(text)
         where = fields.pop("where")
         if where is not None:
@@ -47,34 +62,37 @@ class Failure:
 def describe_exception(
     error: BaseException, rank: int, call_name: str, doing: str, call_number: int
 ) -> Failure:
-    """An error on this rank; one that is a RemoteError already says all of it itself."""
+    """Return the report of an exception that was raised on this rank.
+
+    A RemoteError, for example a disagreement of the ranks, keeps its own message and kind.
+    """
     if isinstance(error, RemoteError):
-        given = error.message, error.kind, error.rank, doing, error.where, error.traceback
-        return Failure(*given, call_number)
+        fields = error.message, error.kind, error.rank, doing, error.where, error.traceback
+        return Failure(*fields, call_number)
     text = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:]
     if not isinstance(error, Exception):
         message = (
-            f"rank {rank} was interrupted by {type(error).__name__}, {doing}: every rank of the "
-            f"pipe stopped"
+            f"rank {rank} was interrupted by {type(error).__name__}, {doing}. Every rank of the "
+            f"pipe stopped."
         )
         return Failure(message, "interrupted", rank, doing, None, text, call_number)
     where = getattr(error, "whereabouts", None)
-    place = doing if where is None else f"in {call_name}, {where}"
-    said = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
+    location = doing if where is None else f"in {call_name}, {where}"
+    error_line = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
     message = (
-        f"rank {rank} failed, {place}: {said}\n"
-        f"Every rank of the pipe stopped. Mend it on rank {rank}; or catch RemoteError on every "
-        f"rank, and call the pipe again."
+        f"rank {rank} failed, {location}: {error_line}\n"
+        f"Every rank of the pipe stopped. Fix the error on rank {rank}, or catch RemoteError on "
+        f"every rank and call the pipe again."
     )
     return Failure(message, "raised", rank, doing, where, text, call_number)
 
 
 def describe_death(rank: int, doing: str, seconds_silent: float, waiter_status: str) -> Failure:
-    """A process that shows no sign of life any more."""
+    """Return the report of a process that sends no heartbeats any more."""
     message = (
-        f"rank {rank} died: no sign of life for {seconds_silent:.1f} s, last seen {doing}; {waiter_status}. Its "
-        f"own output may say why, or its machine's log: memory that ran out, a lost machine. "
-        f"Start all ranks again, from the last checkpoint."
+        f"rank {rank} died: no heartbeat for {seconds_silent:.1f} s, last seen {doing}; "
+        f"{waiter_status}. Its output or the system log of its machine may say why, for example "
+        f"that memory ran out. Restart all ranks from the last checkpoint."
     )
     return Failure(message, "died", rank, doing)
 
@@ -82,47 +100,51 @@ def describe_death(rank: int, doing: str, seconds_silent: float, waiter_status: 
 def describe_stall(
     rank: int, doing: str, seconds_without_progress: float, waiter_status: str, heartbeat: float
 ) -> Failure:
-    """A process that lives and does not come on."""
+    """Return the report of a process that is alive but makes no progress."""
     message = (
-        f"rank {rank} has stalled, {doing}: it does not come on for {seconds_without_progress:.1f} s; {waiter_status}. Its "
-        f"own output says where it stands. If it is only slow, make the pipe with a heartbeat= "
-        f"above {heartbeat:g} seconds."
+        f"rank {rank} has stalled, {doing}: it made no progress for "
+        f"{seconds_without_progress:.1f} s; {waiter_status}. Its output says where it is stuck. If "
+        f"it is only slow, create the pipe with a heartbeat= above {heartbeat:g} seconds."
     )
     return Failure(message, "stalled", rank, doing)
 
 
 def describe_deadlock(rank: int, doing: str, waiter_statuses: str, heartbeat: float) -> Failure:
-    """Ranks that all wait for one another."""
+    """Return the report of ranks that wait for one another."""
     message = (
-        f"the ranks wait for one another, and none comes on: {waiter_statuses}. If a large message is on "
-        f"its way over a slow link, make the pipe with a heartbeat= above {heartbeat:g} seconds."
+        f"the ranks wait for one another, and none makes progress: {waiter_statuses}. If a large "
+        f"message is in transit over a slow link, create the pipe with a heartbeat= above "
+        f"{heartbeat:g} seconds."
     )
     return Failure(message, "stalled", rank, doing)
 
 
 def describe_departure(rank: int, doing: str, waiter_status: str) -> Failure:
-    """A rank that closed its pipe, or ended its program, too early."""
+    """Return the report of a rank that deleted its pipe or ended its program too early."""
     message = (
-        f"rank {rank} has left, {doing}: its program ended, or its pipe was dropped; {waiter_status}. "
-        f"Call the pipe equally often on every rank."
+        f"rank {rank} has left, {doing}: its program ended, or its pipe was deleted; "
+        f"{waiter_status}. Call the pipe equally often on every rank."
     )
     return Failure(message, "left", rank, doing)
 
 
 def describe_signal(rank: int, doing: str, signal_name: str) -> Failure:
-    """A signal that asks this process to end, and is not caught elsewhere."""
+    """Return the report of a signal that ends this process and that no other handler caught."""
     message = (
-        f"rank {rank} was told to end by {signal_name}, {doing}: every rank of the pipe stopped"
+        f"rank {rank} was terminated by {signal_name}, {doing}. Every rank of the pipe stopped."
     )
     return Failure(message, "interrupted", rank, doing)
 
 
 def describe_lost_store(host_rank: int | None) -> Failure:
-    """The ranks can hear nothing of each other any more. Each says this by itself, alike."""
-    by = "the process that hosts it" if host_rank is None else f"rank {host_rank}, which hosts it"
+    """Return the report of a lost store.
+
+    Without the store the ranks cannot agree on a report. Each builds this one alone, and all get
+    the same text.
+    """
+    host = "the process that hosts it" if host_rank is None else f"rank {host_rank}, which hosts it"
     message = (
-        f"the store through which the ranks know of each other is gone, with {by}: it died or its "
-        f"program ended. Its own output may say why. Start all ranks again, from the last "
-        f"checkpoint."
+        f"the store that the ranks share is gone, with {host}: that process died or its program "
+        f"ended. Its output may say why. Restart all ranks from the last checkpoint."
     )
     return Failure(message, "died", host_rank)

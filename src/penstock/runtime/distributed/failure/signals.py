@@ -1,4 +1,9 @@
-"""Signals while a rank is in a step: heard even while the main thread waits in C."""
+"""SIGINT and SIGTERM while a rank is in a call.
+
+Python runs signal handlers in the main thread between two bytecodes. While the main thread is in a
+gloo `wait()`, in C, no handler runs. So `signal.set_wakeup_fd` makes Python's C-level handler write
+the signal number to a socket, and the monitor thread of the watchdog reads it there.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,17 @@ import threading
 import time
 from types import FrameType
 
-_SIGTERM_GRACE = 5.0  # seconds that a process has to say why it fails, after it was told to end
+_SIGTERM_GRACE = 5.0  # seconds for a failing process to report its error after SIGTERM
 
 
 class SignalHandler:
-    """Rings a bell for each signal, and keeps SIGTERM from ending a process that fails.
+    """Forwards signals to the watchdog, and delays SIGTERM while a process fails.
 
-    Only in the main thread, only what nobody else has taken, and only between `take` and
-    `give_back`. A launcher sends SIGTERM to all as soon as one process ends: without this, the
-    others would die before they can say why.
+    torchrun sends SIGTERM to all processes as soon as one has ended. Without the delay the others
+    would die before they can report the cause.
+
+    It acts only between `install` and `uninstall` and in the main thread. It leaves alone a wakeup
+    fd or a SIGTERM handler that other code has set.
     """
 
     def __init__(self, wakeup_fd: int) -> None:
@@ -28,11 +35,11 @@ class SignalHandler:
         )
 
     def install(self) -> None:
-        """From now on."""
+        """Start to forward signals and to hold back SIGTERM."""
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
-        self._owns_wakeup_fd = previous == -1
+        self._owns_wakeup_fd = previous == -1  # -1: no other code has set one
         if not self._owns_wakeup_fd:
             signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
         elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _exit_delayed):
@@ -40,7 +47,10 @@ class SignalHandler:
             self._owns_sigterm = True
 
     def uninstall(self, failed: bool) -> None:
-        """No longer; after a failure, SIGTERM ends the process a little later than at once."""
+        """Restore the default handling, and deliver a SIGTERM that was held back.
+
+        After a failure SIGTERM ends the process after a grace period instead of at once.
+        """
         if self._owns_wakeup_fd:
             signal.set_wakeup_fd(-1)
             self._owns_wakeup_fd = False
@@ -51,7 +61,7 @@ class SignalHandler:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """The bell has rung for the lookout, which publishes it if nothing else explains it."""
+        """Remember the signal. The monitor thread has read it too, and may publish it."""
         self._sigterm_received = True
 
 

@@ -1,7 +1,18 @@
-"""A watch keeps the ranks of a pipe from waiting for one that failed, died, stalled or left.
+"""The watchdog: it keeps ranks from waiting for one that failed, died, stalled or left.
 
-2 processes:   rank 0   at 0F0   at 0F1   waiting for 1>0:0 of rank 1 ──────────┐
-               rank 1   waiting  at 1F0 ╳ an error: published, all are woken ◄──┘ RemoteError
+    rank 0   at 0F0   at 0F1   waiting for 1>0:0 from rank 1 ────────────────┐
+    rank 1   waiting  at 1F0 ╳ exception: written to the store, all wake up ◄┘ RemoteError on both
+
+Each process has three threads that matter here:
+
+| thread   | does                                                                                 |
+|----------|--------------------------------------------------------------------------------------|
+| guarded  | makes the calls of the pipe, and says what it does with `mark_computing` and          |
+|          | `mark_waiting`; raises RemoteError in the end                                        |
+| monitor  | writes a heartbeat to the store at each interval; reads those of other ranks while   |
+|          | the guarded thread waits; publishes a failure                                        |
+| listener | blocks in the store until any rank publishes a failure, then aborts the groups so    |
+|          | that the guarded thread wakes up                                                     |
 """
 
 from __future__ import annotations
@@ -38,27 +49,34 @@ from penstock.runtime.distributed.failure.report import Failure
 from penstock.runtime.distributed.failure.signals import SignalHandler
 
 # -------------------------------------------------------------------------------------------------
-# The threads behind a `Watch`: one gives signs of life and looks at others', one listens.
+# The monitor and listener threads
 #
-# Through a store, with a connection for each thread: one that two share blocks both. Keys:
+# They talk through a TCP store. Each has a client of its own (`store.clone()`): a client that two
+# threads share blocks both while one of them waits. Keys:
 #
-#     cause     why all stop, JSON; the first writer wins
-#     wake/2    set when rank 2 should look at `cause`, or may stop listening
-#     seen/2    rank 2 knows the cause
-#     sign/2    the last sign of life of rank 2
+#     failure       the failure as JSON; compare_set, so the first writer wins
+#     wake/2        set when rank 2 should read `failure`, or when its listener may end
+#     seen/2        rank 2 has read the failure
+#     heartbeat/2   the last heartbeat of rank 2
 # -------------------------------------------------------------------------------------------------
 
-_MAIN_THREAD_GRACE = 2.0  # seconds for a main thread to come back, once it is known that all stop
-_SIGINT_DELAY = 0.2  # for Python's own handler, which cannot run while a wait is in C
-_SIGTERM_DELAY = 1.5  # a launcher ends all when one has died: the cause is soon known
-_ACKNOWLEDGE_TIMEOUT = 3.0  # for the others to read the cause, before the store's host may go
+# All times are in seconds.
+_MAIN_THREAD_GRACE = 2.0  # for the guarded thread to return once a failure is known
+# Python's own SIGINT handler gets this time. It cannot run while the main thread waits in C.
+_SIGINT_DELAY = 0.2
+# torchrun sends SIGTERM to all ranks when one has died. Within this time the death is usually
+# found, which explains more than the signal.
+_SIGTERM_DELAY = 1.5
+# The host of the store stays this long, so that the other ranks can read the failure.
+_ACKNOWLEDGE_TIMEOUT = 3.0
 
-# The fields of a sign that the watched thread writes.
+# The fields of a heartbeat that the guarded thread sets: state, description, awaited ranks, and
+# timeout factor. It replaces the whole tuple, so the monitor thread needs no lock to read it.
 Activity = tuple[RankState, object, AwaitedRanks, float]
 
 
 class HeartbeatMonitor:
-    """What the watching thread and the two behind it share."""
+    """The state that the guarded thread, the monitor and the listener of one process share."""
 
     def __init__(
         self,
@@ -71,88 +89,100 @@ class HeartbeatMonitor:
         monitored_ranks: Sequence[int],
     ) -> None:
         self.rank, self.size, self.timeouts, self.host_rank = rank, size, timeouts, host_rank
-        self._monitored_ranks = monitored_ranks  # the ranks that it looks at
+        self._monitored_ranks = monitored_ranks
         self.pid = os.getpid()
-        # What the watched thread does now: it writes, the others read.
+        # The guarded thread writes these, the other threads read them.
         self.progress, self.call_name, self.call_count = 0, "", 0
         self.activity: Activity = (RankState.OUTSIDE_CALL, "", None, 1.0)
-        self.compute_activity: Activity = self.activity  # with what, when it does not wait
-        self.guarded_thread: threading.Thread | None = None  # the thread that is in a guarded part
+        self.compute_activity: Activity = self.activity  # the activity to return to after a wait
+        self.guarded_thread: threading.Thread | None = None  # the thread that is inside a guard
         self.failure: Failure | None = None
         self.failure_known, self._failure_acknowledged = threading.Event(), threading.Event()
-        self._local_failure: Failure | None = None  # to be published
+        self._local_failure: Failure | None = None  # the monitor publishes it at its next tick
         self._connection_lost = self._closing = False
-        self._started_ranks: set[int] = set()  # ranks that have given a sign
-        self._signal_times: dict[int, float] = {}  # when each came
+        self._started_ranks: set[int] = set()  # ranks that have sent a heartbeat
+        self._signal_times: dict[int, float] = {}  # by signal number
         self._failure_lock, self._failure_time = threading.Lock(), 0.0
         self._tracker = HeartbeatTracker(max_gap=2 * timeouts.interval)
         self._heartbeat_count, self._abort_groups = 0, abort_groups
-        self._store = store  # its host's server lives as long as this
+        self._store = store  # on the host this object is the server: keep it alive
+        # A socket and not an Event: signals can write to it while the main thread is in C.
         self._wakeup_receiver, self.wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
         self.wakeup_sender.setblocking(False)
         stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]
+        # The monitor must notice a store that hangs. The listener waits as long as it takes.
         stores[0].set_timeout(timedelta(seconds=max(timeouts.heartbeat, 1)))
         self._threads = [
-            threading.Thread(target=target, args=(own,), name=f"penstock-{name}", daemon=True)
-            for target, own, name in zip(
+            threading.Thread(target=target, args=(client,), name=f"penstock-{name}", daemon=True)
+            for target, client, name in zip(
                 (self._run_monitor, self._run_listener),
                 stores,
-                ("lookout", "listener"),
+                ("monitor", "listener"),
                 strict=True,
             )
         ]
         for thread in self._threads:
             thread.start()
 
-    # ---- for the thread that is watched ----------------------------------------------------
+    # ---- called by the guarded thread ------------------------------------------------------
 
     def build_heartbeat(self) -> Heartbeat:
-        """What it does now."""
-        mode, what, peer, patience = self.activity
+        """Return a heartbeat with the current activity of the guarded thread."""
+        state, description, awaited, factor = self.activity
         return Heartbeat(
-            self._heartbeat_count, self.progress, mode, self.call_name, str(what), peer, patience
+            self._heartbeat_count,
+            self.progress,
+            state,
+            self.call_name,
+            str(description),
+            awaited,
+            factor,
         )
 
     def publish_exception(self, error: BaseException, doing: str) -> Failure:
-        """Publish what was raised here, unless another rank was first; which cause it became."""
-        self._local_failure = cause = causes.describe_exception(
+        """Publish an exception of this rank. Return the failure that all ranks raise.
+
+        That is another one if another rank has published before.
+        """
+        self._local_failure = failure = causes.describe_exception(
             error, self.rank, self.call_name, doing, self.call_count
         )
         self.wake()
         self.failure_known.wait(self.timeouts.failure_wait)
-        return self.failure or cause
+        return self.failure or failure
 
     def wait_for_failure(self) -> Failure | None:
-        """The one behind a lost connection, if any is found in time."""
+        """Return the failure behind a lost connection, or None if none is found in time."""
         self._connection_lost = True
         self.wake()
-        # While this process is held up, it cannot see who is quiet: that time does not count.
-        until = self._tracker.observed_seconds + self.timeouts.failure_wait
-        last = time.monotonic() + 4 * self.timeouts.failure_wait
-        while self._tracker.observed_seconds < until and time.monotonic() < last:
+        # The deadline is in observed time: while this process is suspended it cannot see which
+        # ranks are silent. The second deadline, in real time, is a backstop.
+        observed_deadline = self._tracker.observed_seconds + self.timeouts.failure_wait
+        deadline = time.monotonic() + 4 * self.timeouts.failure_wait
+        while self._tracker.observed_seconds < observed_deadline and time.monotonic() < deadline:
             if self.failure_known.wait(self.timeouts.interval):
                 break
         return self.failure
 
     def wait_for_acknowledgement(self) -> None:
-        """By the others, if this process hosts the store; no longer than it stays for them."""
+        """Wait until the other ranks have read the failure, if this process hosts the store."""
         self._failure_acknowledged.wait(_ACKNOWLEDGE_TIMEOUT + 0.5)
 
     def wake(self) -> None:
-        """Have the lookout look now."""
+        """Wake the monitor thread, so that it acts now instead of at the next interval."""
         with suppress(OSError):
             self.wakeup_sender.send(b"\0")
 
     def close(self) -> None:
-        """Say that this rank leaves, and end both threads."""
+        """Announce that this rank leaves, and end both threads."""
         self._closing = True
         self.wake()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=_MAIN_THREAD_GRACE)
 
-    # ---- the lookout -----------------------------------------------------------------------
+    # ---- the monitor thread ----------------------------------------------------------------
 
     def _run_monitor(self, store: Store) -> None:
         try:
@@ -161,6 +191,8 @@ class HeartbeatMonitor:
                 self._sleep_until_wakeup()
         except RuntimeError:
             self._handle_lost_store()
+        # A failure is known. Stay until the guarded thread closes the watchdog, or end the process
+        # if it does not.
         while not self._closing:
             if self._is_overdue():
                 self._exit_process()
@@ -174,29 +206,30 @@ class HeartbeatMonitor:
         self.wakeup_sender.close()
 
     def _tick(self, store: Store) -> None:
-        """One sign of life, and a look at the others', if this rank waits for one of them."""
+        """Publish a heartbeat. Check signals and, if this rank waits, the heartbeats of others."""
         self._publish_heartbeat(store)
-        found = self._local_failure or self._check_signals()
-        if found is None and (self.activity[0] is RankState.WAITING or self._connection_lost):
-            found = self._check_peers(store)
-        if found is not None:
-            self._publish_failure(store, found)
+        failure = self._local_failure or self._check_signals()
+        if failure is None and (self.activity[0] is RankState.WAITING or self._connection_lost):
+            failure = self._check_peers(store)
+        if failure is not None:
+            self._publish_failure(store, failure)
 
     def _publish_heartbeat(self, store: Store) -> None:
         self._heartbeat_count += 1
-        store.set(f"sign/{self.rank}", self.build_heartbeat().to_json())
+        store.set(f"heartbeat/{self.rank}", self.build_heartbeat().to_json())
 
     def _publish_failure(self, store: Store, failure: Failure) -> None:
-        store.compare_set("cause", "", failure.to_json())
+        store.compare_set("failure", "", failure.to_json())  # keeps a failure that is there
         for rank in range(self.size):
             store.set(f"wake/{rank}", "")
         self.failure_known.wait(_MAIN_THREAD_GRACE)  # the listener reads it back
 
     def _check_peers(self, store: Store) -> Failure | None:
-        """At the others: the cause, if one is to blame."""
-        if store.check(["cause"]):  # its writer may have died before it could wake anybody
-            return Failure.from_json(store.get("cause"))
-        keys = {rank: f"sign/{rank}" for rank in self._monitored_ranks}
+        """Read the heartbeats of the monitored ranks. Return a failure if there is one."""
+        if store.check(["failure"]):  # its writer may have died before it set the wake keys
+            return Failure.from_json(store.get("failure"))
+        # `get` blocks until a key exists, so ask only for ranks that have sent a heartbeat.
+        keys = {rank: f"heartbeat/{rank}" for rank in self._monitored_ranks}
         self._started_ranks |= {
             r for r in keys.keys() - self._started_ranks if store.check([keys[r]])
         }
@@ -205,16 +238,21 @@ class HeartbeatMonitor:
             if self._started_ranks
             else []
         )
-        signs = dict(zip(self._started_ranks, map(Heartbeat.from_json, texts), strict=True))
-        signs = {rank: signs.get(rank, Heartbeat(0, 0, RankState.NOT_STARTED)) for rank in keys}
-        signs[self.rank] = self.build_heartbeat()
-        sights = self._tracker.update(signs, time.monotonic())
-        return diagnose(self.rank, sights, self.timeouts, self._connection_lost)
+        heartbeats = dict(zip(self._started_ranks, map(Heartbeat.from_json, texts), strict=True))
+        heartbeats = {
+            rank: heartbeats.get(rank, Heartbeat(0, 0, RankState.NOT_STARTED)) for rank in keys
+        }
+        heartbeats[self.rank] = self.build_heartbeat()
+        statuses = self._tracker.update(heartbeats, time.monotonic())
+        return diagnose(self.rank, statuses, self.timeouts, self._connection_lost)
 
     def _sleep_until_wakeup(self) -> None:
-        """Sleep until the next beat, or the bell: Python rings it for signals, by their number."""
-        hurry = self._signal_times or self.failure is not None
-        pause = min(0.05, self.timeouts.interval) if hurry else self.timeouts.interval
+        """Sleep until the next interval, or until a byte arrives on the wakeup socket.
+
+        Byte 0 comes from `wake`. Python's C-level handler writes other bytes: signal numbers.
+        """
+        is_urgent = self._signal_times or self.failure is not None
+        pause = min(0.05, self.timeouts.interval) if is_urgent else self.timeouts.interval
         select.select([self._wakeup_receiver], [], [], pause)
         with suppress(BlockingIOError):
             for number in self._wakeup_receiver.recv(64):
@@ -222,28 +260,28 @@ class HeartbeatMonitor:
                     self._signal_times.setdefault(number, time.monotonic())
 
     def _check_signals(self) -> Failure | None:
-        """A signal that came while the watched thread cannot hear it: it waits in C."""
+        """Return the failure of a signal that the guarded thread cannot handle: it waits in C."""
         if self.guarded_thread is None:
             return None
         for number, pause in ((signal.SIGINT, _SIGINT_DELAY), (signal.SIGTERM, _SIGTERM_DELAY)):
-            came = self._signal_times.get(number)
-            if came is None or time.monotonic() - came < pause:
+            signal_time = self._signal_times.get(number)
+            if signal_time is None or time.monotonic() - signal_time < pause:
                 continue
-            # Another handler than Python's own may want to go on.
+            # If the user has installed a SIGINT handler, it may want to continue after the signal.
             if number == signal.SIGTERM or signal.getsignal(number) is signal.default_int_handler:
                 name = signal.Signals(number).name
                 return causes.describe_signal(self.rank, str(self.build_heartbeat()), name)
         return None
 
-    # ---- the listener ----------------------------------------------------------------------
+    # ---- the listener thread ---------------------------------------------------------------
 
     def _run_listener(self, store: Store) -> None:
         try:
             self._wait_for_wake_key(store)
-            if store.check(["cause"]):
-                cause = Failure.from_json(store.get("cause"))
-                self._wait_for_current_call(cause)
-                self._record_failure(cause)
+            if store.check(["failure"]):
+                failure = Failure.from_json(store.get("failure"))
+                self._wait_for_current_call(failure)
+                self._record_failure(failure)
                 store.set(f"seen/{self.rank}", "")
                 self._wait_for_seen_keys(store)
         except RuntimeError:
@@ -253,46 +291,62 @@ class HeartbeatMonitor:
 
     def _wait_for_wake_key(self, store: Store) -> None:
         while True:
-            with suppress(DistStoreError):  # a day has passed
+            with suppress(DistStoreError):  # the timeout of one day: wait again
                 store.wait([f"wake/{self.rank}"], timedelta(days=1))
                 return
 
     def _wait_for_current_call(self, failure: Failure) -> None:
-        """Who fails in a later call has come through this one: so can this rank, first."""
-        until = time.monotonic() + _MAIN_THREAD_GRACE
+        """Let this rank finish its current call if another rank failed in a later call.
+
+        That rank has finished the current call, so all of its messages are there. Without this a
+        step could succeed on one rank and fail on another.
+        """
+        deadline = time.monotonic() + _MAIN_THREAD_GRACE
         while (
             self.guarded_thread is not None
             and self.call_count < failure.call_number
             and not self._connection_lost
         ):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return
             time.sleep(0.005)
 
     def _wait_for_seen_keys(self, store: Store) -> None:
-        """The store goes with its host: let everyone read the cause first."""
-        cause = self.failure
-        gone = {self.rank} if cause is None or cause.kind == "raised" else {self.rank, cause.rank}
-        keys = [f"seen/{rank}" for rank in range(self.size) if rank not in gone]
-        until = time.monotonic() + _ACKNOWLEDGE_TIMEOUT
-        while self.host_rank == self.rank and keys and time.monotonic() < until:
+        """Wait on the host of the store until all other ranks have read the failure.
+
+        The store ends with the process of its host, and that may exit right after the error.
+        """
+        failure = self.failure
+        excluded = (
+            {self.rank}
+            if failure is None or failure.kind == "raised"
+            else {self.rank, failure.rank}  # the failed rank cannot answer
+        )
+        keys = [f"seen/{rank}" for rank in range(self.size) if rank not in excluded]
+        deadline = time.monotonic() + _ACKNOWLEDGE_TIMEOUT
+        while self.host_rank == self.rank and keys and time.monotonic() < deadline:
             if store.check(keys):
                 return
             time.sleep(0.01)
 
-    # ---- both ------------------------------------------------------------------------------
+    # ---- both threads ----------------------------------------------------------------------
 
     def _record_failure(self, failure: Failure) -> None:
-        """The cause is known: wake the watched thread, whatever it waits for."""
+        """Store the failure, and abort the groups so that the guarded thread stops waiting."""
+        # Both threads may get here at once: the listener with a failure from the store, the
+        # monitor with a lost store. The first one counts.
         with self._failure_lock:
             if self.failure is not None:
                 return
             self._failure_time = time.monotonic()
             self.failure = failure
         self.failure_known.set()
-        others = failure.rank != self.rank and failure != causes.describe_lost_store(self.host_rank)
-        if self.guarded_thread is None and others and not self._closing:
-            # Its next step raises it; but a launcher may end this process before.
+        is_remote = failure.rank != self.rank and failure != causes.describe_lost_store(
+            self.host_rank
+        )
+        if self.guarded_thread is None and is_remote and not self._closing:
+            # Between calls no thread is there to raise it. The next call does, but a launcher may
+            # end this process before, so print it now.
             _write_stderr(
                 f"penstock: rank {self.rank} will stop at its next step: {failure.to_error()}"
             )
@@ -305,24 +359,34 @@ class HeartbeatMonitor:
         self._failure_acknowledged.set()
 
     def _is_overdue(self) -> bool:
-        """Does the watched thread not come back, though it should?"""
-        cause = self.failure
-        accused = cause is not None and cause.kind == "stalled" and cause.rank == self.rank
+        """Return whether the guarded thread should have returned by now.
+
+        A rank that is itself the stalled one, or that received SIGTERM, gets a short grace. Any
+        other rank gets one heartbeat, or no limit if it is outside a call.
+        """
+        failure = self.failure
+        is_stalled_rank = (
+            failure is not None and failure.kind == "stalled" and failure.rank == self.rank
+        )
         grace = _MAIN_THREAD_GRACE
-        if not accused and signal.SIGTERM not in self._signal_times:
+        if not is_stalled_rank and signal.SIGTERM not in self._signal_times:
             if self.guarded_thread is None:
                 return False
             grace = max(self.timeouts.heartbeat, _MAIN_THREAD_GRACE)
         return time.monotonic() - self._failure_time > grace
 
     def _exit_process(self) -> None:
-        """End the process, as nothing else can: the watched thread does not listen."""
+        """Print the stack of the stuck thread and end the process.
+
+        Python cannot interrupt a thread that is stuck in C, and `sys.exit` in this thread would end
+        this thread only. So `os._exit` is what is left.
+        """
         thread = self.guarded_thread or threading.main_thread()
         frame = sys._current_frames().get(thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         assert self.failure is not None
         _write_stderr(
-            f"penstock: rank {self.rank} ends, as it does not come back from where it stands:\n"
+            f"penstock: rank {self.rank} exits, because its thread is stuck here:\n"
             f"{stack}\n{self.failure.to_error()}"
         )
         os._exit(1)
@@ -335,23 +399,48 @@ def _write_stderr(text: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
+# The watchdog of the guarded thread
+# -------------------------------------------------------------------------------------------------
 
+# gloo raises a plain RuntimeError for a lost connection (PyTorch 2.13: "[.../gloo/transport/tcp/
+# pair.cc:553] Connection closed by peer"), both when an operation is posted and when it is waited
+# for. NCCL and TCPStore raise subclasses of DistError. `_is_connection_error` therefore decides in
+# this order:
+#
+# 1. Inside a wait of ours (`mark_waiting`), any RuntimeError is a lost connection.
+# 2. A DistError is a lost connection.
+# 3. Otherwise the text decides. Two cases are left: a send or receive of ours that is posted while
+#    the rank computes, and a gloo collective inside a layer (DDP, FSDP, tensor parallelism). There
+#    a RuntimeError of gloo and a RuntimeError of the user's code differ in nothing but the text.
+#
+# A transport error is only a symptom, so the rank waits a moment for the cause (`wait_for_failure`)
+# before it publishes anything. If a new PyTorch changes the text, case 3 takes the error for an
+# exception of the layer and publishes it at once: all ranks still stop with one RemoteError, but it
+# may name a rank that lost a connection instead of the rank that died. A test of the watchdog
+# compares this pattern with the text of an aborted group, and fails then. If the text of a layer's
+# own error matches by chance, the report is the right one, only later by `Timeouts.failure_wait`.
 _CONNECTION_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
 )
 
 
 class Watchdog:
-    """One rank's watch over a pipe: says what this rank does, and learns why all must stop.
+    """The watchdog of one rank: publishes what this rank does, and learns why all must stop.
 
-    `store` is for this watch alone, with the same prefix on every rank; `host` is the rank whose
-    process serves it, if it is one of these. `poison()` lets all that waits in the pipe's groups
-    fail at once; it is called in another thread, and must not hold whatever holds the watch. This
-    rank looks at those of its `circle` alone, which are all that it ever waits for; it hears of
-    what any rank has found.
+    It serves until the first failure. After that it is closed, and `failure` says why. It also
+    closes when it is garbage collected and when the interpreter ends.
 
-    A watch serves until the first fault: then it is closed, and has a `cause`. It closes, too,
-    when nobody holds it any more, and when the interpreter ends.
+    Args:
+        store: A TCP store for this watchdog alone, with the same prefix on every rank.
+        rank: The rank of this process among all ranks of all replicas.
+        size: The number of these ranks.
+        heartbeat: Seconds without heartbeats or progress after which a rank has failed.
+        abort_groups: Makes all pending operations in the groups of the pipe fail. Another thread
+            calls it. It must not refer to an object that refers to the watchdog, or the watchdog
+            would never be garbage collected.
+        host_rank: The rank that serves the store. None if another process does.
+        monitored_ranks: The ranks whose heartbeats this rank reads: all that it ever waits for.
+            Empty means all ranks. It still hears of failures that other ranks find.
     """
 
     def __init__(
@@ -364,82 +453,90 @@ class Watchdog:
         host_rank: int | None = None,
         monitored_ranks: Sequence[int] = (),
     ) -> None:
-        near = [other for other in monitored_ranks or range(size) if other != rank]
+        other_ranks = [other for other in monitored_ranks or range(size) if other != rank]
         self._monitor = HeartbeatMonitor(
-            store, rank, size, Timeouts(heartbeat), abort_groups, host_rank, near
+            store, rank, size, Timeouts(heartbeat), abort_groups, host_rank, other_ranks
         )
+        # The threads refer to the monitor and not to this object, so that it can be collected.
         self._finalizer = weakref.finalize(self, _close_monitor, self._monitor)
 
     @property
     def failure(self) -> Failure | None:
-        """Why all must stop, if they must."""
+        """The failure that stops all ranks, or None."""
         return self._monitor.failure
 
     @property
     def closed(self) -> bool:
-        """Is it over?"""
+        """Whether the watchdog has ended, after a failure or `close`."""
         return not self._finalizer.alive
 
     def mark_computing(self, description: object, timeout_factor: float = 1.0) -> None:
-        """This rank computes that now, for so many heartbeats at most. Raises, if all must stop.
+        """Record that this rank computes, and raise RemoteError if a failure is known.
 
-        It is made text only for signs.
+        It may take `timeout_factor` heartbeats. The monitor calls `str(description)` only when it
+        writes a heartbeat, so this call is cheap.
         """
-        lookout = self._monitor
-        lookout.progress += 1
-        lookout.activity = lookout.compute_activity = (
+        monitor = self._monitor
+        monitor.progress += 1
+        monitor.activity = monitor.compute_activity = (
             RankState.COMPUTING,
             description,
             None,
             timeout_factor,
         )
-        if lookout.failure is not None:
-            raise lookout.failure.to_error()
+        if monitor.failure is not None:
+            raise monitor.failure.to_error()
 
     def mark_waiting(self, description: object, awaited_ranks: AwaitedRanks = None) -> None:
-        """This rank is about to wait for that, of one rank, some or all. Raises, if all must stop.
+        """Record that this rank is about to wait, and raise RemoteError if a failure is known.
 
-        Until it has `arrived`, a RuntimeError is taken for a lost connection.
+        Until `mark_arrived`, any RuntimeError counts as a lost connection.
         """
-        lookout = self._monitor
-        lookout.progress += 1
-        lookout.activity = (
+        monitor = self._monitor
+        monitor.progress += 1
+        monitor.activity = (
             RankState.WAITING,
             description,
             awaited_ranks,
-            lookout.compute_activity[3],
+            monitor.compute_activity[3],
         )
-        if lookout.failure is not None:
-            raise lookout.failure.to_error()
+        if monitor.failure is not None:
+            raise monitor.failure.to_error()
 
     def mark_arrived(self) -> None:
-        """What this rank waited for is there: it computes again, what it was `at` before."""
-        lookout = self._monitor
-        lookout.progress += 1
-        lookout.activity = lookout.compute_activity
+        """Record that the wait is over. The rank returns to its activity before the wait."""
+        monitor = self._monitor
+        monitor.progress += 1
+        monitor.activity = monitor.compute_activity
 
     def mark_outside_call(self) -> None:
-        """This rank is between steps."""
-        lookout = self._monitor
-        lookout.progress += 1
-        lookout.activity = lookout.compute_activity = (RankState.OUTSIDE_CALL, "", None, 1.0)
+        """Record that this rank is between calls."""
+        monitor = self._monitor
+        monitor.progress += 1
+        monitor.activity = monitor.compute_activity = (RankState.OUTSIDE_CALL, "", None, 1.0)
 
     def guarded(self, call_name: str, timeout_factor: float = 1.0) -> FailureGuard:
-        """A context: what is raised in it becomes a RemoteError on every rank."""
+        """Return a context manager. An exception inside becomes a RemoteError on every rank."""
         return FailureGuard(self, self._monitor, call_name, timeout_factor)
 
     def explain_lost_connection(self, error: RuntimeError) -> RuntimeError:
-        """Why a connection was lost, for a thread beside the watched one; if nobody knows, that."""
-        cause = self._monitor.failure or self._monitor.wait_for_failure()
-        return error if cause is None else cause.to_error()
+        """Return the failure behind a lost connection as an error, or the error itself.
+
+        Threads other than the guarded one call this, for example a background save.
+        """
+        failure = self._monitor.failure or self._monitor.wait_for_failure()
+        return error if failure is None else failure.to_error()
 
     def close(self) -> None:
-        """Leave in order. No thread is left."""
+        """Announce that this rank leaves, and end both threads."""
         self._finalizer()
 
 
 class SubgroupWatchdog:
-    """A watch, for some of its ranks, who count themselves from 0: `ranks` says which is which."""
+    """A view of a watchdog for a subgroup, whose members are numbered from 0.
+
+    `ranks[i]` is the rank of member i in the watchdog.
+    """
 
     def __init__(self, watchdog: Watchdog, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
@@ -450,12 +547,21 @@ class SubgroupWatchdog:
         )
 
     def mark_waiting(self, description: object, peer: int | None = None) -> None:
-        """As the watch's; without a peer, for all of them."""
+        """Record that this rank is about to wait for a member, or for all of the subgroup."""
         self._mark_waiting(description, self._ranks if peer is None else self._ranks[peer])
 
 
 class FailureGuard:
-    """A part of a program that all ranks leave together, or with the same error."""
+    """A context manager that all ranks leave normally, or with the same RemoteError.
+
+    On an exception, `__exit__` finds the failure that all ranks raise:
+
+        failure known already           another rank was first: raise its failure
+        transport error                 a symptom: wait for the cause (`wait_for_failure`)
+        any other, or no cause found    publish this exception
+
+    Then it closes the watchdog. Ctrl-C and SystemExit are raised as they are, after publishing.
+    """
 
     def __init__(
         self, watchdog: Watchdog, monitor: HeartbeatMonitor, call_name: str, timeout_factor: float
@@ -466,20 +572,21 @@ class FailureGuard:
         self._outer_thread = monitor.guarded_thread
 
     def __enter__(self) -> None:
-        lookout = self._monitor
-        if lookout.pid != os.getpid():
+        monitor = self._monitor
+        if monitor.pid != os.getpid():
             raise RunError(
-                "this pipe was called in another process than it was made in: a fork has no part "
-                "in it; call it where it was made, or make one in each process"
+                "this pipe was called in another process than the one that created it, and a "
+                "forked process cannot take part in it. Call it in the process that created it, "
+                "or create one pipe in each process."
             )
-        if lookout.failure is not None:
+        if monitor.failure is not None:
             self._watchdog.close()
-            raise lookout.failure.to_error()
-        lookout.guarded_thread, lookout.call_name = threading.current_thread(), self._call_name
-        lookout.call_count += self._outer_thread is None
+            raise monitor.failure.to_error()
+        monitor.guarded_thread, monitor.call_name = threading.current_thread(), self._call_name
+        monitor.call_count += self._outer_thread is None
         self._signal_handler.install()
-        lookout.progress += 1
-        lookout.activity = lookout.compute_activity = (
+        monitor.progress += 1
+        monitor.activity = monitor.compute_activity = (
             RankState.COMPUTING,
             "its beginning",
             None,
@@ -492,50 +599,55 @@ class FailureGuard:
         error: BaseException | None,
         error_traceback: TracebackType | None,
     ) -> None:
-        lookout = self._monitor
+        monitor = self._monitor
         if error is None:
-            lookout.guarded_thread = self._outer_thread
+            monitor.guarded_thread = self._outer_thread
             self._signal_handler.uninstall(failed=False)
             return
-        if (
-            isinstance(error, RemoteError) and self._watchdog.closed
-        ):  # raised by a guard in this one
+        # A guard inside this one has raised it and closed the watchdog.
+        if isinstance(error, RemoteError) and self._watchdog.closed:
             self._signal_handler.uninstall(failed=True)
             return
-        was, lost = str(lookout.build_heartbeat()), _is_connection_error(error, lookout)
+        activity, is_lost = str(monitor.build_heartbeat()), _is_connection_error(error, monitor)
         try:
-            cause = lookout.failure or (lookout.wait_for_failure() if lost else None)
-            cause = cause or lookout.publish_exception(error, was)
-            lookout.wait_for_acknowledgement()
-        except BaseException as interrupt:  # Ctrl-C while this thread was in C: heard only now
+            failure = monitor.failure or (monitor.wait_for_failure() if is_lost else None)
+            failure = failure or monitor.publish_exception(error, activity)
+            monitor.wait_for_acknowledgement()
+        # Ctrl-C while this thread was in C: Python raises KeyboardInterrupt only now.
+        except BaseException as interrupt:
             error = interrupt
-            cause = lookout.publish_exception(error, was)
-        lookout.guarded_thread = None
+            failure = monitor.publish_exception(error, activity)
+        monitor.guarded_thread = None
         self._signal_handler.uninstall(failed=True)
         self._watchdog.close()
         if not isinstance(error, Exception):
             raise error
-        remote = cause.to_error()
-        remote.add_note(f"This is rank {lookout.rank} of {lookout.size}; it was {was}.")
-        if lost and (cause.kind, cause.rank) != ("raised", lookout.rank):
+        remote = failure.to_error()
+        remote.add_note(f"This is rank {monitor.rank} of {monitor.size}; it was {activity}.")
+        # A transport error explains nothing once the cause is known: do not chain it.
+        if is_lost and (failure.kind, failure.rank) != ("raised", monitor.rank):
             raise remote from None
         raise remote from (error.__cause__ if isinstance(error, RemoteError) else error)
 
 
 def _is_connection_error(error: BaseException, monitor: HeartbeatMonitor) -> bool:
-    """Was a connection lost? It may look like that by mistake: the error is told all the same."""
+    """Return whether an error is a symptom of a lost connection. See `_CONNECTION_ERROR`."""
     if not isinstance(error, RuntimeError) or isinstance(error, PenstockError):
         return False
-    waits = monitor.activity[0] is RankState.WAITING
-    return waits or isinstance(error, DistError) or bool(_CONNECTION_ERROR.search(str(error)))
+    is_waiting = monitor.activity[0] is RankState.WAITING
+    return is_waiting or isinstance(error, DistError) or bool(_CONNECTION_ERROR.search(str(error)))
 
 
 def _close_monitor(monitor: HeartbeatMonitor) -> None:
-    """Nobody holds the watch, or the interpreter ends: perhaps by an error outside all guards."""
+    """Close the monitor of a watchdog that was garbage collected, or at interpreter exit.
+
+    If the program ends with an exception outside of all guards, that is published first. Otherwise
+    the other ranks would only hear that this rank has left.
+    """
     if monitor.pid != os.getpid():
         return
-    ends = not threading.main_thread().is_alive()
-    error = getattr(sys, "last_value", None) if ends else None
+    is_exiting = not threading.main_thread().is_alive()
+    error = getattr(sys, "last_value", None) if is_exiting else None
     if error is not None and monitor.failure is None:
         monitor.publish_exception(error, str(monitor.build_heartbeat()))
         monitor.wait_for_acknowledgement()
