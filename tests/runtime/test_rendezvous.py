@@ -90,10 +90,8 @@ def test_rendezvous_detects_a_deadlock_of_two_ranks() -> None:
     ranks = meeting()
     other = InThread(lambda: ranks.endpoint(1).send(BACK, payload(1)))
     assert other.is_blocked()
-    expected_error = (
-        "wait for each other in a deadlock: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
-    )
-    with pytest.raises(RunError, match=expected_error):
+    expected = "wait for each other in a deadlock: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
+    with pytest.raises(RunError, match=expected):
         ranks.endpoint(0).send(FIRST, payload(1))
     assert isinstance(other.result(), Stopped)
 
