@@ -1,1 +1,1 @@
-"""Tests over several processes, and the processes that they run in."""
+"""Tests of pipes over several processes, and the worker processes they run in."""

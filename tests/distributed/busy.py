@@ -1,8 +1,8 @@
-"""Run tests as on a busy machine: again and again, one of their processes is held up for a while.
+"""Run tests as on a busy machine: stop random worker processes for short times while the tests run.
 
-    python -m tests.distributed.busy [--longest 1.2] [--hands 4] [--seed 0] pytest's words ...
+    python -m tests.distributed.busy [--longest 1.2] [--hands 4] [--seed 0] PYTEST_ARGUMENTS ...
 
-What fails here and nowhere else has a race, or too little patience.
+A test that fails here and nowhere else has a race, or its timeouts are too short.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from contextlib import suppress
 
 from tests.launch.hosts import children
 
-GAP = 0.3  # seconds at most between two that one hand holds
+GAP = 0.3  # longest pause, in seconds, between two stops by one thread
 
 
 def main() -> int:
-    """Its exit code is pytest's."""
+    """Run pytest with the remaining arguments and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--longest", type=float, default=1.2, help="seconds that one is held")
     parser.add_argument("--hands", type=int, default=4, help="how many are held at once")

@@ -1,4 +1,4 @@
-"""Where the processes of tests come from: forked from a server that has imported what they need."""
+"""Fork the processes of tests from a server that has already imported what they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 PRELOADED = (
     "penstock.pipe",
     "penstock.checkpoint.saver",
-    "torch._dynamo",  # the first optimizer imports it
+    "torch._dynamo",  # creating the first optimizer imports it
     "tests.distributed.rank",
     "tests.faults.course",
     "tests.properties.comparing",
@@ -20,22 +20,22 @@ PRELOADED = (
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
-    "RES_OPTIONS": "timeout:1 attempts:1",  # a client of a store asks for names
+    "RES_OPTIONS": "timeout:1 attempts:1",  # a client of a TCPStore resolves host names
 }
 
 
 def forked() -> ForkServerContext:
-    """There is one server; what it has imported counts from the first fork on."""
+    """Return the context of the fork server. Preloading takes effect at the first fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
 def store() -> TCPStore:
-    """Served by this process, over IPv4.
+    """Return a TCPStore that this process serves over IPv4.
 
-    Over IPv6, which is the default, a server asks for the name of each client's address, and where
-    no name server answers, everyone waits for five seconds.
+    Over IPv6, which is the default, the server looks up the host name of each client's address.
+    Where no name server answers, every client waits for five seconds.
     """
     ear = socket.create_server(("127.0.0.1", 0))
     port = ear.getsockname()[1]

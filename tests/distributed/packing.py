@@ -1,6 +1,6 @@
-"""Values between the processes of a test: pickled, tensors by their numbers.
+"""Pickle values that the processes of a test exchange, with tensors stored as raw bytes.
 
-PyTorch's own ways to send a tensor to another process open files, and take as long as a case.
+PyTorch's own ways to send a tensor to another process open files, and take as long as a test case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """A tensor of numbers in memory; all else as it is."""
+        """Reduce a dense leaf tensor to its bytes. Everything else is pickled as usual."""
         if type(value) is not Tensor or value.layout is not torch.strided or not value.is_leaf:
             return NotImplemented
         numbers = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -30,12 +30,12 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...], learns: 
 
 
 def packed(value: Any) -> bytes:
-    """As bytes."""
+    """Return the value as bytes."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def unpacked(content: bytes) -> Any:
-    """The value again; its tensors are new ones."""
+    """Return the value that `packed` turned into bytes. Its tensors are new ones."""
     return pickle.loads(content)

@@ -1,6 +1,6 @@
-"""What a worker process does: it joins the group, and runs what it is given until its parent ends.
+"""The main function of a worker process: join the group, then run functions until the parent ends.
 
-RANK, WORLD_SIZE, MASTER_ADDR ...    as torchrun sets them
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and so on are set as torchrun sets them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torch import distributed
 from tests.distributed.forks import ENVIRONMENT
 from tests.distributed.packing import packed, unpacked
 
-SHOW = signal.SIGUSR1  # write down what every thread does now
-GRACE = 15.0  # seconds after which a case that was forgotten by its parent ends itself
+SHOW = signal.SIGUSR1  # makes the process write the stack of every thread to its log
+GRACE = 15.0  # seconds after which a case whose parent has gone ends itself
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What the function gave on this rank."""
+    """The value that the function returned on this rank."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The function failed on this rank: the traceback, and what was written to the terminal."""
+    """The traceback of the function that failed on this rank, and what it wrote to the terminal."""
 
     traceback: str
     written: str = ""
@@ -51,7 +51,7 @@ Answer = Returned | Raised
 
 
 def serve(rank: int, size: int, port: int, connection: Connection, log: Path) -> None:
-    """Run functions, one after another, until there is nobody who asks."""
+    """Run one function after another, until the parent closes the connection."""
     threading.Thread(target=_end_with_parent, args=(log.parent,), daemon=True).start()
     written = _redirected(log)
     faulthandler.enable(sys.stderr)
@@ -65,7 +65,7 @@ def serve(rank: int, size: int, port: int, connection: Connection, log: Path) ->
         connection.send_bytes(packed(Raised(traceback.format_exc())))
         return
     gc.collect()
-    gc.freeze()  # so that collecting what a case leaves takes no time
+    gc.freeze()  # makes the garbage collection after each case fast
     while True:
         try:
             task = connection.recv_bytes()
@@ -108,7 +108,7 @@ def _as_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _redirected(log: Path) -> int:
-    """From here on, what is written to the terminal is written to a file."""
+    """Redirect everything written to the terminal to a file, and return its file descriptor."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     for stream in (1, 2):
@@ -119,7 +119,7 @@ def _redirected(log: Path) -> int:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """However the parent ends, this process does: also one that waits for a message."""
+    """End this process when its parent ends, even while it waits for a message."""
     parent = parent_process()
     assert parent is not None
     parent.join()

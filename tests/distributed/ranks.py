@@ -1,11 +1,12 @@
-"""A function run on all ranks of a gloo group, in processes that stay alive between cases.
+"""Run a function on all ranks of a gloo group, in processes that stay alive between cases.
 
     def function(x): ...                         # importable; every rank runs it
-    found = ranks(3).run(function, x)            # a list of what it gave, one a rank
-    answers = ranks(3).answers(function, x)      # also if it fails, or ranks die
+    results = ranks(3).run(function, x)          # a list of its return values, one per rank
+    answers = ranks(3).answers(function, x)      # also works if it fails, or if ranks die
 
-The processes are made when they are first needed, and made anew after a case that fails, so that
-its broken group harms no other case. They end with the process that made them, however it ends.
+The processes are started when they are first needed. They are replaced after a case that fails, so
+that its broken group cannot harm another case. They end with the process that started them, however
+it ends.
 """
 
 from __future__ import annotations
@@ -28,42 +29,42 @@ from tests.distributed.packing import packed, unpacked
 from tests.distributed.rank import SHOW, Answer, Raised, Returned, serve
 
 SIZES = (2, 3, 4)
-START = 120.0  # seconds in which processes must come up
-SHOWING = 3.0  # and in which one that hangs writes down where
+START = 120.0  # seconds that processes may take to start
+SHOWING = 3.0  # seconds that a hanging process may take to write its stacks
 
 
 @dataclass(frozen=True)
 class Died:
-    """The process ended, or had to be ended: with this exit code, having written this."""
+    """The process ended, or was killed: its exit code, and what it wrote."""
 
     code: int | None
     written: str = ""
-    waited: bool = False  # it was ended, as its time was over
+    waited: bool = False  # it was killed because its time was over
 
 
 class RanksFailed(AssertionError):
-    """Some rank raised, died, or was not done in time."""
+    """Some rank raised, died, or did not finish in time."""
 
 
 @cache
 def ranks(size: int) -> Ranks:
-    """The processes of this size; there is one set of them."""
+    """Return the processes of this group size. There is one set of them per size."""
     return Ranks(size)
 
 
 class Ranks:
-    """So many processes, which form a group."""
+    """A group of `size` processes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._team: _Team | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any, within: float = 60.0) -> list[Any]:
-        """What it gives on each rank. If any fails, the case does, with that rank's traceback."""
+        """Return the result of each rank, or fail with the tracebacks of the failed ranks."""
         answers = self.answers(function, *arguments, within=within, patience=2.0)
         if all(isinstance(answer, Returned) for answer in answers):
             return [answer.value for answer in answers if isinstance(answer, Returned)]
-        raise RanksFailed(_told(answers))
+        raise RanksFailed(_describe_failures(answers))
 
     def answers(
         self,
@@ -72,9 +73,12 @@ class Ranks:
         within: float = 60.0,
         patience: float | None = None,
     ) -> list[Answer | Died]:
-        """What becomes of it on each rank; who is not done `within` these seconds is ended.
+        """Return the outcome on each rank.
 
-        After the first failure the others have `patience` seconds; all that are left, if None.
+        A rank that is not done `within` these seconds is killed.
+
+        After the first failure the other ranks have `patience` seconds, or all the remaining time
+        if it is None.
         """
         if self._team is None:
             self._team = _Team(self.size)
@@ -88,14 +92,14 @@ class Ranks:
         return answers
 
     def end(self) -> None:
-        """Let the processes end; the next case makes new ones."""
+        """End the processes. The next case starts new ones."""
         if self._team is not None:
             self._team.end()
             self._team = None
 
 
 class _Team:
-    """The processes of a size, from their start to their end."""
+    """The processes of one group, from their start to their end."""
 
     def __init__(self, size: int) -> None:
         context = forked()
@@ -116,13 +120,13 @@ class _Team:
         answers = self._answers(START, None)
         if not all(isinstance(answer, Returned) for answer in answers):
             self.end()
-            raise RanksFailed(_told(answers))
+            raise RanksFailed(_describe_failures(answers))
 
     def ask(self, task: bytes, within: float, patience: float | None) -> list[Answer | Died]:
         for connection in self._connections:
             try:
                 connection.send_bytes(task)
-            except OSError:  # it died between cases, which is told by its answer
+            except OSError:  # the process died between cases, and `_answers` reports it
                 continue
         return self._answers(within, patience)
 
@@ -153,7 +157,7 @@ class _Team:
         return answer
 
     def _given_up(self, late: Sequence[int]) -> dict[int, Answer | Died]:
-        """Those that are not done in time write down what they do, and are ended."""
+        """Let the ranks that are not done in time write their stacks, then kill them."""
         before = {rank: self._written(rank) for rank in late}
         for rank in late:
             pid = self._processes[rank].pid
@@ -164,7 +168,7 @@ class _Team:
             if time.monotonic() > end:
                 break
             time.sleep(0.05)
-        time.sleep(0.2)  # to the last line
+        time.sleep(0.2)  # lets the last line be written
         for rank in late:
             self._processes[rank].kill()
         for rank in late:
@@ -183,7 +187,8 @@ class _Team:
 
     def end(self) -> None:
         atexit.unregister(self.end)
-        if os.getpid() != self._owner:  # a fork of it has the same list, and not the right
+        # a fork inherits the exit handler, but must not end the processes
+        if os.getpid() != self._owner:
             return
         for process in self._processes:
             process.kill()
@@ -194,7 +199,7 @@ class _Team:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _told(answers: Sequence[Answer | Died]) -> str:
+def _describe_failures(answers: Sequence[Answer | Died]) -> str:
     parts = []
     for rank, answer in enumerate(answers):
         if isinstance(answer, Raised):

@@ -1,4 +1,4 @@
-"""Models that are no Sequentials, for tests over processes; their batches and their own numbers."""
+"""Models that are not Sequentials, for tests over processes, with batches and expected results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Speaker(nn.Module):
-    """As GPT-2: learned positions, blocks in a list, an embedding that is used twice."""
+    """A model like GPT-2, with learned positions, a list of blocks and a tied embedding."""
 
     weights: Tensor
 
@@ -65,7 +65,10 @@ class Speaker(nn.Module):
 
 
 class Translator(nn.Module):
-    """Encoder and decoder, whose blocks all take what the encoder gave. One block is used twice."""
+    """An encoder and a decoder whose blocks all take the encoder's output.
+
+    One block is used twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +112,7 @@ def spoken(rows: int, length: int, seed: int = 1) -> Tensor:
 
 
 def inputs(kind: str) -> Iterator[dict[str, Any]]:
-    """Two lengths, a smaller batch, a mask with and without holes."""
+    """Yield batches of two lengths and several sizes, with and without masked positions."""
     for rows, length, seed in ((4, 5, 1), (6, 7, 2), (4, 5, 3), (3, 5, 4)):
         ids = spoken(rows, length, seed)
         if kind == "translator":
@@ -134,7 +137,7 @@ def numbers(model: nn.Module, loss: Tensor) -> Numbers:
 
 
 def unsplit(model: nn.Module, chunks: int, given: dict[str, Any]) -> Tensor:
-    """The mean over micro-batches, by their rows, as a pipe takes it."""
+    """Train the unsplit model micro-batch by micro-batch, and return the mean loss by rows."""
     total = torch.zeros((), dtype=torch.float64)
     rows = len(given["ids"])
     pieces = {name: tensor.chunk(chunks) for name, tensor in given.items()}

@@ -1,4 +1,7 @@
-"""Any model gives its own numbers over processes, too: `make fuzz PROCESSES=1` tries more."""
+"""Random models over processes compute what the unsplit model computes.
+
+`make fuzz PROCESSES=1` tries more of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ PLAIN = Case(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_any_model_gives_its_own_numbers(size: int) -> None:
+def test_random_models_over_processes_match_the_unsplit_model(size: int) -> None:
     @settings(max_examples=EXAMPLES[size], deadline=None, suppress_health_check=list(HealthCheck))
     @given(cases(size))
     def each(case: Case) -> None:
@@ -33,7 +36,7 @@ def test_any_model_gives_its_own_numbers(size: int) -> None:
     each()
 
 
-# ---- it goes red --------------------------------------------------------------------------
+# ---- the comparison fails when it should --------------------------------------------------
 
 
 def off_by_little(at: int, case: Case) -> list[Numbers]:
@@ -46,14 +49,16 @@ def off_by_little(at: int, case: Case) -> list[Numbers]:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_small_difference_on_any_rank_is_found(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_finds_a_small_gradient_error_on_any_rank(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compare(PLAIN)
     monkeypatch.setattr(gathering, "on_rank", partial(off_by_little, at))
     with pytest.raises(AssertionError, match=f"the gradient of {at}.weight differs by"):
         compare(PLAIN)
 
 
-def test_ranks_that_have_a_thing_have_the_same() -> None:
+def test_merging_ranks_requires_equal_values_of_shared_parameters() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
     names = {"0.weight": "0.weight", "3.weight": "0.weight"}
     own: Numbers = {"the parameter 0.weight": one, "the gradient of the input x": one}

@@ -1,4 +1,4 @@
-"""A pipe over processes computes what the one-process pipe and the unsplit model compute."""
+"""A pipe over processes computes what the single-process pipe and the unsplit model compute."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support import SCHEDULES, batch, each_schedule, network, plain
 each_size = pytest.mark.parametrize("size", SIZES)
 
 Numbers = dict[str, Tensor | None]
-Told = list[Numbers]  # one a step
+NumbersPerStep = list[Numbers]  # one entry per step
 
 
 def cut(layers: int, stages: int) -> list[int]:
-    """As even as it goes, the larger ones first."""
+    """Divide the layers as evenly as possible, with the larger stages first."""
     return [layers // stages + (at < layers % stages) for at in range(stages)]
 
 
@@ -36,7 +36,10 @@ def numbers(pipe: nn.Module, loss: Tensor | None, output: Any) -> Numbers:
 
 
 def as_one(of_ranks: Sequence[Numbers], model: nn.Module) -> Numbers:
-    """What the ranks have, which is the same wherever several have it; outputs on the last."""
+    """Merge the results of all ranks.
+
+    Values that several ranks have must be equal. Only the last rank has outputs.
+    """
     names = first_names(model)
     found: Numbers = {}
     for rank, numbers in enumerate(of_ranks):
@@ -58,17 +61,17 @@ def check_close(found: Numbers, expected: Numbers) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-# ---- every schedule, bit by bit -----------------------------------------------------------
+# ---- every schedule, bit for bit ----------------------------------------------------------
 
-ROWS = (11, 8, 11, 6)  # the third as the first: its sizes are known
+ROWS = (11, 8, 11, 6)  # the third is as large as the first, so its message sizes are already known
 
 
 def several_steps(pipe: Pipe) -> Iterator[Numbers]:
-    """Batches of several sizes, whose gradients add up, and evaluation on fewer rows in between."""
+    """Train on batches of several sizes, accumulating gradients, and evaluate after each step."""
     for step, rows in enumerate(ROWS):
         x, target = batch(rows)
         torch.manual_seed(step)
-        if pipe_rank() > 0:  # what others would draw does not matter
+        if pipe_rank() > 0:  # seeds of other ranks must not matter
             torch.manual_seed(1000 + pipe_rank())
         result = pipe.step(x, target=target, outputs=True)
         yield numbers(pipe, result.loss, result.outputs)
@@ -82,28 +85,28 @@ def pipe_rank() -> int:
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
-def trained(size: int, schedule: str, **where: Any) -> Told:
+def trained(size: int, schedule: str, **where: Any) -> NumbersPerStep:
     stages = size * SCHEDULES[schedule]
     counts = cut(10, stages)
     pipe = Pipe(network(), 4, stages=counts, schedule=schedule, loss_fn=mse_loss, **where)
     return list(several_steps(pipe))
 
 
-def trained_here(size: int, schedule: str) -> Told:
+def trained_here(size: int, schedule: str) -> NumbersPerStep:
     return trained(size, schedule, group=distributed.group.WORLD)
 
 
 @each_size
 @each_schedule
-def test_all_is_as_in_one_process(size: int, schedule: str) -> None:
-    """Dropout, running statistics, skips, work in place, uneven and changing batches."""
+def test_training_over_processes_equals_the_inline_runtime(size: int, schedule: str) -> None:
+    """The model has dropout, running statistics, skips and in-place operations; batches vary."""
     of_ranks = ranks(size).run(trained_here, size, schedule)
     expected = trained(size, schedule, devices=["cpu"] * size, runtime="inline")
     for found, wanted in zip(zip(*of_ranks, strict=True), expected, strict=True):
         check_equal(as_one(found, network()), wanted)
 
 
-# ---- who holds what -----------------------------------------------------------------------
+# ---- parameters held by each rank ---------------------------------------------------------
 
 
 def holdings() -> tuple[list[str], list[str], int]:
@@ -113,7 +116,7 @@ def holdings() -> tuple[list[str], list[str], int]:
 
 
 @each_size
-def test_each_rank_holds_its_own_layers_under_the_models_names(size: int) -> None:
+def test_each_rank_holds_only_its_own_layers_under_the_model_names(size: int) -> None:
     found = ranks(size).run(holdings)
     names = [name for name, _ in network().named_parameters()]
     assert [name for mine, _, _ in found for name in mine] == names
@@ -125,7 +128,7 @@ def test_each_rank_holds_its_own_layers_under_the_models_names(size: int) -> Non
 
 
 def tied() -> nn.Sequential:
-    """The first and the last layer share a matrix."""
+    """Return a model whose first and last layer share a weight."""
     torch.manual_seed(0)
     first, second, third, last = (nn.Linear(6, 6) for _ in range(4))
     last.weight = first.weight
@@ -143,7 +146,7 @@ def optimized(model: nn.Module, step: Any, clip: Any, norm_type: float) -> Itera
         optimizer.zero_grad()
 
 
-def optimized_here(norm_type: float) -> Told:
+def optimized_here(norm_type: float) -> NumbersPerStep:
     size = distributed.get_world_size()
     pipe = Pipe(tied(), 3, stages=cut(4, size), schedule="1f1b", loss_fn=mse_loss,
                 group=distributed.group.WORLD)  # fmt: skip
@@ -157,7 +160,7 @@ def optimized_here(norm_type: float) -> Told:
 @each_size
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_and_optimizers_with_tied_weights(size: int, norm_type: float) -> None:
-    """The norm is that of the whole model, what is tied counts once, and copies stay the same."""
+    """The norm is that of the whole model, and a tied weight counts once and stays equal."""
     model = tied()
 
     def step(x: Tensor, target: Tensor) -> Tensor:
@@ -177,7 +180,7 @@ def test_clipping_and_optimizers_with_tied_weights(size: int, norm_type: float) 
 
 
 def overflowing() -> list[tuple[float, bool]]:
-    """One rank's gradient overflows in the second step: its weights have become large."""
+    """Let the gradient of rank 0 overflow in the second step, by a hook that returns infinity."""
     rank = distributed.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -202,7 +205,7 @@ def overflowing() -> list[tuple[float, bool]]:
 
 
 @each_size
-def test_an_overflow_on_one_rank_skips_the_step_on_all(size: int) -> None:
+def test_grad_scaler_overflow_on_one_rank_skips_the_step_on_all_ranks(size: int) -> None:
     scale = 2.0**10
     expected = [(scale, True), (scale / 2, False), (scale / 2, True)]
     assert ranks(size).run(overflowing) == [expected] * size
@@ -212,7 +215,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(size: int) -> None:
 
 
 class Gated(nn.Linear):
-    """Takes inputs by name."""
+    """A linear layer that takes keyword inputs."""
 
     def forward(self, x: Tensor, gate: Tensor, table: Tensor, times: float) -> Tensor:  # type: ignore[override]
         return super().forward(x) * gate * times + table
@@ -256,7 +259,7 @@ def from_one_rank(outputs: str, shapes: str) -> list[tuple[Numbers, Any]]:
 
 @each_size
 @pytest.mark.parametrize(("outputs", "shapes"), [("last", "learned"), ("all", "sent")])
-def test_data_on_the_first_rank_alone(size: int, outputs: str, shapes: str) -> None:
+def test_batch_on_the_first_rank_only(size: int, outputs: str, shapes: str) -> None:
     of_ranks = ranks(size).run(from_one_rank, outputs, shapes)
     model = gated()
     pipe = Pipe(model, 4, stages=cut(5, size), devices=["cpu"] * size, schedule="1f1b",
@@ -293,7 +296,7 @@ def measured() -> tuple[list[str], float, str]:
 
 
 @each_size
-def test_every_rank_has_the_loss_and_the_timeline_of_all(size: int) -> None:
+def test_every_rank_returns_the_loss_and_the_timeline_of_all_ranks(size: int) -> None:
     found = ranks(size).run(measured)
     assert found == [found[0]] * size
     spans, makespan, shown = found[0]
@@ -316,8 +319,11 @@ def gradients_of_inputs() -> tuple[Tensor | None, Tensor | None]:
 
 
 @each_size
-def test_inputs_get_their_gradients_where_they_are_used(size: int) -> None:
-    """The first rank's input; of a side input each rank that uses it has its part."""
+def test_input_gradients_are_on_the_ranks_that_use_the_input(size: int) -> None:
+    """The first rank has the gradient of the batch.
+
+    Each rank that uses a keyword input has its part.
+    """
     found = ranks(size).run(gradients_of_inputs)
     model = gated()
     x, target, side = given(8)
@@ -336,7 +342,7 @@ def test_inputs_get_their_gradients_where_they_are_used(size: int) -> None:
 
 
 def copied() -> bool:
-    """A copy computes the same, and belongs to the same processes."""
+    """Return whether a deep copy, which belongs to the same processes, computes the same loss."""
     pipe = Pipe(plain(), 2, stages=cut(4, distributed.get_world_size()), loss_fn=mse_loss,
                 group=distributed.group.WORLD)  # fmt: skip
     x, target = batch(6)
@@ -345,5 +351,5 @@ def copied() -> bool:
     return torch.equal(first.loss, second.loss)
 
 
-def test_a_copy_of_a_pipe() -> None:
+def test_deepcopy_of_a_pipe_over_processes() -> None:
     assert ranks(2).run(copied) == [True, True]

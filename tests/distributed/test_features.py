@@ -1,4 +1,4 @@
-"""Every feature under every schedule over processes: equal, or refused, as in one process."""
+"""Every feature under every schedule over processes is equal or refused, as in one process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.features.page import FEATURES, PAGE, read, shown
 from tests.features.trainee import Feature, Piped, Way, called
 from tests.properties.gathering import first_names, plus, same
 
-# Behind `pipe(x)`, which is refused
+# Features that need `pipe(x)` with gradients, which is refused over processes
 DOORS = [name for name, feature in FEATURES.items() if feature.step in (called, differentiated)]
-# A third of all cells: of each feature, under a third of the schedules, and not always the same
+# A third of all combinations: each feature runs under a third of the schedules, and the choice
+# shifts from feature to feature.
 CELLS = [
     (name, schedule, list(feature.ways)[at % len(feature.ways)][1])
     for row, (name, feature) in enumerate(FEATURES.items())
@@ -29,7 +30,7 @@ CELLS = [
 
 
 def on_rank(name: str, way: Way) -> list[StepOutcome] | Refused:
-    """What one of the processes does."""
+    """Run the feature on one rank."""
     feature = FEATURES[name]
     for of_the_compiler in (
         ".*is deprecated",
@@ -46,7 +47,7 @@ def on_rank(name: str, way: Way) -> list[StepOutcome] | Refused:
 
 
 def verdict(feature: Feature, way: Way) -> Verdict:
-    """That of all ranks together."""
+    """Return the verdict of all ranks together."""
     told = ranks(way.ranks).run(on_rank, feature.name, way)
     refusals = [one for one in told if isinstance(one, Refused)]
     if refusals:
@@ -58,7 +59,10 @@ def verdict(feature: Feature, way: Way) -> Verdict:
 
 
 def as_one(of_ranks: Sequence[StepOutcome], names: Mapping[str, str]) -> StepOutcome:
-    """Whoever has a number has the same; gradients of inputs are parts of a sum."""
+    """Merge the outcomes of all ranks.
+
+    Shared values must be equal. Gradients of inputs are summed.
+    """
     found: dict[tuple[str, str], Tensor | None] = {}
     for rank, outcome in enumerate(of_ranks):
         for (kind, told), value in outcome.tensors.items():
@@ -72,7 +76,9 @@ def as_one(of_ranks: Sequence[StepOutcome], names: Mapping[str, str]) -> StepOut
 
 
 @pytest.mark.parametrize(("name", "schedule", "checkpoint"), CELLS)
-def test_a_cell_is_what_the_page_says(name: str, schedule: str, checkpoint: str) -> None:
+def test_feature_over_processes_matches_the_feature_page(
+    name: str, schedule: str, checkpoint: str
+) -> None:
     found = verdict(FEATURES[name], Way(schedule, "processes", checkpoint))
     page = read(PAGE.read_text())[name, schedule]
     if page == "equal":
@@ -82,6 +88,6 @@ def test_a_cell_is_what_the_page_says(name: str, schedule: str, checkpoint: str)
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_a_call_that_is_to_be_differentiated_is_refused(name: str) -> None:
+def test_pipe_call_with_gradients_is_refused_over_processes(name: str) -> None:
     found = verdict(FEATURES[name], Way("1f1b", "processes", "never"))
     assert "pipe(x) cannot be differentiated over several processes" in shown(found)

@@ -1,4 +1,4 @@
-"""The processes that other tests run in: they stay, they are renewed, and nobody is left behind."""
+"""The worker processes of other tests are reused, replaced after a failure, and always ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pid() -> int:
 
 
 def failing(at: int) -> None:
-    """The others wait for the one that fails."""
+    """Raise on one rank while the others wait for a message from it."""
     if distributed.get_rank() == at:
         print("what it printed")
         raise ZeroDivisionError("on purpose")
@@ -59,13 +59,13 @@ def drawn() -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_function_runs_on_every_rank_of_a_group(size: int) -> None:
+def test_run_calls_the_function_on_every_rank(size: int) -> None:
     found = ranks(size).run(summed, torch.tensor([1.0, 2.0]))
     assert [rank for rank, _ in found] == list(range(size))
     assert all(torch.equal(x, torch.tensor([1.0, 2.0]) * size) for _, x in found)
 
 
-def test_the_processes_stay_until_a_case_fails() -> None:
+def test_processes_are_reused_until_a_case_fails() -> None:
     before = ranks(2).run(pid)
     assert ranks(2).run(pid) == before
     with pytest.raises(RanksFailed):
@@ -75,23 +75,23 @@ def test_the_processes_stay_until_a_case_fails() -> None:
     assert not any(map(running, before))
 
 
-def test_a_failure_is_told_with_that_ranks_traceback() -> None:
+def test_failure_report_contains_traceback_and_output_of_the_rank() -> None:
     with pytest.raises(RanksFailed) as caught:
         ranks(3).run(failing, 1)
-    told = str(caught.value)
-    assert "rank 1 raised:\nTraceback" in told
-    assert "ZeroDivisionError: on purpose" in told
-    assert "rank 1 wrote:\nwhat it printed" in told
-    assert "rank 0 was not done in time" in told  # it still waited for rank 1
-    assert "in failing" in told.partition("rank 0 wrote:")[2]
+    report = str(caught.value)
+    assert "rank 1 raised:\nTraceback" in report
+    assert "ZeroDivisionError: on purpose" in report
+    assert "rank 1 wrote:\nwhat it printed" in report
+    assert "rank 0 was not done in time" in report  # it was still waiting for rank 1
+    assert "in failing" in report.partition("rank 0 wrote:")[2]
 
 
-def test_a_case_that_hangs_is_bounded_and_shows_where() -> None:
+def test_hanging_case_is_killed_and_shows_its_stack() -> None:
     with pytest.raises(RanksFailed, match="in waiting_for_nobody"):
         ranks(2).run(waiting_for_nobody, within=3)
 
 
-def test_answers_tell_who_died() -> None:
+def test_answers_report_which_rank_died() -> None:
     first, second = ranks(2).answers(dying, 1)
     assert first == Returned("alive")
     assert second == Died(-signal.SIGKILL)
@@ -101,14 +101,14 @@ def test_answers_tell_who_died() -> None:
     assert waited.waited
 
 
-def test_warnings_are_errors_and_seeds_are_the_same_for_every_case() -> None:
+def test_warnings_are_errors_and_every_case_has_the_same_seed() -> None:
     with pytest.raises(RanksFailed, match="UserWarning: careful"):
         ranks(2).run(warned)
     first, second = (ranks(2).run(drawn) for _ in range(2))
     assert first == second == [first[0]] * 2
 
 
-def test_tensors_are_packed_by_their_numbers() -> None:
+def test_packing_preserves_tensor_types_and_values() -> None:
     given = [
         torch.randn(2, 3).t(),
         torch.randn(2, requires_grad=True),
@@ -125,7 +125,7 @@ def test_tensors_are_packed_by_their_numbers() -> None:
         assert torch.equal(found.detach().to_dense(), tensor.detach().to_dense())
 
 
-# ---- the end ------------------------------------------------------------------------------
+# ---- end of the processes -----------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -171,14 +171,14 @@ def gone(processes: list[int], within: float = 60.0) -> bool:
     return not any(map(running, processes))
 
 
-def test_they_end_with_their_parent(tmp_path: Path) -> None:
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     with started(tmp_path, "end") as (parent, children):
         assert parent.wait(timeout=120) == 0
         assert len(children) == 2
         assert gone(children)
 
 
-def test_they_end_when_their_parent_is_killed_while_they_wait(tmp_path: Path) -> None:
+def test_waiting_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     with started(tmp_path, "wait") as (parent, children):
         assert len(children) == 2
         assert all(map(running, children))

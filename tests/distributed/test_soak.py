@@ -1,4 +1,4 @@
-"""A short run of benchmarks/soak.py: changing batches, evaluations and saves, nothing piles up."""
+"""A short run of benchmarks/soak.py: changing batches, evaluations and saves leak no tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ def soaked(schedule: str, folder: Path) -> list[Row]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_numbers_stay_those_of_the_unsplit_model_and_nothing_piles_up(
-    schedule: str, tmp_path: Path
-) -> None:
+def test_soak_run_stays_exact_and_leaks_no_tensors(schedule: str, tmp_path: Path) -> None:
     first, second = ranks(2).run(soaked, schedule, tmp_path)
     assert [row.step for row in first] == [20, 40, 60]
     for row in (*first, *second):
         assert row.loss < 1e-10
         assert row.parameters < 1e-10
-    # Some messages may be on their way still; one more in each step would be 40.
+    # Some messages may still be in flight. One leaked tensor per step would make 40 more.
     assert first[-1].tensors < first[0].tensors + 20

@@ -1,4 +1,4 @@
-"""Any model over processes: the numbers are those of the unsplit model."""
+"""Traced models over processes compute what the unsplit model computes."""
 
 from __future__ import annotations
 
@@ -57,20 +57,22 @@ def trained(kind: str, schedule: str, data: str, stages: int) -> list[Numbers]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("kind", ["layer", "glue", "translator"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_it_gives_the_models_own_numbers(size: int, kind: str, schedule: str) -> None:
+def test_traced_model_over_processes_matches_the_unsplit_model(
+    size: int, kind: str, schedule: str
+) -> None:
     check(ranks(size).run(trained, kind, schedule, "all", size), kind, 2)
 
 
 @pytest.mark.parametrize("kind", ["layer", "translator"])
-def test_data_on_the_first_rank_goes_to_all(kind: str) -> None:
+def test_traced_model_with_batch_on_the_first_rank_only(kind: str) -> None:
     check(ranks(2).run(trained, kind, "1f1b", "first", 2), kind, 2)
 
 
-def test_a_rank_may_have_several_stages() -> None:
+def test_traced_model_with_several_stages_per_rank() -> None:
     check(ranks(2).run(trained, "layer", "interleaved", "all", 4), "layer", 2)
 
 
-# ---- settings -----------------------------------------------------------------------------
+# ---- optional arguments, dropout, casts ---------------------------------------------------
 
 
 def with_and_without_labels() -> list[Any]:
@@ -83,7 +85,7 @@ def with_and_without_labels() -> list[Any]:
     return found
 
 
-def test_labels_may_be_left_out() -> None:
+def test_traced_model_with_and_without_optional_labels() -> None:
     found = ranks(2).run(with_and_without_labels)
     model = built("layer").eval()
     assert found[0] == [None, None]
@@ -106,7 +108,7 @@ def dropped_here() -> list[Numbers]:
     return dropped({"group": group()})
 
 
-def test_what_is_dropped_is_as_in_one_process() -> None:
+def test_traced_model_dropout_equals_the_inline_runtime() -> None:
     of_ranks = ranks(2).run(dropped_here)
     expected = dropped({"devices": ["cpu", "cpu"], "runtime": "inline"})
     names = first_names(built("layer"))
@@ -129,7 +131,7 @@ def cast_and_clipped() -> tuple[list[str], Tensor, Tensor]:
     return sorted({str(p.dtype) for p in pipe.parameters()}), loss, norm
 
 
-def test_it_is_cast_clipped_and_trained() -> None:
+def test_traced_model_cast_to_float32_and_clipped() -> None:
     found = ranks(2).run(cast_and_clipped)
     model = built("glue").float()
     given = next(iter(inputs("glue")))
@@ -140,11 +142,14 @@ def test_it_is_cast_clipped_and_trained() -> None:
         torch.testing.assert_close(told, norm, check_dtype=False)
 
 
-# ---- data on the first rank, copies -------------------------------------------------------
+# ---- data on the first rank, replicas -----------------------------------------------------
 
 
 class Shifted(Speaker):
-    """The shift is cut on its second dim, the rest goes to every micro-batch whole."""
+    """A model whose `shift` is split along its second dim.
+
+    Other side inputs go whole to every micro-batch.
+    """
 
     def forward(self, x: Tensor, shift: Tensor, whole: Tensor, late: Tensor) -> Tensor:  # type: ignore[override]
         x = x + shift.mT
@@ -178,7 +183,7 @@ def shifted(wants: str, data: str) -> list[Tensor | None]:
     return [x.grad, late.grad]
 
 
-def test_inputs_of_the_first_rank_have_gradients_there() -> None:
+def test_traced_model_input_gradient_on_the_first_rank() -> None:
     found = ranks(2).run(shifted, "x", "first")
     torch.manual_seed(7)
     model = Shifted().double()
@@ -187,7 +192,7 @@ def test_inputs_of_the_first_rank_have_gradients_there() -> None:
     torch.testing.assert_close(found[0][0], x.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_an_input_that_another_rank_takes_has_none() -> None:
+def test_traced_model_input_gradient_on_another_rank_is_refused() -> None:
     for answer in ranks(2).answers(shifted, "late", "first"):
         assert isinstance(answer, Raised)
         assert "an input that requires grad is used on stage 1" in answer.traceback
@@ -205,7 +210,7 @@ def in_copies() -> Numbers:
     return numbers(pipe, pipe.step(**mine).loss)
 
 
-def test_copies_train_together() -> None:
+def test_traced_model_with_replicas_averages_gradients() -> None:
     found = ranks(4).run(in_copies)
     model = built("layer")
     loss = unsplit(model, 4, next(iter(inputs("layer"))))

@@ -1,4 +1,4 @@
-"""Any model over processes: what each rank keeps, saves and agrees on."""
+"""Traced models over processes: the parameters each rank keeps and saves, and its errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.distributed.rank import Raised
 from tests.distributed.ranks import ranks
 from tests.distributed.speakers import WIDE, Block, Speaker, built, group, inputs, spoken, unsplit
 
-# ---- what a rank keeps --------------------------------------------------------------------
+# ---- parameters kept by a rank ------------------------------------------------------------
 
 
 def holdings(kind: str) -> tuple[list[str], list[str], int]:
-    """The names it has; how many parameters of others are left, once the model is given up."""
+    """Return the names this rank has, and how many parameters of other ranks survive the model."""
     model = built(kind)
     pipe = Pipe(model, 2, stages=3, example=next(iter(inputs(kind))), group=group())
     names = [name for name, _ in pipe.named_parameters(remove_duplicate=False)]
@@ -33,7 +33,7 @@ def holdings(kind: str) -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("kind", ["layer", "glue", "translator"])
-def test_a_rank_keeps_its_own_under_the_models_names(kind: str) -> None:
+def test_rank_keeps_only_its_own_parameters_under_the_model_names(kind: str) -> None:
     found = ranks(3).run(holdings, kind)
     model = built(kind)
     assert {n for names, _, _ in found for n in names} == {
@@ -43,7 +43,7 @@ def test_a_rank_keeps_its_own_under_the_models_names(kind: str) -> None:
     assert [left for _, _, left in found] == [0, 0, 0]
     own = [set(names) for names, _, _ in found]
     assert own[0] & own[1] & own[2] == set()
-    if kind == "glue":  # the last has of the first's embedding what it uses
+    if kind == "glue":  # the last rank also uses the embedding of the first
         assert [("words.weight" in names) for names in own] == [True, False, True]
 
 
@@ -74,7 +74,7 @@ def loaded(folder: Path, meta: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("meta", [False, True])
-def test_what_three_ranks_saved_two_go_on_with(tmp_path: Path, meta: bool) -> None:
+def test_checkpoint_of_three_ranks_resumes_on_two(tmp_path: Path, meta: bool) -> None:
     ranks(3).run(trained_and_saved, tmp_path)
     found = ranks(2).run(loaded, tmp_path, meta)
     model = built("layer")
@@ -90,7 +90,7 @@ def test_what_three_ranks_saved_two_go_on_with(tmp_path: Path, meta: bool) -> No
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-10, atol=1e-10)
 
 
-# ---- when ranks differ, or one fails ------------------------------------------------------
+# ---- ranks that differ, and a rank that fails ---------------------------------------------
 
 
 def with_other_blocks() -> None:
@@ -99,14 +99,14 @@ def with_other_blocks() -> None:
     Pipe(model, 2, stages=2, example=next(iter(inputs("layer"))), group=group())
 
 
-def test_other_models_are_refused() -> None:
+def test_different_models_on_ranks_are_refused() -> None:
     for answer in ranks(2).answers(with_other_blocks):
         assert isinstance(answer, Raised)
         assert "the model calls other units than on rank 0" in answer.traceback
 
 
 class Chooser(Speaker):
-    """It goes by an attribute that ranks may set differently."""
+    """A model whose forward depends on an attribute that ranks may set differently."""
 
     skips = False
 
@@ -126,7 +126,7 @@ def going_other_ways() -> None:
         pipe(spoken(4, 5))
 
 
-def test_another_division_is_refused() -> None:
+def test_different_traced_forward_on_one_rank_is_refused() -> None:
     for answer in ranks(2).answers(going_other_ways):
         assert isinstance(answer, Raised)
         assert "the division of the forward" in answer.traceback
@@ -149,17 +149,17 @@ def failing_on_one() -> str:
         pipe.step(**given[2])
     except Exception as error:
         told = str(error)
-    pipe.step(**given[0])  # and it goes on
+    pipe.step(**given[0])  # the pipe still works
     return told
 
 
-def test_what_one_rank_raises_all_do() -> None:
+def test_error_in_a_unit_on_one_rank_is_raised_on_all_ranks() -> None:
     for told in ranks(2).run(failing_on_one):
         assert "seven are too many" in told
 
 
 class Crossed(nn.Module):
-    """Two branches, whose order may differ from rank to rank, as that of a set does."""
+    """Two branches whose order may differ between ranks, as the order of a set does."""
 
     def __init__(self, turned: bool) -> None:
         super().__init__()
@@ -189,26 +189,26 @@ def crossed() -> Tensor | None:
     return found
 
 
-def test_units_may_be_called_in_another_order_on_another_rank() -> None:
+def test_units_may_be_called_in_a_different_order_on_each_rank() -> None:
     found = ranks(2).run(crossed)
     torch.manual_seed(3)
     x = torch.linspace(-1, 1, 4 * WIDE).view(4, WIDE)
     torch.testing.assert_close(found[1], Crossed(False)(torch.cat([x, x, x])))
 
 
-# ---- copies -------------------------------------------------------------------------------
+# ---- deep copies --------------------------------------------------------------------------
 
 
 def copied() -> tuple[Tensor, Tensor, Tensor]:
     pipe = Pipe(built("glue"), 2, stages=2, example=next(iter(inputs("glue"))), group=group())
-    twin = copy.deepcopy(pipe)
+    duplicate = copy.deepcopy(pipe)
     given = list(inputs("glue"))[2]
     first = pipe.step(**given).loss
     torch.optim.SGD(pipe.parameters(), 0.1).step()
-    return first, twin.step(**given).loss, pipe.step(**given).loss
+    return first, duplicate.step(**given).loss, pipe.step(**given).loss
 
 
-def test_a_copy_of_a_pipe_is_another() -> None:
+def test_deepcopy_of_a_pipe_trains_independently() -> None:
     for first, of_copy, after in ranks(2).run(copied):
         assert first == of_copy != after
 
@@ -217,7 +217,7 @@ def test_a_copy_of_a_pipe_is_another() -> None:
 
 
 class Collecting(Speaker):
-    """Hooks of its blocks, which know it or its list, put there what they see."""
+    """A model whose blocks have hooks that append what they see to a list of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def collected() -> Tensor | None:
     return found
 
 
-def test_hooks_may_know_a_parent() -> None:
+def test_hooks_that_reference_the_parent_module() -> None:
     found = ranks(2).run(collected)
     torch.manual_seed(3)
     torch.testing.assert_close(found[1], Collecting()(spoken(6, 7)))

@@ -1,4 +1,4 @@
-"""What is found, and what is said about it: a row each."""
+"""The advice that `penstock doctor` prints for each problem it finds, one case each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GPU = {"gpu": "one", "gpus": 1, "device": "cuda:0 H200"}
 
 
 def found(*changes: dict[str, Any], **more: Any) -> SurveyResult:
-    """Ranks on hosts a, b, ... that differ in this from one that is well."""
+    """Return the survey of ranks on hosts a, b, c, d that differ from a healthy one as given."""
     facts = {
         rank: replace(WELL, rank=rank, host="abcd"[rank], **change)
         for rank, change in enumerate(changes)
@@ -58,7 +58,7 @@ def with_version(name: str, version: str) -> dict[str, Any]:
 
 
 CASES = {
-    "well": (found({}, {}), []),
+    "nothing wrong": (found({}, {}), []),
     "a rank is missing": (
         found({}, {}, world_size=4),
         [
@@ -117,19 +117,19 @@ CASES = {
         found({}, with_version("python", "3.12.1")),
         ["look: python differs between ranks: 3.11 on rank 0; 3.12 on rank 1"],
     ),
-    "python differs a little": (found({}, with_version("python", "3.11.9")), []),
-    "one has no GPU": (
+    "python differs in the patch version": (found({}, with_version("python", "3.11.9")), []),
+    "one rank without a GPU": (
         found(GPU, {}),
         ["look: no GPU on rank 1, so all ranks would compute on the CPU"],
     ),
-    "two share a GPU": (
+    "two ranks on one GPU": (
         found(GPU, GPU),
         [
             "look: ranks 0 and 1 share a GPU. NCCL refuses that, so a pipe computes on the CPU "
             "unless it is given devices=[...]. Start one rank for each GPU"
         ],
     ),
-    "a build for CPUs": (
+    "a CPU build of torch": (
         found(with_version("driver", "570.1")),
         ["look: rank 0: host a has GPUs, but torch is a build for CPUs only. Install a CUDA build"],
     ),
@@ -156,14 +156,14 @@ CASES = {
         found({"disk": {"/home": FreeSpace(GIB // 4, 8 * GIB)}}),
         ["look: host a has only 0.25 GiB left on the disk of /home"],
     ),
-    "clocks": (
+    "clocks differ": (
         found({}, {}, {}, clock_offsets={1: (-3.21, 0.01), 2: (0.4, 0.01)}),
         [
             "look: the clock of rank 1 on b is 3.2 s behind rank 0's, so their logs will not line "
             "up. Synchronise the clocks of the hosts (chrony, ntpd)"
         ],
     ),
-    "a setting that costs": (
+    "a slow setting": (
         found(*[{"settings": {"NCCL_P2P_DISABLE": "1"}}] * 2),
         [
             "look: NCCL_P2P_DISABLE=1 on ranks 0 and 1 sends between GPUs through the host. Unset "
@@ -185,12 +185,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_said(case: str) -> None:
+def test_advice_for_survey(case: str) -> None:
     given, expected = CASES[case]
     assert [str(advice) for advice in advise(given)] == expected
 
 
-def test_facts_travel_as_text() -> None:
+def test_rank_info_survives_json() -> None:
     facts = collect_rank_info(SINGLE_PROCESS)
     assert parse_rank_info(facts.to_json()) == facts
     assert facts.versions["python"].startswith("3.")

@@ -1,4 +1,4 @@
-"""`penstock doctor`: alone, under a launcher, with a rank that is not there, between two hosts."""
+"""`penstock doctor` in one process, under a launcher, with a missing rank, and on two hosts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def findings(ended: Ended) -> dict[str, Any]:
     return found
 
 
-def asked(
+def run_doctor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["penstock", "doctor", *words])
@@ -43,34 +43,36 @@ def asked(
     return int(ended.value.code or 0), *capsys.readouterr()
 
 
-def test_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = asked(monkeypatch, capsys)
+def test_doctor_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run_doctor(monkeypatch, capsys)
     assert (code, err) == (0, "")
     for words in ("one process", "versions  penstock", "torch 2.", "free      memory"):
         assert words in out
-    code, out, err = asked(monkeypatch, capsys, "--json")
+    code, out, err = run_doctor(monkeypatch, capsys, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["broken"] == []
 
 
-def test_what_is_broken_is_said_and_told_by_the_status(
+def test_doctor_prints_problems_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("penstock.doctor.advice.MIN_TORCH_VERSION", (9, 0))
-    code, out, _ = asked(monkeypatch, capsys)
+    code, out, _ = run_doctor(monkeypatch, capsys)
     assert code == 1
     assert "broken: rank 0 has torch 2." in out
     assert "Penstock needs 9.0 or newer" in out
 
 
-def test_patience_is_a_number_of_seconds(
+def test_doctor_refuses_invalid_patience(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = asked(monkeypatch, capsys, "--patience", "0")
+    said = run_doctor(monkeypatch, capsys, "--patience", "0")
     assert said == (2, "", "penstock: --patience takes seconds above 0 and up to 600, not 0\n")
 
 
-def test_under_a_launcher_rank_0_speaks_for_all() -> None:
+def test_doctor_under_torchrun_prints_on_rank_0_only() -> None:
     ended = run([*TORCHRUN, "--nproc-per-node", "2", *DOCTOR], environment(OMP_NUM_THREADS="1"))
     assert ended.err == ""
     found = findings(ended)
@@ -83,8 +85,8 @@ def test_under_a_launcher_rank_0_speaks_for_all() -> None:
     assert abs(found["clocks"]["1"]) < 1
 
 
-def test_a_rank_that_never_comes_is_missed_by_all() -> None:
-    """Two of three are started."""
+def test_doctor_reports_a_missing_rank() -> None:
+    """Start two of three ranks."""
     port = free_port()
     started = []
     for rank in range(2):
@@ -102,8 +104,8 @@ def test_a_rank_that_never_comes_is_missed_by_all() -> None:
     assert [link["problem"] for link in found["links"]] == [""]
 
 
-def test_a_link_between_hosts_that_is_dead_is_reported() -> None:
-    """The ranks meet at the launcher's store, and loopback leads nowhere."""
+def test_doctor_reports_a_dead_link_between_hosts() -> None:
+    """The ranks meet at the launcher's store, but GLOO_SOCKET_IFNAME names loopback."""
     with two_hosts() as hosts:
         env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
         first, second = end(start_on(hosts, [*DOCTOR, "--patience", "5"], env, restarts=0))

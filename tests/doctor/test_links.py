@@ -1,4 +1,4 @@
-"""Links are measured two by two, and nobody waits for one that is dead."""
+"""Links are measured pair by pair, and a dead link does not block the survey."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", range(10))
-def test_every_two_ranks_meet_once_and_never_two_at_a_time(count: int) -> None:
+def test_every_pair_is_measured_once_and_no_rank_is_in_two_pairs_at_a_time(count: int) -> None:
     ranks = [3 * rank for rank in range(count)]
     made = pair_ranks_in_rounds(ranks)
     pairs = [pair for pairs in made for pair in pairs]
@@ -40,7 +40,7 @@ def test_every_two_ranks_meet_once_and_never_two_at_a_time(count: int) -> None:
     assert len(made) == max(0, count - 1 + count % 2)
 
 
-def test_both_ends_measure_a_link() -> None:
+def test_measure_link_from_both_ends() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         going = [
@@ -52,14 +52,14 @@ def test_both_ends_measure_a_link() -> None:
             assert 1e3 < found.bandwidth < 1e12
 
 
-def test_a_peer_that_never_comes_is_a_dead_link_and_not_a_wait() -> None:
+def test_measure_link_reports_a_missing_peer_without_waiting_for_long() -> None:
     start = time.monotonic()
     found = measure_link(HashStore(), Link(0, 1), 0, "gloo", CPU, 0.5)
     assert found.problem
     assert time.monotonic() - start < 10
 
 
-def test_what_hangs_is_left_behind() -> None:
+def test_run_with_timeout_abandons_a_hanging_function() -> None:
     def hang() -> Link:
         time.sleep(3)
         return Link(0, 1)
@@ -70,7 +70,7 @@ def test_what_hangs_is_left_behind() -> None:
     assert time.monotonic() - start < 2
 
 
-def test_an_error_comes_out() -> None:
+def test_run_with_timeout_raises_the_error_of_the_function() -> None:
     def fail() -> Link:
         raise ArithmeticError("in the thread")
 
@@ -78,7 +78,7 @@ def test_an_error_comes_out() -> None:
         run_with_timeout(5.0, fail)
 
 
-def test_copies_between_devices_of_one_process() -> None:
+def test_measure_copies_between_devices_of_one_process() -> None:
     found = measure_device_copies([CPU, CPU, CPU])
     assert [(link.a, link.b) for link in found] == [(0, 1), (0, 2), (1, 2)]
     assert all(link.latency > 0 and link.bandwidth > 0 and not link.problem for link in found)

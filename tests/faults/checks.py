@@ -1,4 +1,4 @@
-"""What must hold of every fault."""
+"""Assertions that hold for every fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock import saved
 from tests.faults.course import resumed, unsplit
 from tests.faults.throwaway import Fate
 
-SOON = 10.0  # seconds in which an error is heard of; a tenth of one, if nothing else runs
+# seconds within which every rank must raise; on an idle machine it takes a tenth of a second
+SOON = 10.0
 
 
 def others(size: int, rank: int) -> list[int]:
@@ -21,25 +22,28 @@ def others(size: int, rank: int) -> list[int]:
 def check_cause(
     fates: list[Fate], ranks: Iterable[int], kind: str, rank: int, within: float
 ) -> str:
-    """These raised the same RemoteError in time, and failed, with no thread left; its text."""
-    began = max(fate.told.get("fault", 0.0) for fate in fates)
+    """Return the text of the RemoteError that all these ranks raised in time.
+
+    Check that the errors are equal, that the processes failed, and that no thread was left.
+    """
+    began = max(fate.facts.get("fault", 0.0) for fate in fates)
     assert began
     texts = set()
     for survivor in ranks:
         fate = fates[survivor]
-        assert fate.told.get("error") == "RemoteError", (survivor, fate)
-        fields = fate.told["fields"]
+        assert fate.facts.get("error") == "RemoteError", (survivor, fate)
+        fields = fate.facts["fields"]
         assert (fields["kind"], fields["rank"]) == (kind, rank), (survivor, fate)
-        assert fate.told["now"] - began < within, (survivor, fate.told["now"] - began)
-        assert fate.told["threads"] == [], survivor
+        assert fate.facts["now"] - began < within, (survivor, fate.facts["now"] - began)
+        assert fate.facts["threads"] == [], survivor
         assert fate.code == 1, (survivor, fate)
-        texts.add(fate.told["text"])
+        texts.add(fate.facts["text"])
     assert len(texts) == 1, texts
     return str(texts.pop())
 
 
 def check_checkpoint(folder: Path, fates: list[Fate]) -> None:
-    """The one that was saved after step 0 can be gone on with, to the numbers of plain PyTorch."""
+    """Check that training resumes after step 0 with the losses of plain PyTorch."""
     assert saved(folder) is not None, fates
     last, losses = resumed(folder)
     assert last == 0

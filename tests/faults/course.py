@@ -1,8 +1,8 @@
-"""A training of three steps over a pipe, in which something goes wrong, and the same one unsplit.
+"""A training run of three steps in which one rank fails, and the same run with the unsplit model.
 
     step 0 ── save ── step 1 ╳ in a stage, the loss, a message ── ╳ between ── save ╳ ── step 2
 
-What was saved after step 0 must be there whatever happens.
+The checkpoint saved after step 0 must be readable whatever happens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.faults.throwaway import Stage
 
 HEARTBEAT = 3.0
 CHUNKS, STEPS, LAYERS = 3, 3, 6
-CODE = 3  # of those who exit by themselves
+CODE = 3  # exit code of a process that exits by itself
 
 
 class Burst(Exception):
-    """What goes wrong."""
+    """The error that a fault raises."""
 
 
 def burst() -> None:
@@ -58,7 +58,7 @@ def stall() -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """One rank fails at one place of step 1, in micro-batch 1 if it is in a stage."""
+    """A failure of one rank at one place of step 1. Inside a stage it happens in micro-batch 1."""
 
     rank: int
     place: str
@@ -66,18 +66,21 @@ class Fault:
 
 
 class Trap:
-    """Lets the fault happen when its rank first comes to its place; `began` says when it did."""
+    """Trigger the fault when its rank first reaches its place.
 
-    def __init__(self, rank: int, fault: Fault, tell: Callable[..., None] | None = None) -> None:
-        self._rank, self.fault, self._tell = rank, fault, tell
+    `began` is the time when it happened.
+    """
+
+    def __init__(self, rank: int, fault: Fault, report: Callable[..., None] | None = None) -> None:
+        self._rank, self.fault, self._report = rank, fault, report
         self.step, self.began = 0, 0.0
 
     def __call__(self, place: str, microbatch: int = 1) -> None:
         here = self._rank, place, self.step, microbatch
         if here == (self.fault.rank, self.fault.place, 1, 1) and not self.began:
             self.began = time.monotonic()
-            if self._tell is not None:
-                self._tell(fault=self.began)
+            if self._report is not None:
+                self._report(fault=self.began)
             self.fault.fail()
 
 
@@ -89,7 +92,10 @@ Tripped = Callable[[str, int], None]
 
 
 class Layer(nn.Module):
-    """A layer with a trap in its forward, and in its backward. Each row tells its micro-batch."""
+    """A layer with a trap in its forward and its backward.
+
+    The first column holds the micro-batch index.
+    """
 
     def __init__(self, trap: Tripped) -> None:
         super().__init__()
@@ -123,7 +129,7 @@ def model_of(trap: Tripped = no_trap) -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Two rows for each micro-batch."""
+    """Return inputs and targets with two rows per micro-batch."""
     made = torch.Generator().manual_seed(step)
     x = torch.randn(2 * CHUNKS, 4, generator=made, dtype=torch.float64)
     x[:, 0] = torch.arange(CHUNKS).repeat_interleave(2)
@@ -143,9 +149,9 @@ def optimizer_of(module: nn.Module) -> Optimizer:
 
 
 def with_traps(trap: Tripped) -> None:
-    """Where messages are sent and files are written, which may take no longer than all else.
+    """Put traps into sending and into saving, and remove the longer timeout of slow calls.
 
-    The process is thrown away after it.
+    The patches stay, so the process must not be reused.
     """
     send, write = HostLinks.send, CheckpointWriter.write_data
 
@@ -168,8 +174,8 @@ def pipe_of(trap: Tripped, **options: Any) -> Pipe:
 
 
 def course(stage: Stage, fault: Fault, folder: Path) -> None:
-    """What every rank does."""
-    trap = Trap(stage.rank, fault, stage.tell)
+    """Run the training on one rank."""
+    trap = Trap(stage.rank, fault, stage.report)
     with_traps(trap)
     pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)
@@ -182,11 +188,11 @@ def course(stage: Stage, fault: Fault, folder: Path) -> None:
         pipe.save(folder, optimizer=optimizer, extra=trap.step)
 
 
-# ---- what must come of it ------------------------------------------------------------------
+# ---- expected results ----------------------------------------------------------------------
 
 
 def unsplit() -> list[Tensor]:
-    """The losses of the whole training, in plain PyTorch."""
+    """Return the losses of the whole run in plain PyTorch."""
     model = model_of()
     optimizer = optimizer_of(model)
     losses = []
@@ -201,7 +207,7 @@ def unsplit() -> list[Tensor]:
 
 
 def resumed(folder: Path) -> tuple[int, list[Tensor]]:
-    """Of the last checkpoint: after which step it was saved, and the losses of those to come."""
+    """Load the last checkpoint; return the step of its save, and the losses of the later steps."""
     pipe = Pipe(model_of(), CHUNKS, stages=1, loss_fn=nn.functional.mse_loss)
     optimizer = optimizer_of(pipe)
     last: int = pipe.load(folder, optimizer=optimizer)

@@ -1,4 +1,7 @@
-"""A script for torchrun: in its second step one rank fails, and says before who it is."""
+"""A script for torchrun in which one rank fails in the second step.
+
+Each rank first writes its pid.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ FAULTS = {"raise": burst, "kill": kill}
 
 
 def main(fault: str, place: str, rank: int, pids: Path) -> None:
-    """The same lines on every rank."""
+    """Run the training on this rank."""
     penstock.init()
     here = int(os.environ["RANK"])
     (pids / f"{here}").write_text(f"{os.getpid()}")
     trap = Trap(here, Fault(rank, place, FAULTS[fault]))
-    pipe = pipe_of(trap, heartbeat=20.0)  # the first optimizer imports the compiler: for seconds
+    # the first optimizer imports the compiler, which takes seconds
+    pipe = pipe_of(trap, heartbeat=20.0)
     optimizer = optimizer_of(pipe)
     for trap.step in range(3):
         x, target = batch(trap.step)

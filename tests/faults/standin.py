@@ -1,4 +1,4 @@
-"""A stand-in for a pipe's step, over a plain gloo group, and what can go wrong in it."""
+"""A substitute for a pipe's step over a plain gloo group, with faults at several places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fault = Callable[[Stage, str], None]
 
 
 class Burst(Exception):
-    """What goes wrong."""
+    """The error that a fault raises."""
 
 
 def watched(stage: Stage, name: str = "pipe", heartbeat: float = HEARTBEAT) -> Watchdog:
@@ -37,20 +37,20 @@ def nothing(stage: Stage, place: str) -> None:
     pass
 
 
-def step(watch: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> None:
-    """Agreement, two micro-batches down the ranks and back, and an exchange at the end."""
+def step(watchdog: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> None:
+    """Run an agreement, two micro-batches forward and backward, and a final exchange."""
     rank, last = stage.rank, stage.size - 1
-    with watch.guarded(f"step {number}"):
+    with watchdog.guarded(f"step {number}"):
         fault(stage, "agreement")
-        watch.mark_waiting(f"step {number}")
+        watchdog.mark_waiting(f"step {number}")
         dist.all_reduce(torch.zeros(1))
         sends: list[tuple[str, int, dist.Work]] = []
         for op, before, after in (("F", rank - 1, rank + 1), ("B", rank + 1, rank - 1)):
             for m in range(2):
                 if 0 <= before <= last:
-                    watch.mark_waiting(f"{before}>{rank}:{m}", before)
+                    watchdog.mark_waiting(f"{before}>{rank}:{m}", before)
                     dist.recv(torch.zeros(4), before, tag=m)
-                watch.mark_computing(f"{rank}{op}{m}")
+                watchdog.mark_computing(f"{rank}{op}{m}")
                 if m == 1:
                     fault(stage, "forward" if op == "F" else "backward")
                 if 0 <= after <= last:
@@ -59,33 +59,33 @@ def step(watch: Watchdog, stage: Stage, number: int, fault: Fault = nothing) -> 
                     sends.append((f"{rank}>{after}:{m}", after, work))
             fault(stage, "send")
         for message, peer, work in sends:
-            watch.mark_waiting(message, peer)
+            watchdog.mark_waiting(message, peer)
             work.wait()
-        watch.mark_waiting("the end")
+        watchdog.mark_waiting("the end")
         dist.all_reduce(torch.zeros(1))
         fault(stage, "end")
-        watch.mark_outside_call()
+        watchdog.mark_outside_call()
 
 
 def run(stage: Stage, fault: Fault, steps: int = 3) -> None:
-    """Some steps; the fault is in the second."""
-    watch = watched(stage)
+    """Run some steps. The fault happens in the second."""
+    watchdog = watched(stage)
     for number in range(steps):
-        step(watch, stage, number, fault if number == 1 else nothing)
+        step(watchdog, stage, number, fault if number == 1 else nothing)
         if number == 1:
             fault(stage, "between")
-    watch.close()
+    watchdog.close()
 
 
 class At:
-    """A fault at one place of one rank."""
+    """A fault at one place on one rank."""
 
     def __init__(self, rank: int, place: str, fail: Callable[[], object]) -> None:
         self.rank, self.place, self.fail = rank, place, fail
 
     def __call__(self, stage: Stage, place: str) -> None:
         if (stage.rank, place) == (self.rank, self.place):
-            stage.tell(fault=time.monotonic())
+            stage.report(fault=time.monotonic())
             self.fail()
 
 

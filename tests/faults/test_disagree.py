@@ -1,10 +1,10 @@
-"""Ranks that mean different things: an error on all of them says how, and nothing was sent.
+"""Ranks that make different calls all raise an error that says how, and nothing is sent.
 
-forward, backward, loss    another batch, mode or target: known before the step
-send                       a message of other sizes than in the calls before
-between                    another call, or one more
-saving                     another folder; a save on one rank alone
-making                     another model; a model that is none
+forward, backward, loss    a different batch, mode or target, detected before the step
+send                       a message with other sizes than in the calls before
+between                    a different call, or an extra one
+saving                     a different folder, or a save on one rank only
+making                     a different model, or an invalid one
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def disagreements(folder: Path) -> list[RemoteError]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_way_to_disagree(size: int, tmp_path: Path) -> None:
+def test_disagreeing_calls_raise_the_same_error_on_all_ranks(size: int, tmp_path: Path) -> None:
     found = ranks(size).run(disagreements, tmp_path / "saves")
     for errors in zip(*found, strict=True):
         assert {str(error) for error in errors} == {str(errors[0])}
@@ -118,7 +118,7 @@ def test_each_way_to_disagree(size: int, tmp_path: Path) -> None:
 
 
 class Growing(nn.Module):
-    """What it gives has more rows every time, whatever it is given."""
+    """A layer whose output has more rows in each call, whatever its input."""
 
     calls = 0
 
@@ -141,13 +141,13 @@ def grows() -> RemoteError:
     return caught(lambda: pipe.step(batch(1)[0]), trap)[0]
 
 
-def test_a_message_that_is_another_than_before() -> None:
+def test_message_with_changed_sizes_is_refused() -> None:
     found = ranks(2).run(grows)
     assert {(error.kind, error.rank) for error in found} == {("raised", 0)}
     assert "create the pipe with shapes='sent'" in str(found[1])
 
 
-# ---- making a pipe -------------------------------------------------------------------------
+# ---- constructing a pipe -------------------------------------------------------------------
 
 
 def makes(rank: int, odd: Callable[[], Pipe]) -> RemoteError:
@@ -171,14 +171,14 @@ def no_model() -> Pipe:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pipe_of_different_models(rank: int) -> None:
+def test_constructing_a_pipe_with_different_models_is_refused(rank: int) -> None:
     found = ranks(2).run(makes, rank, other_model)
     assert {(error.kind, error.rank) for error in found} == {("disagreed", None)}
     assert "layer 6: " in str(found[0])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_in_making_a_pipe(rank: int) -> None:
+def test_error_while_constructing_a_pipe_is_raised_on_all_ranks(rank: int) -> None:
     found = ranks(2).run(makes, rank, no_model)
     assert {(error.kind, error.rank) for error in found} == {("raised", rank)}
     assert "in making the pipe (call 1), at its beginning: " in str(found[1 - rank])

@@ -1,6 +1,6 @@
-"""Ends of other kinds: signals, ranks that never come or go too early, saves in the background.
+"""Other ways to end: signals, ranks that never arrive or leave too early, background saves.
 
-And what is no fault: a first step that takes long, and a disk that is slow.
+Slow first steps and slow disks are not faults.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tests.faults.throwaway import Stage, perform, perform_all
 
 
 def sleep_and_hear(number: int, seconds: float = 0.8) -> None:
-    """The signal comes while this rank computes, and the others wait for it."""
-    if seconds < 1:  # it has the time to go on
+    """Send this process a signal while it computes and the others wait for it."""
+    if seconds < 1:  # the rank has enough time to finish its step
         patch("penstock.runtime.distributed.failure.watchdog._SIGTERM_DELAY", 20.0).start()
     threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
     time.sleep(seconds)
 
 
-def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
+def test_ctrl_c_on_one_rank_is_reported_by_its_peer(tmp_path: Path) -> None:
     fail = partial(sleep_and_hear, signal.SIGINT)
     given = {
         (place, rank): (2, course, Fault(rank, place, fail), tmp_path / f"{place}-{rank}")
@@ -58,33 +58,36 @@ def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
     for (place, rank), fates in perform_all(given).items():
         text = check_cause(fates, [1 - rank], "interrupted", rank, SOON)
         assert f"rank {rank} was interrupted by KeyboardInterrupt, in " in text
-        assert fates[rank].told["error"] == "KeyboardInterrupt"
+        assert fates[rank].facts["error"] == "KeyboardInterrupt"
         assert fates[rank].code == 128 + signal.SIGINT
         check_checkpoint(tmp_path / f"{place}-{rank}", fates)
 
 
 def interrupted_together(stage: Stage, folder: Path) -> None:
-    """As a terminal does it: while one computes, and the others wait for it."""
+    """Interrupt all ranks at once, as a terminal does, while one computes and the others wait."""
     trap = Trap(stage.rank, Fault(1, "forward", partial(time.sleep, 1.0)))
     pipe = pipe_of(trap)
     pipe.save(folder, extra=0)
     trap.step = 1
     x, target = batch(1)
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
     stage.interrupt_soon(range(stage.size), signal.SIGINT, 0.3)
     for _ in range(2):
         pipe.step(x, target=target)
 
 
-def test_ctrl_c_on_all_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_on_all_ranks_raises_keyboard_interrupt_everywhere(tmp_path: Path) -> None:
     fates = perform(3, interrupted_together, tmp_path)
-    assert [fate.told.get("error") for fate in fates] == ["KeyboardInterrupt"] * 3, fates
+    assert [fate.facts.get("error") for fate in fates] == ["KeyboardInterrupt"] * 3, fates
     assert [fate.code for fate in fates] == [128 + signal.SIGINT] * 3
-    assert all(fate.told["now"] - fate.told["fault"] < SOON for fate in fates)
+    assert all(fate.facts["now"] - fate.facts["fault"] < SOON for fate in fates)
 
 
-def test_a_rank_that_is_told_to_end(tmp_path: Path) -> None:
-    """By SIGTERM: after its step, if that ends soon; or else all end at once."""
+def test_sigterm_lets_a_short_step_finish_and_ends_a_long_one(tmp_path: Path) -> None:
+    """A rank that receives SIGTERM ends after its step if that is short.
+
+    Otherwise all ranks end at once.
+    """
     given = {
         seconds: (2, course, Fault(1, "forward", fail), tmp_path / f"{seconds}")
         for seconds in (0.8, 60.0)
@@ -101,34 +104,34 @@ def test_a_rank_that_is_told_to_end(tmp_path: Path) -> None:
         check_checkpoint(tmp_path / f"{seconds}", fates)
 
 
-# ---- ranks that do not come, or go ---------------------------------------------------------
+# ---- ranks that do not arrive, or leave ----------------------------------------------------
 
 
 def fails_in_building(stage: Stage, rank: int) -> None:
     if stage.rank == rank:
-        stage.tell(fault=time.monotonic())
+        stage.report(fault=time.monotonic())
         raise Burst("no such file")
     pipe_of(no_trap)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_fails_before_it_makes_the_pipe(rank: int) -> None:
+def test_rank_that_fails_before_constructing_the_pipe(rank: int) -> None:
     fates = perform(3, fails_in_building, rank)
     text = check_cause(fates, [r for r in range(3) if r != rank], "died", rank, SOON)
     assert text.startswith(f"rank {rank} exited before it arrived to create the pipe")
-    assert fates[rank].told["error"] == "Burst"
+    assert fates[rank].facts["error"] == "Burst"
 
 
 def does_not_come(stage: Stage) -> None:
     patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 0.5).start()
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
     if stage.rank == 1:
         time.sleep(4)
     else:
         pipe_of(no_trap)
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_rank_that_does_not_arrive_in_time() -> None:
     fates = perform(2, does_not_come)
     text = check_cause(fates, [0], "left", 1, 0.5 + SOON)
     assert text.startswith("rank 1 did not arrive in time to create the pipe")
@@ -139,11 +142,11 @@ def one_step_less(stage: Stage, rank: int) -> None:
     x, target = batch(1)
     for _ in range(2 if stage.rank != rank else 1):
         pipe.step(x, target=target)
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_a_step_less(rank: int) -> None:
+def test_rank_that_leaves_one_step_early(rank: int) -> None:
     fates = perform(2, one_step_less, rank)
     text = check_cause(fates, [1 - rank], "left", rank, SOON)
     assert text.startswith(f"rank {rank} has left, after step (call 2): ")
@@ -151,7 +154,7 @@ def test_a_rank_with_a_step_less(rank: int) -> None:
 
 
 def tries_again(stage: Stage) -> None:
-    trap = Trap(stage.rank, Fault(1, "backward", kill), stage.tell)
+    trap = Trap(stage.rank, Fault(1, "backward", kill), stage.report)
     pipe = pipe_of(trap)
     x, target = batch(1)
     trap.step = 1
@@ -164,13 +167,13 @@ def tries_again(stage: Stage) -> None:
     assert time.monotonic() - began < SOON
 
 
-def test_a_pipe_without_one_of_its_ranks_says_so_again() -> None:
+def test_later_steps_repeat_the_error_of_a_dead_rank() -> None:
     fates = perform(2, tries_again)
     assert [fate.code for fate in fates] == [0, -signal.SIGKILL], fates
 
 
 def counts_restarts_alone(stage: Stage) -> None:
-    """As a host does, of which another was away for a while."""
+    """Give each rank a different restart count, as on hosts of which one was away for a while."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(stage.rank)
     patch("penstock.runtime.distributed.store.ARRIVAL_TIMEOUT", 5.0).start()
     x, target = batch(0)
@@ -178,16 +181,16 @@ def counts_restarts_alone(stage: Stage) -> None:
     torch.testing.assert_close(loss, unsplit()[0], rtol=0, atol=1e-10)
 
 
-def test_hosts_that_count_restarts_differently_meet() -> None:
+def test_hosts_with_different_restart_counts_can_connect() -> None:
     fates = perform(2, counts_restarts_alone)
     assert [fate.code for fate in fates] == [0, 0], fates
 
 
-# ---- saves in the background ---------------------------------------------------------------
+# ---- background saves ----------------------------------------------------------------------
 
 
 def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
-    trap = Trap(stage.rank, fault, stage.tell)
+    trap = Trap(stage.rank, fault, stage.report)
     with_traps(trap)
     pipe = pipe_of(trap)
     optimizer = optimizer_of(pipe)
@@ -212,12 +215,12 @@ def saves_beside(stage: Stage, fault: Fault, folder: Path) -> None:
     assert "in burst\n" in caught.value.traceback
     x, target = batch(2)
     optimizer.zero_grad()
-    loss = pipe.step(x, target=target).loss  # it is no fault of the training
+    loss = pipe.step(x, target=target).loss  # the failed save does not affect the training
     torch.testing.assert_close(loss, unsplit()[2], rtol=0, atol=1e-10)
-    pipe.save(folder, optimizer=optimizer, extra=2)  # raises: the one before did not succeed
+    pipe.save(folder, optimizer=optimizer, extra=2)  # raises, because the save before failed
 
 
-def test_a_save_in_the_background_that_fails(tmp_path: Path) -> None:
+def test_background_save_that_fails(tmp_path: Path) -> None:
     given = {r: (2, saves_beside, Fault(r, "saving", burst), tmp_path / f"{r}") for r in (0, 1)}
     for rank, fates in perform_all(given).items():
         text = check_cause(fates, [0, 1], "raised", rank, 3 * SOON)
@@ -226,18 +229,18 @@ def test_a_save_in_the_background_that_fails(tmp_path: Path) -> None:
         check_checkpoint(tmp_path / f"{rank}", fates)
 
 
-def test_a_process_that_is_killed_in_the_background_of_a_save(tmp_path: Path) -> None:
+def test_process_killed_during_a_background_save(tmp_path: Path) -> None:
     given = {r: (2, saves_beside, Fault(r, "saving", kill), tmp_path / f"{r}") for r in (0, 1)}
     for rank, fates in perform_all(given).items():
         check_cause(fates, [1 - rank], "died", rank, HEARTBEAT + SOON)
         check_checkpoint(tmp_path / f"{rank}", fates)
 
 
-# ---- no faults -----------------------------------------------------------------------------
+# ---- slow, but not faults ------------------------------------------------------------------
 
 
 def slow(stage: Stage, folder: Path) -> None:
-    """For longer than a heartbeat: the first step, which may compile, and a save."""
+    """Let the first step, which may compile, and a save take longer than a heartbeat."""
     trap = Trap(stage.rank, Fault(1, "forward", partial(time.sleep, 4.0)))
     pipe = pipe_of(trap)
     trap.step = 1
@@ -251,13 +254,13 @@ def slow(stage: Stage, folder: Path) -> None:
     pipe.step(x, target=target)
     with patch.object(CheckpointWriter, "write_data", slowly):
         pipe.save(folder)
-    stage.tell(came=True)
+    stage.report(came=True)
     trap.fault, trap.began = Fault(1, "forward", stall), 0.0
-    stage.tell(fault=time.monotonic())
+    stage.report(fault=time.monotonic())
     pipe.step(x, target=target)
 
 
-def test_first_steps_and_disks_may_be_slow(tmp_path: Path) -> None:
+def test_slow_first_step_and_slow_save_are_not_stalls(tmp_path: Path) -> None:
     fates = perform(2, slow, tmp_path)
-    assert [fate.told.get("came") for fate in fates] == [True, True], fates
+    assert [fate.facts.get("came") for fate in fates] == [True, True], fates
     check_cause(fates, [0], "stalled", 1, HEARTBEAT + SOON)

@@ -1,6 +1,6 @@
-"""An error that every rank catches: the next step of the same pipe computes the right numbers.
+"""After an error that every rank catches, the next step of the same pipe is exact.
 
-Under schedules of each kind; in layers, hooks and messages, and in the recomputation of a forward.
+The tests cover schedules of each kind, and errors in layers, hooks, messages and recomputation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLACES = ("forward", "backward", "loss", "hook", "gradient", "send", "recomputat
 
 
 def caught(call: Callable[[], object], trap: Trap) -> tuple[RemoteError, float]:
-    """What comes of a call that fails, and how long after."""
+    """Run a call that fails; return its error and the seconds from the fault to the error."""
     trap.step, trap.began = 1, 0.0
     now = time.monotonic()
     with pytest.raises(RemoteError) as found:
@@ -41,7 +41,7 @@ def caught(call: Callable[[], object], trap: Trap) -> tuple[RemoteError, float]:
 
 
 def check_right(pipe: Pipe) -> None:
-    """A step gives the loss and gradients of plain PyTorch."""
+    """Check that a step gives the loss and the gradients of plain PyTorch."""
     model = model_of()
     x, target = batch(7)
     loss = nn.functional.mse_loss(model(x), target)
@@ -56,7 +56,7 @@ def check_right(pipe: Pipe) -> None:
 
 @contextmanager
 def hooked(pipe: Pipe, trap: Trap) -> Iterator[None]:
-    """Hooks of layers and of tensors, and what sends, may fail, too."""
+    """Put traps into hooks of layers, into hooks of gradients, and into sending."""
     send = HostLinks.send
 
     def fails(self: HostLinks, *given: Any) -> Any:
@@ -111,7 +111,7 @@ def last_rank(pipe: Pipe) -> int:
         (2, "zb-v", "never"),
     ],
 )
-def test_the_next_step_is_right(size: int, schedule: str, checkpoint: str) -> None:
+def test_step_after_an_error_is_exact(size: int, schedule: str, checkpoint: str) -> None:
     found = ranks(size).run(goes_on, schedule, checkpoint)
     places = PLACES if checkpoint == "always" else PLACES[:-1]
     assert {place for _, place in found[0]} == set(places)
@@ -140,13 +140,13 @@ def without_gradients() -> RemoteError:
     return error
 
 
-def test_an_error_in_a_forward_alone() -> None:
+def test_error_in_pipe_call_without_gradients() -> None:
     found = ranks(2).run(without_gradients)
     assert {(error.kind, error.rank, error.action) for error in found} == {("raised", 1, "1F1")}
 
 
 def bad_data(data: str) -> list[RemoteError]:
-    """One rank's batch cannot be cut: told before anything is sent."""
+    """Give one rank a batch that cannot be split; the error comes before anything is sent."""
     trap = Trap(dist.get_rank(), Fault(-1, "", burst))
     pipe = pipe_of(trap, data=data)
     found = []
@@ -159,7 +159,7 @@ def bad_data(data: str) -> list[RemoteError]:
 
 
 @pytest.mark.parametrize("data", ["all", "first"])
-def test_a_bad_batch_on_one_rank(data: str) -> None:
+def test_invalid_batch_on_one_rank_is_raised_on_all_ranks(data: str) -> None:
     first, second = ranks(2).run(bad_data, data)
     assert [(e.kind, e.rank) for e in first] == [(e.kind, e.rank) for e in second]
     assert [(e.kind, e.rank) for e in first] == [("raised", at) for at in range(len(first))]

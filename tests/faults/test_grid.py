@@ -1,15 +1,15 @@
-"""Every fault, at every place of a training over a pipe, on each rank.
+"""Every fault, at every place of a training run over a pipe, on each rank.
 
-             forward  backward  send  loss       between  saving
-raise           x        x        x   last rank     x        x     of 2 and of 3 ranks
-kill -9         x        x        x   last rank     x        x     of 2 and of 3
-stall           x        x        x   last rank     x        x     of 2 and of 3
-sys.exit        x        x        x   last rank     x        x     of 2: for others, like an error
-os._exit        x                                   x        x     of 2: for others, like kill -9
+                forward  backward  send  loss       between  saving
+    raise          x        x        x   last rank     x        x     of 2 and of 3 ranks
+    kill -9        x        x        x   last rank     x        x     of 2 and of 3
+    stall          x        x        x   last rank     x        x     of 2 and of 3
+    sys.exit       x        x        x   last rank     x        x     of 2: like an error for others
+    os._exit       x                                   x        x     of 2: like kill -9 for others
 
-Only the last rank computes the loss. Between steps it is the optimizer that fails. Where ranks can
-disagree is in test_disagree.py. Whatever happens, all ranks end in time and by the same cause,
-nothing is left running, and the last checkpoint can be gone on with.
+Only the last rank computes the loss. Between steps it is the optimizer that fails. Ranks that
+disagree are tested in test_disagree.py. In every case all ranks end in time with the same cause, no
+process is left running, and training can resume from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ each_place = pytest.mark.parametrize("place", PLACES)
 def each_rank(
     place: str, fail: Callable[[], object], folder: Path, sizes: tuple[int, ...] = (2, 3)
 ) -> Iterator[tuple[int, int, list[Fate]]]:
-    """The size, the rank that fails, and what became of all, after what holds for every fault."""
+    """Run the fault on each rank, check what holds for all faults, and yield size, rank, fates."""
     cases = [(size, rank) for size in sizes for rank in range(size)]
     cases = [(size, rank) for size, rank in cases if place != "loss" or rank == size - 1]
     folders = {case: folder / "{}-{}".format(*case) for case in cases}
@@ -58,20 +58,20 @@ def each_rank(
 
 
 def check_cell(place: str, rank: int, size: int, fates: list[Fate]) -> None:
-    """The error names the cell."""
+    """Check that the error names the cell."""
     share = LAYERS // size
     layers = tuple(map(str, range(rank * share, (rank + 1) * share)))
     action = f"{rank}{'B' if place == 'backward' else 'F'}1"
     for fate in fates:
-        fields = fate.told["fields"]
+        fields = fate.facts["fields"]
         found = fields["stage"], fields["layers"], fields["microbatch"], fields["action"]
         assert found == (rank, layers, 1, action)
 
 
 @each_place
-def test_an_error(place: str, tmp_path: Path) -> None:
+def test_exception_on_one_rank_is_raised_on_all_ranks(place: str, tmp_path: Path) -> None:
     for size, rank, fates in each_rank(place, burst, tmp_path):
-        # Between calls it is the caller's own error on that rank.
+        # Between calls, the failing rank raises the caller's own error.
         raised = others(size, rank) if place == "between" else range(size)
         text = check_cause(fates, raised, "raised", rank, SOON)
         assert f"The original error, on rank {rank}:\nTraceback" in text
@@ -79,11 +79,11 @@ def test_an_error(place: str, tmp_path: Path) -> None:
         assert "Burst: all wrong" in text
         if place in ("forward", "backward", "loss"):
             check_cell(place, rank, size, fates)
-        assert fates[rank].told["error" if place == "between" else "came_from"] == "Burst"
+        assert fates[rank].facts["error" if place == "between" else "came_from"] == "Burst"
 
 
 @each_place
-def test_a_program_that_exits(place: str, tmp_path: Path) -> None:
+def test_sys_exit_on_one_rank_interrupts_the_others(place: str, tmp_path: Path) -> None:
     for size, rank, fates in each_rank(place, ends, tmp_path, (2,)):
         kind = "left" if place == "between" else "interrupted"
         text = check_cause(fates, others(size, rank), kind, rank, SOON)
@@ -92,7 +92,7 @@ def test_a_program_that_exits(place: str, tmp_path: Path) -> None:
 
 
 @each_place
-def test_a_process_that_is_killed(place: str, tmp_path: Path) -> None:
+def test_killed_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
     for size, rank, fates in each_rank(place, kill, tmp_path):
         text = check_cause(fates, others(size, rank), "died", rank, HEARTBEAT + SOON)
         assert f"rank {rank} died: no heartbeat for" in text
@@ -101,14 +101,14 @@ def test_a_process_that_is_killed(place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["forward", "between", "saving"])
-def test_a_process_that_ends_at_once(place: str, tmp_path: Path) -> None:
+def test_os_exit_on_one_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
     for size, rank, fates in each_rank(place, ends_at_once, tmp_path, (2,)):
         check_cause(fates, others(size, rank), "died", rank, HEARTBEAT + SOON)
         assert fates[rank].code == CODE
 
 
 @each_place
-def test_a_rank_that_stalls(place: str, tmp_path: Path) -> None:
+def test_stalled_rank_is_reported_by_its_peers(place: str, tmp_path: Path) -> None:
     for size, rank, fates in each_rank(place, stall, tmp_path):
         text = check_cause(fates, others(size, rank), "stalled", rank, HEARTBEAT + SOON)
         assert f"rank {rank} has stalled, " in text

@@ -1,4 +1,4 @@
-"""Something goes wrong in a layer: it comes out as it is, with its place, and the pipe goes on."""
+"""An error in a layer is raised unchanged, with its location, and the pipe remains usable."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ACTIONS = [f"{s}{op}{i}" for op in "FRB" for s in range(STAGES) for i in range(C
 
 
 class Burst(Exception):
-    """What goes wrong."""
+    """The error that a fault raises."""
 
 
 class Fuse:
-    """Notes which actions begin, and lets one of them fail."""
+    """Record which actions begin, and let one of them fail."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, str]] = []  # thread and action
@@ -68,7 +68,7 @@ def squares(output: Tensor) -> Tensor:
 
 
 def works(fuse: Fuse, pipe: Pipe, door: str = "step") -> bool:
-    """Does it train, with the right numbers?"""
+    """Return whether the pipe trains with the right loss and gradients."""
     fuse.at = None
     pipe.zero_grad()
     x = numbered(CHUNKS)
@@ -76,14 +76,14 @@ def works(fuse: Fuse, pipe: Pipe, door: str = "step") -> bool:
     if door != "step":
         loss.backward()
     gradients = [p.grad for p in pipe.parameters()]
-    right = 2 * squares(x)  # of each weight, as all of them are one
+    right = 2 * squares(x)  # the gradient of each weight, since all weights are one
     return torch.allclose(loss, squares(x)) and all(
         g is not None and torch.allclose(g, right) for g in gradients
     )
 
 
 def spoiled(program: Program, first: str) -> set[str]:
-    """The actions that need the first one, or come after it on its rank."""
+    """Return the actions that depend on the first one, or come after it on its rank."""
     needs: dict[str, list[str]] = {}
     makers = {
         message: str(action)
@@ -109,7 +109,9 @@ def frames(error: BaseException) -> list[str]:
 
 
 @each_pair(runtime=RUNTIMES, schedule=["gpipe", "1f1b"], action=ACTIONS)
-def test_an_exception_comes_out_as_it_was_raised(action: str, schedule: str, runtime: str) -> None:
+def test_exception_in_a_step_is_raised_unchanged_with_its_location(
+    action: str, schedule: str, runtime: str
+) -> None:
     fuse, pipe = fused(schedule=schedule, runtime=runtime)
     fuse.at = action
     with pytest.raises(Burst, match=f"at {action}") as caught:
@@ -130,7 +132,7 @@ def test_an_exception_comes_out_as_it_was_raised(action: str, schedule: str, run
 
 @each_runtime
 @pytest.mark.parametrize("action", ["0F0", "2F1", "1F2", "0R1", "2R0", "1B1", "2B2"])
-def test_an_exception_behind_the_other_door(action: str, runtime: str) -> None:
+def test_exception_in_pipe_call_or_its_backward(action: str, runtime: str) -> None:
     fuse, pipe = fused(runtime=runtime)
     fuse.at = action
     with pytest.raises(Burst, match=f"at {action}") as caught:
@@ -142,7 +144,7 @@ def test_an_exception_behind_the_other_door(action: str, runtime: str) -> None:
 
 
 @each_runtime
-def test_an_exception_without_gradients(runtime: str) -> None:
+def test_exception_in_pipe_call_without_gradients(runtime: str) -> None:
     fuse, pipe = fused(runtime=runtime)
     fuse.at = "1F1"
     with torch.no_grad(), pytest.raises(Burst):
@@ -152,7 +154,7 @@ def test_an_exception_without_gradients(runtime: str) -> None:
 
 
 @each_runtime
-def test_an_exception_in_the_loss(runtime: str) -> None:
+def test_exception_in_the_loss_function(runtime: str) -> None:
     fuse, pipe = fused(runtime=runtime)
 
     def picky(output: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ def test_an_exception_in_the_loss(runtime: str) -> None:
 
 
 @each_runtime
-def test_an_exception_in_a_hook_of_a_gradient(runtime: str) -> None:
+def test_exception_in_a_gradient_hook(runtime: str) -> None:
     def burst(gradient: Tensor) -> None:
         raise Burst("in a hook")
 
@@ -182,7 +184,9 @@ def test_an_exception_in_a_hook_of_a_gradient(runtime: str) -> None:
 
 @each_runtime
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, StopIteration, KeyboardInterrupt])
-def test_exceptions_of_every_kind(error: type[BaseException], runtime: str) -> None:
+def test_system_exit_and_other_base_exceptions_are_raised(
+    error: type[BaseException], runtime: str
+) -> None:
     def leave() -> None:
         raise error
 
@@ -193,7 +197,7 @@ def test_exceptions_of_every_kind(error: type[BaseException], runtime: str) -> N
     assert works(fuse, pipe)
 
 
-def test_when_several_ranks_fail_at_once_one_error_comes_out() -> None:
+def test_simultaneous_failures_of_several_ranks_raise_one_error() -> None:
     meeting = threading.Barrier(2)
 
     def fail(x: Tensor) -> None:
@@ -207,7 +211,7 @@ def test_when_several_ranks_fail_at_once_one_error_comes_out() -> None:
             pipe(numbered(2))
 
 
-def test_a_failure_leaves_no_thread_behind() -> None:
+def test_failure_leaves_no_worker_thread_behind() -> None:
     gc.collect()
     before = crews()
     fuse, pipe = fused()
@@ -231,12 +235,13 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """As the terminal does it; then keep computing until it has arrived."""
+    """Send Ctrl-C to the main thread as the terminal does, and compute until it has arrived."""
     main = threading.main_thread().ident
     assert main is not None
     if main != threading.get_ident():
         seen = [_where(main)]
-        while len(seen) < 5 or len({*seen[-5:]}) > 1:  # a signal just before a wait does not end it
+        # a signal that arrives just before a wait does not end the wait
+        while len(seen) < 5 or len({*seen[-5:]}) > 1:
             time.sleep(0.02)
             seen.append(_where(main))
     signal.pthread_kill(main, signal.SIGINT)
@@ -251,7 +256,7 @@ def _where(thread: int) -> tuple[int, int]:
 @each_runtime
 @pytest.mark.parametrize("action", ["0F0", "1F1", "2B1", "1R2"])
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_comes_out_of_a_step(action: str, runtime: str) -> None:
+def test_ctrl_c_during_a_step_raises_keyboard_interrupt(action: str, runtime: str) -> None:
     fuse, pipe = fused(runtime=runtime)
     fuse.at, fuse.fail = action, interrupt
     with pytest.raises(KeyboardInterrupt):
@@ -262,7 +267,7 @@ def test_an_interrupt_comes_out_of_a_step(action: str, runtime: str) -> None:
 
 @each_runtime
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_comes_out_of_a_backward(runtime: str) -> None:
+def test_ctrl_c_during_backward_raises_keyboard_interrupt(runtime: str) -> None:
     fuse, pipe = fused(runtime=runtime)
     loss = squares(pipe(numbered(CHUNKS)))
     fuse.at, fuse.fail = "1B1", interrupt
@@ -271,8 +276,8 @@ def test_an_interrupt_comes_out_of_a_backward(runtime: str) -> None:
     assert works(fuse, pipe, "call")
 
 
-def test_the_machinery_of_this_file() -> None:
-    """2B1 needs nothing that 0R2 makes, but 0B1 comes after it on its rank."""
+def test_helpers_of_this_file() -> None:
+    """2B1 needs nothing that 0R2 produces, but 0B1 comes after it on its rank."""
     fuse, pipe = fused(schedule="gpipe")
     after = spoiled(pipe.forecast().program, "0R2")
     assert after == {"0B2", "0R1", "0B1", "0R0", "0B0"}

@@ -1,4 +1,4 @@
-"""Under `torchrun` a rank fails: what every rank says, and that nothing is left running.
+"""A rank fails under `torchrun`: every rank reports which one, and no process is left running.
 
 That training resumes after a restart is tested with the example, in tests/examples.
 """
@@ -24,7 +24,7 @@ RANKS = 2
         ("kill", "forward", 1, "rank 1 died: no heartbeat"),
     ],
 )
-def test_every_rank_says_who_failed(
+def test_every_rank_reports_the_failed_rank_under_torchrun(
     fault: str, place: str, rank: int, said: str, tmp_path: Path
 ) -> None:
     logs = ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]

@@ -1,8 +1,8 @@
-"""Processes for one case: they may die, and each tells what became of it.
+"""Processes for one case: they may die, and each reports what became of it.
 
     fates = perform(3, function, ...)     # on every rank: function(stage, ...), in a gloo group
 
-They are forked from a server that has imported torch, so that a case takes a fraction of a second.
+They are forked from a server that has imported torch, so a case takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tests.distributed.forks import ENVIRONMENT, forked
 from tests.distributed.forks import store as served
 
-WITHIN = 60.0  # seconds for all of a case
+WITHIN = 60.0  # seconds for a whole case
 
 T = TypeVar("T")
 
 
 class Stage(NamedTuple):
-    """What a function finds on its rank."""
+    """The rank, the group size and the connection to the test that a function receives."""
 
     rank: int
     size: int
@@ -46,13 +46,13 @@ class Stage(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """The group of all ranks."""
         found = dist.group.WORLD
         assert found is not None
         return found
 
     def interrupt_soon(self, ranks: Sequence[int], number: int, after: float) -> None:
-        """A signal to these ranks at once, as from a terminal. Called by all."""
+        """Send a signal to these ranks at once, as a terminal does. All ranks must call this."""
         pids: list[Any] = [None] * self.size
         dist.all_gather_object(pids, os.getpid())
 
@@ -63,17 +63,20 @@ class Stage(NamedTuple):
         if self.rank == ranks[0]:
             threading.Timer(after, send).start()
 
-    def tell(self, **facts: Any) -> None:
-        """To the test: what is told last counts. `now` is told with it."""
+    def report(self, **facts: Any) -> None:
+        """Report facts to the test.
+
+        Later values replace earlier ones. The time is added as `now`.
+        """
         self.connection.send({**facts, "now": time.monotonic()})
 
 
 @dataclass
 class Fate:
-    """What became of a rank: its exit code, what it told, what it wrote."""
+    """The fate of a rank: its exit code, the facts it reported, and what it wrote."""
 
-    code: int | None  # None: it had to be killed, as its time was over
-    told: dict[str, Any] = field(default_factory=dict)
+    code: int | None  # None if it had to be killed because its time was over
+    facts: dict[str, Any] = field(default_factory=dict)
     written: str = ""
 
 
@@ -84,7 +87,10 @@ def perform(
     within: float = WITHIN,
     hosted: bool = False,
 ) -> list[Fate]:
-    """Run it on so many ranks; `hosted`: the first serves the store, and not this process."""
+    """Run a function on `size` ranks.
+
+    If `hosted`, rank 0 serves the store, otherwise this process does.
+    """
     context, server = forked(), served()
     with TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -105,20 +111,20 @@ def perform(
             if fate.code is None:
                 process.kill()
                 process.join()
-            fate.told = _told(pipe)
+            fate.facts = _collect_facts(pipe)
             fate.written = (Path(folder) / f"{rank}.log").read_text()
             process.close()
         return fates
 
 
 def perform_all(cases: Mapping[T, Sequence[Any]], at_once: int = 6) -> dict[T, list[Fate]]:
-    """Several cases beside each other: most of them wait most of the time."""
+    """Run several cases in parallel. Most of them wait most of the time."""
     with ThreadPoolExecutor(at_once) as pool:
         begun = {case: pool.submit(perform, *given) for case, given in cases.items()}
     return {case: one.result() for case, one in begun.items()}
 
 
-def _told(pipe: Connection) -> dict[str, Any]:
+def _collect_facts(pipe: Connection) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         while pipe.poll():
@@ -137,7 +143,7 @@ def _play(
     function: Callable[..., object],
     arguments: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # what the server has imported: collecting would copy its pages
+    gc.freeze()  # collecting what the server has imported would copy its memory pages
     out = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -160,20 +166,21 @@ def _play(
         timeout=timedelta(seconds=60),
     )
     store.set(f"up/{stage.rank}", "")
-    store.wait([f"up/{rank}" for rank in range(stage.size)])  # nobody fails before all are there
+    # no rank fails before all have arrived
+    store.wait([f"up/{rank}" for rank in range(stage.size)])
     code = 0
     try:
         function(stage, *arguments)
-        stage.tell(done=True, threads=_threads())
+        stage.report(done=True, threads=_threads())
     except BaseException as error:
-        _tell_of(stage, error)
+        _report_error(stage, error)
         code = _ended_by(error)
-    stage.tell(cpu=time.process_time())
+    stage.report(cpu=time.process_time())
     _end(code)
 
 
 def _ended_by(error: BaseException) -> int:
-    """As the interpreter does when nobody catches it."""
+    """Print the error and return the exit code, as the interpreter does for an uncaught error."""
     if isinstance(error, SystemExit):
         return int(error.code or 0)
     traceback.print_exception(error)
@@ -182,7 +189,10 @@ def _ended_by(error: BaseException) -> int:
 
 
 def _end(code: int) -> None:
-    """As the interpreter does: a fork of a server would end without."""
+    """Run the exit handlers, as the interpreter does.
+
+    A process forked from a server would skip them.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -194,9 +204,9 @@ def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
 
 
-def _tell_of(stage: Stage, error: BaseException) -> None:
+def _report_error(stage: Stage, error: BaseException) -> None:
     names = ("kind", "rank", "doing", "stage", "layers", "microbatch", "action", "traceback")
-    stage.tell(
+    stage.report(
         threads=_threads(),
         error=type(error).__name__,
         text=str(error),

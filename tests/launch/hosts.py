@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, joined by a pair of virtual interfaces."""
+"""Two hosts on one machine: network namespaces joined by a pair of virtual interfaces."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-_PDEATHSIG = 1  # of prctl
-LIMIT = 150.0  # seconds, for all that is started at once in a test
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG, an option of prctl
+LIMIT = 150.0  # seconds for everything that a test starts at once
 
 
 class Ended(NamedTuple):
-    """How a command ended, and what it said."""
+    """The output and the exit code of a command."""
 
     out: str
     err: str
@@ -32,14 +32,14 @@ class Ended(NamedTuple):
 
 
 class Host(NamedTuple):
-    """A namespace with an address of its own."""
+    """A network namespace with its own address."""
 
     name: str
     address: str
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a shell in the repository, without what another launcher has said."""
+    """Return the environment of a shell in the repository, without variables of a launcher."""
     said = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_", "OMP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(said)}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), str(ROOT / "examples")])
@@ -47,14 +47,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """On this host, and free a moment ago."""
+    """Return a port of this host that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return str(probe.getsockname()[1])
 
 
 def start(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """It is told to end, and its workers by it, if this process ends before, however that ends."""
+    """Start a command. It receives SIGTERM if this process ends first, however that happens."""
     return subprocess.Popen(
         list(words),
         env=dict(env or environment()),
@@ -70,7 +70,7 @@ def _end_with_parent() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process that runs."""
+    """Return the child processes of a running process."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -78,7 +78,7 @@ def children(pid: int) -> list[int]:
 
 
 def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
-    """Wait for all, but not for longer than the limit; nothing of them is left."""
+    """Wait for all commands up to the time limit, and kill whatever is left of them."""
     late = threading.Timer(LIMIT, kill, [started])
     late.start()
     try:
@@ -89,7 +89,7 @@ def end(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
 
 
 def kill(started: Sequence[subprocess.Popen[str]]) -> None:
-    """With its workers, which have sessions of their own."""
+    """Kill the commands with their workers, which have sessions of their own."""
     todo = [process.pid for process in started if process.poll() is None]
     while todo:
         pid = todo.pop()
@@ -99,13 +99,13 @@ def kill(started: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def run(words: Sequence[str], env: Mapping[str, str] | None = None) -> Ended:
-    """One command."""
+    """Run one command."""
     return end([start(words, env)])[0]
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """As long as needed; the test is skipped where this is not allowed."""
+    """Create two hosts for the duration of a test, or skip it where this is not allowed."""
     _clear_those_left()
     tag = f"penstock-{os.getpid()}"
     hosts = Host(f"{tag}-a", "10.79.0.1"), Host(f"{tag}-b", "10.79.0.2")
@@ -134,7 +134,7 @@ def _ip(*words: str) -> int:
 
 
 def _clear_those_left() -> None:
-    """By test runs that were killed."""
+    """Remove the namespaces of test runs that were killed."""
     for place in Path("/run/netns").glob("penstock-*"):
         if not Path("/proc", place.name.split("-")[1]).exists():
             _clear(Host(place.name, ""))
@@ -146,7 +146,7 @@ def _clear(host: Host) -> None:
 
 
 def kill_all_on(host: Host) -> None:
-    """Whatever runs in a namespace was started there."""
+    """Kill all processes in the namespace of a host."""
     found = subprocess.run(
         ["ip", "netns", "pids", host.name], capture_output=True, text=True, timeout=10
     )
@@ -163,7 +163,7 @@ def start_on(
     conf: str = "timeout=60",
     restarts: int = 2,
 ) -> list[subprocess.Popen[str]]:
-    """`torchrun` on each host, with one rank there."""
+    """Start `torchrun` on each host, with one rank per host."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29517"]
     common = ["--nnodes", nodes, "--nproc-per-node", "1", *where]
     common += ["--max-restarts", str(restarts)]

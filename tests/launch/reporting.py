@@ -1,9 +1,8 @@
-"""What a rank does in the tests of `penstock.init`: join, add up, and say what it found.
+"""The script of a rank in the tests of `penstock.init`: join, all-reduce, and print what it found.
 
-    reporting.py [dp=2] [fails=FILE]
-
-dp=2        two pipes
-fails=FILE  rank 1 ends, unless the file is there, and the launcher starts all of them again
+reporting.py [dp=2] [fails=FILE]
+dp=2        two replicas
+fails=FILE  rank 1 exits unless the file exists, and the launcher restarts all ranks
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ def main() -> None:
         "backend": dist.get_backend(),
         "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     }
-    if fails:  # all have looked before they added up
+    if fails:  # all ranks have checked for the file before the all-reduce
         if dist.get_rank() == 1:
             Path(given["fails"]).touch()
             os._exit(3)
-        time.sleep(60)  # until the launcher ends it
+        time.sleep(60)  # until the launcher ends this process
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""`penstock.init` under real launchers: one host, restarts, two hosts."""
+"""`penstock.init` under real launchers: on one host, after restarts, and on two hosts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SCRIPT = str(Path(__file__).parent / "reporting.py")
 
 
 def reports(*ended: Ended) -> dict[int, dict[str, Any]]:
-    """What each rank has found."""
+    """Return the report of each rank."""
     for one in ended:
         assert one.code == 0, one.err
     found = [json.loads(line) for one in ended for line in one.out.splitlines()]
     return {report["rank"]: report for report in found}
 
 
-def test_ranks_join_and_leave_without_a_word() -> None:
+def test_init_under_torchrun_prints_nothing() -> None:
     ended = run([*TORCHRUN, "--nproc-per-node", "2", SCRIPT], environment(OMP_NUM_THREADS="1"))
     assert ended.err == ""
     found = reports(ended)
@@ -47,8 +47,8 @@ def test_ranks_join_and_leave_without_a_word() -> None:
         assert report["interface"] == "lo"
 
 
-def test_a_restart_starts_anew(tmp_path: Path) -> None:
-    """In the store of the launcher, with what the dead have left in it."""
+def test_init_after_a_torchrun_restart(tmp_path: Path) -> None:
+    """The launcher's store still holds the keys of the ranks that died."""
     several = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     found = reports(run([*TORCHRUN, *several, SCRIPT, "dp=2", f"fails={tmp_path / 'once'}"]))
     assert sorted(found) == [0, 1]
@@ -58,8 +58,8 @@ def test_a_restart_starts_anew(tmp_path: Path) -> None:
         assert (report["total"], report["restarts"]) == (1.0, 1)
 
 
-def test_without_a_launcher_of_its_own_the_store_stays_until_the_last_has_left() -> None:
-    """As with mpirun or srun: the variables alone, and rank 0 has the store."""
+def test_init_without_torchrun_keeps_the_store_until_the_last_rank_exits() -> None:
+    """As with mpirun or srun, only environment variables are set, and rank 0 serves the store."""
     port = free_port()
     started = []
     for rank in range(2):
@@ -83,7 +83,7 @@ penstock.init()
 """
 
 
-def test_it_is_called_once_unless_the_group_is_the_users() -> None:
+def test_init_twice_is_refused_unless_the_user_made_the_group() -> None:
     seat = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     ended = run([sys.executable, "-c", ALONE], environment(**seat, **where))
@@ -104,8 +104,8 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield pair
 
 
-def test_two_hosts_meet_and_meet_again(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """The name of each host leads to loopback, and the count of restarts differs between them."""
+def test_init_on_two_hosts_with_a_restart(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The name of each host resolves to loopback, and the restart counts of the hosts differ."""
     words = [SCRIPT, f"fails={tmp_path / 'once'}"]
     ended = end(start_on(hosts, words, environment()))
     found = reports(*ended)

@@ -1,4 +1,4 @@
-"""Ranks find each other, also where the dead have been before."""
+"""Ranks find each other through a store, also when it holds the keys of an earlier start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launch.hosts import free_port
 
 
 def clients(size: int) -> list[Store]:
-    """A store, and for each rank a client of its own."""
+    """Return a store, and a separate client of it for each rank."""
     first: Any = TCPStore("localhost", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
     return [first] + [
         TCPStore("localhost", first.port, None, False, timedelta(seconds=20))
@@ -29,7 +29,7 @@ def clients(size: int) -> list[Store]:
 def met_by(
     stores: list[Store], order: list[int], word: str, patience: float = 20
 ) -> list[JoinedRanks]:
-    """All ranks at once, started in this order."""
+    """Let all ranks join at the same time, started in this order."""
     with ThreadPoolExecutor(len(stores)) as pool:
         going = {}
         for rank in order:
@@ -41,14 +41,14 @@ def met_by(
         return [going[rank].result() for rank in sorted(going)]
 
 
-def test_everyone_hears_every_word() -> None:
+def test_every_rank_receives_the_info_of_all_ranks() -> None:
     for met in met_by(clients(3), [2, 0, 1], "rank"):
         assert met.rank_info == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
         assert met.find_missing(3) == []
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
-def test_a_second_start_in_the_same_store_meets_only_the_living(order: list[int]) -> None:
+def test_second_rendezvous_in_the_same_store_ignores_the_first(order: list[int]) -> None:
     stores = clients(3)
     before = met_by(stores, [0, 1, 2], "before")
     before[1].store.set("address", "of the dead")
@@ -61,14 +61,14 @@ def test_a_second_start_in_the_same_store_meets_only_the_living(order: list[int]
     assert before[0].store.get("address") == b"of the dead"
 
 
-def test_whoever_does_not_come_is_missed_by_all() -> None:
+def test_missing_rank_is_reported_by_all_ranks() -> None:
     stores = clients(3)
     for met in met_by(stores, [0, 2], "rank", patience=2):
         assert met.rank_info == {0: "rank 0", 2: "rank 2"}
         assert met.find_missing(3) == [1]
 
 
-def test_nobody_waits_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     store.set("penstock/start", "of the dead")
     monkeypatch.setattr("penstock.launch.store_rendezvous._RETRY_INTERVAL", 0.01)
@@ -77,21 +77,21 @@ def test_nobody_waits_for_ever_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> No
         join_rendezvous(store, 1, 2, "hello", 0.1)
 
 
-def test_told_waits_as_long_as_it_is_said() -> None:
+def test_wait_for_keys_respects_its_timeout() -> None:
     store = HashStore()
     store.set("a", "")
     assert wait_for_keys(store, ["a"], 0)
     assert not wait_for_keys(store, ["a", "b"], 0.01)
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
+def test_unreachable_store_is_named_in_the_error() -> None:
     port = int(free_port())
     seat = RankEnv(1, 2, 1, 2, "localhost", port, launcher_has_store=True)
     with pytest.raises(RunError, match=rf"rank 1 on .* at localhost:{port} within 0.5 s\. Check"):
         open_store(seat, 0.5)
 
 
-def test_rank_0_opens_a_store_and_waits_for_nobody() -> None:
+def test_rank_0_opens_a_store_without_waiting_for_others() -> None:
     port = int(free_port())
     seat = RankEnv(0, 3, 0, 3, "localhost", port, launcher_has_store=False)
     open_store(seat, 5.0).set("a", "b")

@@ -1,4 +1,4 @@
-"""What is read from the environment, and which device and interface follow."""
+"""Read the environment variables of torchrun, and choose the device and the network interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.launch.torchrun_env import (
     select_device,
 )
 
-SAID = {
+TORCHRUN_ENV = {
     "RANK": "5",
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
@@ -31,28 +31,32 @@ SAID = {
 HERE = RankEnv(5, 8, 1, 4, "first", 29500, launcher_has_store=False)
 
 
-def test_what_torchrun_says() -> None:
-    assert read_rank_env(SAID) == HERE
-    assert read_rank_env({**SAID, "TORCHELASTIC_USE_AGENT_STORE": "True"}).launcher_has_store
-    assert is_launched(SAID)
+def test_read_rank_env() -> None:
+    assert read_rank_env(TORCHRUN_ENV) == HERE
+    assert read_rank_env(
+        {**TORCHRUN_ENV, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ).launcher_has_store
+    assert is_launched(TORCHRUN_ENV)
     assert not is_launched({})
     assert not HERE.is_single_host
     assert HERE._replace(local_world_size=8).is_single_host
 
 
-def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variables_are_named_with_the_torchrun_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "argv", ["somewhere/my_script.py"])
     with pytest.raises(RunError) as raised:
-        read_rank_env({**SAID, "RANK": "", "MASTER_PORT": ""})
+        read_rank_env({**TORCHRUN_ENV, "RANK": "", "MASTER_PORT": ""})
     assert str(raised.value) == (
         "this process was not started by torchrun, which sets RANK, MASTER_PORT. "
         "Start it with  torchrun --nproc-per-node 2 my_script.py"
     )
 
 
-def test_what_is_no_number_is_named() -> None:
+def test_non_numeric_variables_are_named() -> None:
     with pytest.raises(RunError, match=r"not numbers: WORLD_SIZE=two, MASTER_PORT=-1\."):
-        read_rank_env({**SAID, "WORLD_SIZE": "two", "MASTER_PORT": "-1"})
+        read_rank_env({**TORCHRUN_ENV, "WORLD_SIZE": "two", "MASTER_PORT": "-1"})
 
 
 @pytest.mark.parametrize(
@@ -68,10 +72,10 @@ def test_what_is_no_number_is_named() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anybody_is_waited_for(
+def test_init_refuses_invalid_dp_before_waiting_for_ranks(
     monkeypatch: pytest.MonkeyPatch, dp: object, message: str
 ) -> None:
-    for name, value in SAID.items():
+    for name, value in TORCHRUN_ENV.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError) as raised:
         launch.init(dp)  # type: ignore[arg-type]
@@ -84,10 +88,10 @@ def test_what_cannot_be_is_refused_before_anybody_is_waited_for(
 @pytest.mark.parametrize(
     ("gpus", "device"), [(0, "cpu"), (4, "cuda:1"), (1, "cuda:0"), (8, "cuda:1")]
 )
-def test_a_rank_takes_the_gpu_of_its_number(
+def test_select_device_uses_the_local_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
 ) -> None:
-    """With one in sight it is the first, be it the rank's own or shared."""
+    """If only one GPU is visible, the rank takes it, whether it is the rank's own or shared."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert select_device(HERE) == torch.device(device)
@@ -102,7 +106,7 @@ def test_a_rank_takes_the_gpu_of_its_number(
         (["", ""], "gloo"),
     ],
 )
-def test_nccl_is_for_ranks_with_gpus_of_their_own(
+def test_nccl_is_chosen_only_if_every_rank_has_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch, gpus: list[str], backend: str
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -111,12 +115,12 @@ def test_nccl_is_for_ranks_with_gpus_of_their_own(
     assert launch.choose_backend(gpus) == "gloo"
 
 
-# ---- interfaces ---------------------------------------------------------------------------
+# ---- network interfaces -------------------------------------------------------------------
 
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Three interfaces; by destination, the address that the host would send from."""
+    """Fake three interfaces; return the address the host would send from for each destination."""
     addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.9.0.5"}
     routes: dict[str, str] = {"first": "10.9.0.5", reading._TEST_NET_ADDRESS: "10.0.0.5"}
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*addresses, "idle0"])))
@@ -125,25 +129,25 @@ def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return routes
 
 
-def test_on_one_host_it_is_loopback(network: dict[str, str]) -> None:
+def test_interface_on_one_host_is_loopback(network: dict[str, str]) -> None:
     assert find_network_interface(HERE._replace(local_world_size=8)) == "lo"
 
 
-def test_on_several_it_is_the_one_that_leads_to_rank_0(network: dict[str, str]) -> None:
+def test_interface_on_several_hosts_is_the_route_to_rank_0(network: dict[str, str]) -> None:
     assert find_network_interface(HERE) == "ib0"
 
 
-def test_a_name_that_means_loopback_does_not_mislead(network: dict[str, str]) -> None:
+def test_interface_when_the_host_name_resolves_to_loopback(network: dict[str, str]) -> None:
     network["first"] = "127.0.1.1"
     assert find_network_interface(HERE) == "eth0"
 
 
-def test_without_a_route_gloo_decides(network: dict[str, str]) -> None:
+def test_interface_without_a_route_is_left_to_gloo(network: dict[str, str]) -> None:
     network.clear()
     assert find_network_interface(HERE) is None
 
 
-def test_loopback_is_there_in_truth() -> None:
+def test_interface_detection_on_the_real_loopback() -> None:
     found = find_network_interface(HERE._replace(local_world_size=8))
     assert found is not None
     assert reading._get_interface_address(found) == "127.0.0.1"
@@ -151,7 +155,7 @@ def test_loopback_is_there_in_truth() -> None:
     assert reading._get_interface_address("none-such") is None
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_interface_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
     launch.set_gloo_interface(HERE._replace(local_world_size=8))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0"

@@ -1,4 +1,4 @@
-"""Two copies of a pipe of two ranks: four processes, against the unsplit model on both batches."""
+"""Two replicas of a pipe of two ranks in four processes, and the unsplit model on both batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ StageFn = Callable[[nn.Module, int], nn.Module]
 
 
 class Block(nn.Module):
-    """Up, and down again: as layers are split over processes."""
+    """A layer pair, up and down, that tensor parallelism can split over processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Shares a weight with the first layer."""
+    """An output layer that shares its weight with the first layer."""
 
     def __init__(self, first: nn.Linear) -> None:
         super().__init__()
@@ -55,7 +55,10 @@ class Head(nn.Module):
 
 
 def model(tied: bool = False) -> nn.Sequential:
-    """A skip connection, work in place, blocks; on request the ends share a weight."""
+    """Return a model with a skip connection and an in-place operation.
+
+    Its ends may share a weight.
+    """
     torch.manual_seed(0)
     first = nn.Linear(6, 8)
     return nn.Sequential(
@@ -71,12 +74,12 @@ def model(tied: bool = False) -> nn.Sequential:
 
 
 @cache
-def mesh(other: str = "dp", copies: int = 2) -> DeviceMesh:
-    size = copies, dist.get_world_size() // copies
+def mesh(other: str = "dp", replicas: int = 2) -> DeviceMesh:
+    size = replicas, dist.get_world_size() // replicas
     return init_device_mesh("cpu", size, mesh_dim_names=(other, "pp"))
 
 
-def copy_here() -> int:
+def replica_here() -> int:
     return mesh().get_local_rank("dp")
 
 
@@ -95,7 +98,7 @@ def _fsdp(module: nn.Module, _: int) -> nn.Module:
 
 
 def _plan(module: nn.Module, _: int) -> nn.Module:
-    """Each block over two processes."""
+    """Split each block over two processes."""
     for block in module.children():
         if isinstance(block, Block):
             ways: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -120,7 +123,7 @@ COMPILED = "compiled"
 def pipe_of(
     layers: nn.Sequential, wrap: str | None, schedule: str = "1f1b", **options: Any
 ) -> Pipe:
-    """Over one dim of the mesh with something around the stages, or over both with nothing."""
+    """Return a pipe over both dims of the mesh, or over `pp` only with wrapped stages."""
     stages = SCHEDULES[schedule] * dist.get_world_size() // 2
     if wrap is None:
         given: dict[str, Any] = {"mesh": mesh()}
@@ -132,7 +135,7 @@ def pipe_of(
 
 
 def differing(pipe: nn.Module, expected: nn.Module, same: Same = closely) -> list[str]:
-    """The names of this rank's parameters whose gradients differ."""
+    """Return the names of this rank's parameters whose gradients differ."""
     theirs = dict(expected.named_parameters(remove_duplicate=False))
     found = []
     mine = dict(pipe.named_parameters())
@@ -145,7 +148,7 @@ def differing(pipe: nn.Module, expected: nn.Module, same: Same = closely) -> lis
 
 
 class Reductions:
-    """Over the user's group, by fully_shard in it, and by the pipe itself."""
+    """Counts of reductions: over the user's group, by fully_shard, and by the pipe itself."""
 
     of_group = scattered = own = 0
 

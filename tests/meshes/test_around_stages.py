@@ -1,4 +1,4 @@
-"""`Pipe(mesh=mesh["pp"], stage_fn=...)`: the other dim of the mesh is the user's."""
+"""`Pipe(mesh=mesh["pp"], stage_fn=...)`: stage_fn wraps the stages over the other dim."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.meshes.meshed import (
     COMPILED,
     FAMILIES,
     WRAPS,
-    copy_here,
     counted,
     differing,
     model,
     pipe_of,
+    replica_here,
 )
 from tests.support import Fails, batch, closely
 
@@ -28,10 +28,10 @@ FINE: list[list[str]] = [[], [], [], []]
 
 
 def parts(wrap: str, *tensors: Tensor) -> list[Tensor]:
-    """What this process is given: all of it, if the other dim splits layers."""
+    """Return this replica's part of the batch, or all of it under tensor parallelism."""
     if wrap == "tensor parallel":
         return list(tensors)
-    return [tensor.chunk(2)[copy_here()] for tensor in tensors]
+    return [tensor.chunk(2)[replica_here()] for tensor in tensors]
 
 
 def two_steps(wrap: str, families: tuple[str, ...]) -> list[str]:
@@ -40,7 +40,7 @@ def two_steps(wrap: str, families: tuple[str, ...]) -> list[str]:
         expected = model()
         checkpoint = ("never", "always")[at % 2]
         pipe = pipe_of(model(), wrap, schedule, checkpoint=checkpoint)
-        for rows in (16, 12):  # the second step adds to the first
+        for rows in (16, 12):  # the second step accumulates gradients
             x, y = batch(rows)
             loss = nn.functional.mse_loss(expected(x), y)
             loss.backward()
@@ -66,27 +66,28 @@ def two_steps(wrap: str, families: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_gradients_are_those_of_the_whole_batch_reduced_once(wrap: str) -> None:
+def test_stage_fn_gradients_match_the_whole_batch_and_are_reduced_once(wrap: str) -> None:
     assert ranks(4).run(two_steps, wrap, FAMILIES) == FINE
 
 
 def compiled() -> list[str]:
-    with warnings.catch_warnings(action="ignore"):  # the compiler's own
+    with warnings.catch_warnings(action="ignore"):  # warnings of the compiler itself
         return two_steps(COMPILED, ("zb-v",))
 
 
-def test_compiled_stages() -> None:
+def test_stage_fn_with_compiled_stages() -> None:
     assert ranks(4).run(compiled) == FINE
 
 
 def ties_and_weights(wrap: str) -> list[str]:
-    """A weight on both ranks; two steps that do not reduce, one that does, and one more."""
+    """Train a weight tied across ranks: two steps under no_sync, one that reduces, and one more."""
     expected, pipe = model(tied=True), pipe_of(model(tied=True), wrap, "zb-h1", loss_fn=weighted)
     wrong = []
     for at in range(4):
         x, y = batch(16)
         y = y.roll(at, dims=0)
-        for mine, theirs in zip(x.chunk(2), y.chunk(2), strict=True):  # each replica has its mean
+        # each replica takes its own mean
+        for mine, theirs in zip(x.chunk(2), y.chunk(2), strict=True):
             (weighted(expected(mine), theirs)[0] / 2).backward()
         with pipe.no_sync() if at < 2 else nullcontext(), counted() as found:
             x, y = parts(wrap, x, y)
@@ -100,7 +101,7 @@ def ties_and_weights(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "replicate"])
-def test_a_tied_weight_weights_of_the_loss_and_steps_that_wait(wrap: str) -> None:
+def test_stage_fn_with_tied_weight_weighted_loss_and_no_sync(wrap: str) -> None:
     assert ranks(4).run(ties_and_weights, wrap) == FINE
 
 
@@ -110,13 +111,13 @@ def tied_in_parts() -> str:
     return str(error.value)
 
 
-def test_a_tied_weight_in_parts_is_refused() -> None:
+def test_tied_weight_sharded_by_fsdp_is_refused() -> None:
     for message in ranks(4).run(tied_in_parts):
         assert "'0.weight' is shared by ranks 0, 1 of the pipe, and stage_fn sharded it" in message
 
 
 def a_step_that_fails(wrap: str) -> list[str]:
-    """On one rank of one copy. All are told, and go on."""
+    """Fail on one rank of one replica. All ranks raise, and the next step works."""
     expected, layers = model(), model()
     expected[4], layers[4] = nn.Identity(), Fails()
     pipe = pipe_of(layers, wrap)
@@ -125,7 +126,7 @@ def a_step_that_fails(wrap: str) -> list[str]:
     x, y = parts(wrap, *batch(16))
     broken.broken = False
     pipe.step(x, target=y)
-    broken.broken = copy_here() == 1
+    broken.broken = replica_here() == 1
     with pytest.raises(RemoteError, match=r"rank 3 failed, in step \(call 3\) of replica 1, in st"):
         pipe.step(x, target=y)
     broken.broken = False
@@ -137,5 +138,5 @@ def a_step_that_fails(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "replicate"])
-def test_a_step_after_one_that_failed(wrap: str) -> None:
+def test_stage_fn_step_after_a_failed_step(wrap: str) -> None:
     assert ranks(4).run(a_step_that_fails, wrap) == FINE

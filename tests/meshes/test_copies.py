@@ -1,6 +1,6 @@
-"""`Pipe(mesh=mesh)` with the dims dp and pp: copies that train together, each on its own rows.
+"""`Pipe(mesh=mesh)` with the dims dp and pp: replicas train together, each on its own rows.
 
-The oracle is the unsplit model on the rows of all copies.
+The expected values come from the unsplit model on the rows of all replicas.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tests.distributed.ranks import ranks
 from tests.meshes.meshed import (
     FAMILIES,
     Block,
-    copy_here,
     counted,
     differing,
     mesh,
     model,
     pipe_of,
+    replica_here,
 )
 from tests.support import batch, closely
 
 FINE: list[list[str]] = [[], [], [], []]
-UNEVEN = (9, 7)  # rows of each copy
+UNEVEN = (9, 7)  # rows of each replica
 
 
 def mine(tensor: Tensor, rows: Sequence[int] = UNEVEN) -> Tensor:
-    part: Tensor = tensor.split(list(rows))[copy_here()]
+    part: Tensor = tensor.split(list(rows))[replica_here()]
     return part
 
 
@@ -46,7 +46,7 @@ def mine(tensor: Tensor, rows: Sequence[int] = UNEVEN) -> Tensor:
 
 
 def classes(rows: int) -> tuple[Tensor, Tensor]:
-    """The second copy has fewer targets that count."""
+    """Return a batch in which the second replica has fewer targets that count."""
     x, _ = batch(rows)
     target = torch.arange(rows) % 3
     target[UNEVEN[0] + 1 :: 2] = -100
@@ -60,7 +60,7 @@ def none_for_one(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def weighted(output: Tensor, target: Tensor) -> dict[str, Any]:
-    """A mean over the rows whose first target is positive, how many they are, and metrics."""
+    """Return a mean over the rows whose first target is positive, their number, and metrics."""
     counts = (target[:, 0] > 0).double()
     per_row = (output - target).square().mean(dim=1)
     loss = (per_row * counts).sum() / counts.sum()
@@ -73,7 +73,7 @@ def weighted(output: Tensor, target: Tensor) -> dict[str, Any]:
     }
 
 
-def weightless_copy(rows: int) -> tuple[Tensor, Tensor]:
+def weightless_replica(rows: int) -> tuple[Tensor, Tensor]:
     x, y = batch(rows)
     y[UNEVEN[0] :, 0] = -1
     return x, y
@@ -95,18 +95,18 @@ LOSSES: dict[str, tuple[Any, str | None, Callable[[int], tuple[Tensor, Tensor]]]
     "rows": (nn.functional.mse_loss, None, batch),
     "metrics": (with_metrics, None, batch),
     "sum": (summing, "sum", batch),
-    "a sum of PyTorch's": (nn.MSELoss(reduction="sum"), None, batch),
+    "a sum by PyTorch": (nn.MSELoss(reduction="sum"), None, batch),
     "ignored targets": (cross_entropy, None, classes),
-    "weights of classes": (by_class, None, classes),
-    "a copy without targets": (cross_entropy, None, none_for_one),
-    "weights of classes, a copy without targets": (by_class, None, none_for_one),
+    "class weights": (by_class, None, classes),
+    "a replica without targets": (cross_entropy, None, none_for_one),
+    "class weights, a replica without targets": (by_class, None, none_for_one),
     "weights": (weighted, None, batch),
-    "a copy without weights": (weighted, None, weightless_copy),
+    "a replica without weights": (weighted, None, weightless_replica),
 }
 
 
 def read(found: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The loss that a loss_fn has given, and numbers beside it."""
+    """Return the loss that a loss_fn has computed, and the other values beside it."""
     if not isinstance(found, dict):
         return found, {}
     rest = {n: v for n, v in found.items() if n in ("far", "both") or n == "rows"}
@@ -126,8 +126,8 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
         pipe_of(model(), None, schedule, loss_fn=loss_fn, reduction=reduction, chunks=3),
     )
     wrong = []
-    for at in range(2):  # the second step adds to the first, its rows are the other way round
-        rows = UNEVEN if at == 0 or "copy" in kind else UNEVEN[::-1]
+    for at in range(2):  # the second step accumulates gradients, with the row counts swapped
+        rows = UNEVEN if at == 0 or "replica" in kind else UNEVEN[::-1]
         x, y = data(16)
         loss, beside = read(loss_fn(expected(x), y))
         loss.backward()
@@ -138,7 +138,7 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
         wrong += [] if (found.own, found.of_group) == (1, 0) else [f"{found.own} reductions"]
         for name, value in beside.items():
             if name == "rows" and kind != "sum":
-                value = value.split(list(rows))[copy_here()]  # of this copy alone
+                value = value.split(list(rows))[replica_here()]  # only this replica's rows
             wrong += [] if is_same(result.metrics[name], value) else [f"step {at}: {name}"]
     known = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
     wrong += [] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"]
@@ -146,17 +146,17 @@ def of_the_whole_batch(kind: str, schedule: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_loss_metrics_and_gradients_are_those_of_the_whole_batch(kind: str) -> None:
+def test_replicas_loss_metrics_and_gradients_match_the_whole_batch(kind: str) -> None:
     assert ranks(4).run(of_the_whole_batch, kind, "zb-h1") == FINE
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
-def test_under_every_family_of_schedules(schedule: str) -> None:
+def test_replicas_under_every_schedule_family(schedule: str) -> None:
     assert ranks(4).run(of_the_whole_batch, "rows", schedule) == FINE
 
 
 class Adds(nn.Module):
-    """Adds a loss from inside."""
+    """A layer that adds an auxiliary loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         add_loss(x.square().mean())
@@ -178,15 +178,18 @@ def added(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rows", "ignored targets"])
-def test_what_layers_add_counts_by_rows(kind: str) -> None:
+def test_replicas_weight_auxiliary_losses_by_rows(kind: str) -> None:
     assert ranks(4).run(added, kind) == FINE
 
 
-# ---- steps that wait, ties, inputs, scalers -----------------------------------------------
+# ---- no_sync, tied weights, inputs, grad scalers ------------------------------------------
 
 
 def steps_that_wait(kind: str) -> list[str]:
-    """Each counts for its own rows, though they are reduced together. A tied weight is one."""
+    """Steps under no_sync count for their own rows, though they are reduced later.
+
+    A weight is tied.
+    """
     loss_fn, reduction, data = LOSSES[kind]
     expected = model(tied=True)
     pipe = pipe_of(model(tied=True), None, "zb-h1", loss_fn=loss_fn, reduction=reduction)
@@ -207,7 +210,7 @@ def steps_that_wait(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rows", "sum", "weights", "ignored targets"])
-def test_steps_that_wait_for_one_that_reduces(kind: str) -> None:
+def test_replicas_no_sync_steps_are_reduced_by_the_next_step(kind: str) -> None:
     assert ranks(4).run(steps_that_wait, kind) == FINE
 
 
@@ -227,7 +230,7 @@ def gradients_of_inputs(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rows", "weights"])
-def test_gradients_of_inputs_are_those_of_the_whole_loss(kind: str) -> None:
+def test_replicas_input_gradients_match_the_whole_loss(kind: str) -> None:
     assert ranks(4).run(gradients_of_inputs, kind) == FINE
 
 
@@ -244,7 +247,7 @@ class _Spoilt(torch.autograd.Function):
 
 
 class Spoils(nn.Module):
-    """Has a weight whose gradient is what you like, and harms no other."""
+    """A layer with a weight whose gradient can be set, without effect on other gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +260,7 @@ class Spoils(nn.Module):
 
 
 def spoiled() -> tuple[nn.Sequential, list[Spoils]]:
-    """One on each rank."""
+    """Return a model with one such layer on each rank."""
     layers, found = model(), [Spoils(), Spoils()]
     layers[1] = nn.Sequential(nn.ReLU(), found[0])
     layers[4] = nn.Sequential(nn.Tanh(), found[1])
@@ -265,7 +268,7 @@ def spoiled() -> tuple[nn.Sequential, list[Spoils]]:
 
 
 def scaled(wrap: str | None, where: int) -> list[str]:
-    """An overflow on one rank of one copy, then accumulation over two that have none."""
+    """Let one rank of one replica overflow, then accumulate two steps that do not."""
     (expected, known), (layers, own) = spoiled(), spoiled()
     pipe = pipe_of(layers, wrap, "zb-h1")
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
@@ -278,7 +281,9 @@ def scaled(wrap: str | None, where: int) -> list[str]:
             mine_too = kind == "inf" and dist.get_rank() == where
             own[mesh().get_local_rank("pp")].gradient = inf if mine_too else 0.0
             scalers[0].scale(nn.functional.mse_loss(expected(x), y)).backward()
-            pipe.step(x.chunk(2)[copy_here()], target=y.chunk(2)[copy_here()], scaler=scalers[1])
+            pipe.step(
+                x.chunk(2)[replica_here()], target=y.chunk(2)[replica_here()], scaler=scalers[1]
+            )
         for scaler, optimizer in zip(scalers, optimizers, strict=True):
             scaler.step(optimizer)
             scaler.update()
@@ -294,15 +299,17 @@ def scaled(wrap: str | None, where: int) -> list[str]:
 
 @pytest.mark.parametrize("where", [0, 3])
 @pytest.mark.parametrize("wrap", [None, "ddp", "fsdp"])
-def test_an_overflow_on_one_rank_is_one_on_all(wrap: str | None, where: int) -> None:
+def test_grad_scaler_overflow_on_one_rank_skips_the_step_on_all_replicas(
+    wrap: str | None, where: int
+) -> None:
     assert ranks(4).run(scaled, wrap, where) == FINE
 
 
-# ---- what the copies have in common -------------------------------------------------------
+# ---- state that replicas share ------------------------------------------------------------
 
 
 def begun_differently() -> list[str]:
-    """Parameters, buffers: those of the first copy."""
+    """Return the tensors that differ between replicas after different initializations."""
     torch.manual_seed(dist.get_rank())
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
     layers[1].register_buffer("drawn", torch.randn(3))
@@ -316,21 +323,21 @@ def begun_differently() -> list[str]:
         pipe.step(mine(x), target=mine(y))
     found: list[Any] = [None] * 4
     dist.all_gather_object(found, states)
-    twin = found[(dist.get_rank() + 2) % 4]
+    peer = found[(dist.get_rank() + 2) % 4]
     return [
         name
         for at, state in enumerate(states)
         for name, value in state.items()
-        if not torch.equal(value, twin[at][name])
+        if not torch.equal(value, peer[at][name])
     ]
 
 
-def test_copies_begin_alike() -> None:
+def test_replicas_start_with_the_state_of_the_first() -> None:
     assert ranks(4).run(begun_differently) == FINE
 
 
 def statistics() -> list[str]:
-    """As in DistributedDataParallel: before each step, those of the first copy."""
+    """Check the running statistics: before each step, those of the first replica, as in DDP."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     expected = nn.BatchNorm1d(6).double()
@@ -341,18 +348,18 @@ def statistics() -> list[str]:
         if at < 2:
             expected(x.chunk(2)[0])
         else:
-            expected(x.chunk(2)[copy_here()])
-        pipe.step(x.chunk(2)[copy_here()], target=y.chunk(2)[copy_here()])
+            expected(x.chunk(2)[replica_here()])
+        pipe.step(x.chunk(2)[replica_here()], target=y.chunk(2)[replica_here()])
     theirs = dict(expected.named_buffers(prefix="0"))
     return [name for name, b in pipe.named_buffers() if not closely(b, theirs[name])]
 
 
-def test_buffers_are_those_of_the_first_copy_before_each_step() -> None:
+def test_replicas_take_buffers_of_the_first_before_each_step() -> None:
     assert ranks(4).run(statistics) == FINE
 
 
 def reduced_by_wrappers(wrap: str) -> list[str]:
-    """What reduces over the same processes is left to it; the rest, to the pipe."""
+    """Let wrappers reduce some modules over the same processes; the pipe reduces the rest."""
 
     def around(module: nn.Module, index: int) -> nn.Module:
         if wrap == "ddp, half" and index == 0:
@@ -382,12 +389,12 @@ def reduced_by_wrappers(wrap: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "ddp, half", "fsdp", "fsdp, blocks"])
-def test_what_stage_fn_reduces_is_not_reduced_again(wrap: str) -> None:
+def test_replicas_do_not_reduce_again_what_stage_fn_reduces(wrap: str) -> None:
     assert ranks(4).run(reduced_by_wrappers, wrap) == FINE
 
 
 def evaluated() -> list[str]:
-    """Under no_grad, a step's loss is that of all copies; a call is of this one alone."""
+    """Under no_grad, a step returns the loss of all replicas; `pipe(x)` concerns this one only."""
     expected, pipe = model(), pipe_of(model(), None, outputs="all")
     x, y = batch(16)
     with torch.no_grad():
@@ -396,17 +403,17 @@ def evaluated() -> list[str]:
         found = pipe.step(mine(x), target=mine(y), outputs=True)
         wrong = [] if closely(found.loss, loss) else ["the loss"]
         wrong += [] if closely(found.outputs, mine(output)) else ["outputs of a step"]
-        if copy_here() == 0:
+        if replica_here() == 0:
             wrong += [] if closely(pipe(mine(x)), mine(output)) else ["outputs"]
     return wrong
 
 
-def test_evaluation() -> None:
+def test_replicas_evaluation_under_no_grad() -> None:
     assert ranks(4).run(evaluated) == FINE
 
 
 def the_other_way_round() -> list[str]:
-    """The order of the dims, a mesh of strange order, and data on the first rank alone."""
+    """Use another order of dims, an unusual order of ranks, and data on the first rank only."""
     wrong = []
     strange = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "pp"))
     turned = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pp", "dp"))
@@ -424,8 +431,8 @@ def the_other_way_round() -> list[str]:
         x, y = batch(16)
         loss = nn.functional.mse_loss(expected(x), y)
         loss.backward()
-        copy = pipe._engine.groups.topology.replica_index  # type: ignore[attr-defined]
-        rows = [part.split(list(UNEVEN))[copy] for part in (x, y)]
+        replica = pipe._engine.groups.topology.replica_index  # type: ignore[attr-defined]
+        rows = [part.split(list(UNEVEN))[replica] for part in (x, y)]
         first = pipe._engine.groups.rank == 0  # type: ignore[attr-defined]
         result = pipe.step(rows[0], target=rows[1]) if first else pipe.step()
         wrong += [f"{at}: {name}" for name in differing(pipe, expected)]
@@ -433,12 +440,12 @@ def the_other_way_round() -> list[str]:
     return wrong
 
 
-def test_meshes_of_other_orders() -> None:
+def test_replicas_on_meshes_with_other_dim_and_rank_orders() -> None:
     assert ranks(4).run(the_other_way_round) == FINE
 
 
 def three_dims() -> list[str]:
-    """Layers are split over a third dim, which is none of the pipe's: it averages over dp."""
+    """Split layers over a third dim that the pipe does not know; it averages over dp only."""
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
 
     def plan(module: nn.Module, _: int) -> nn.Module:
@@ -467,7 +474,7 @@ def three_dims() -> list[str]:
     return wrong + ([] if closely(pipe.clip_grad_norm_(0.1), known) else ["the norm"])
 
 
-def test_two_dims_of_three() -> None:
+def test_replicas_on_two_dims_of_a_three_dim_mesh() -> None:
     assert ranks(4).run(three_dims) == FINE
 
 
@@ -475,7 +482,7 @@ def test_two_dims_of_three() -> None:
 
 
 def disagreeing() -> list[str]:
-    """Copies that are not alike: each error is raised on all four ranks."""
+    """Make replicas differ in several ways; each error is raised on all four ranks."""
     told = []
 
     def tell(act: Callable[[], object]) -> None:
@@ -483,31 +490,31 @@ def disagreeing() -> list[str]:
             act()
         told.append(str(error.value))
 
-    copy = copy_here()
-    tell(lambda: pipe_of(model(tied=copy == 1), None))
+    replica = replica_here()
+    tell(lambda: pipe_of(model(tied=replica == 1), None))
     pipe = pipe_of(model(), None)
     x, y = batch(16)
-    scaler = torch.amp.GradScaler("cpu") if copy else None
+    scaler = torch.amp.GradScaler("cpu") if replica else None
     tell(lambda: pipe.step(mine(x), target=mine(y), scaler=scaler))
 
     def waiting() -> None:
-        with pipe.no_sync() if copy else nullcontext():
+        with pipe.no_sync() if replica else nullcontext():
             pipe.step(mine(x), target=mine(y))
 
     tell(waiting)
-    metrics = with_metrics if copy else weighted
+    metrics = with_metrics if replica else weighted
     tell(lambda: pipe.step(mine(x), target=mine(y), loss_fn=metrics))
-    scale = 0.5 if copy == 1 and mesh().get_local_rank("pp") == 1 else 1.0
+    scale = 0.5 if replica == 1 and mesh().get_local_rank("pp") == 1 else 1.0
 
     def clipping() -> None:
         pipe.clip_grad_norm_(scale)
-        pipe.step(mine(x), target=mine(y))  # here the other copy hears of it
+        pipe.step(mine(x), target=mine(y))  # the other replica learns of the error in this step
 
     tell(clipping)
     return told
 
 
-def test_copies_that_disagree_are_told_how() -> None:
+def test_replicas_that_disagree_raise_an_error_that_says_how() -> None:
     for alike, scaler, waiting, metrics, clipped in ranks(4).run(disagreeing):
         assert "the replicas disagree about the pipe" in alike
         assert "on replica 0; Head" in alike

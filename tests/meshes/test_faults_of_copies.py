@@ -1,4 +1,4 @@
-"""One process of one copy fails: those of the other copies do not wait for it."""
+"""When a process of one replica fails, the processes of the other replicas do not wait for it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from penstock import RemoteError
 from penstock.data_parallel import sync
 from tests.distributed.rank import Returned
 from tests.distributed.ranks import Died, ranks
-from tests.meshes.meshed import copy_here, mesh, model, pipe_of
+from tests.meshes.meshed import mesh, model, pipe_of, replica_here
 from tests.support import Do, batch
 
 HEARTBEAT = 3.0
-FAULTY = 3  # the second rank of the second copy
+FAULTY = 3  # the second rank of the second replica
 
 
-kept: list[Any] = []  # a pipe that nobody holds closes its connections, which wakes the others
+# keeps the pipe alive, because a pipe that is freed closes its connections, which wakes the others
+kept: list[Any] = []
 
 
 class Burst(Exception):
-    """What goes wrong."""
+    """The error that a fault raises."""
 
 
 def burst(kind: str) -> None:
-    """When the other copy has come to the end of its step, and waits there."""
+    """Fail when the other replica has reached the end of its step and waits there."""
     time.sleep(0.5)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -41,20 +42,20 @@ def burst(kind: str) -> None:
 
 
 def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
-    """What each rank hears of it."""
+    """Return the kind and the rank of the error that this rank raises."""
     layers, faulty = model(), dist.get_rank() == FAULTY
     broken = False
 
     def see(x: Tensor) -> Tensor:
         if broken and faulty and where in ("forward", "collective"):
             burst(kind)
-        if where == "collective":  # as layers that are split over processes do
+        if where == "collective":  # as tensor-parallel layers do
             dist.all_reduce(torch.ones(1), group=mesh()["dp"].get_group())
         return x
 
     layers[4] = Do(see)
     kept[:] = [pipe := pipe_of(layers, wrap, "zb-h1", heartbeat=HEARTBEAT)]
-    x, y = (part.chunk(2)[copy_here()] for part in batch(16))
+    x, y = (part.chunk(2)[replica_here()] for part in batch(16))
     pipe.step(x, target=y)
     broken = True
     spoilt = patch.object(sync, "average_gradients", lambda *_: burst(kind))
@@ -62,7 +63,7 @@ def failing(wrap: str | None, kind: str, where: str) -> tuple[str, int | None]:
         if faulty and where == "between":
             burst(kind)
         with spoilt if faulty and where == "average" else nullcontext():
-            for _ in range(2):  # who is done before it happens hears of it in the next
+            for _ in range(2):  # a rank that is done before the failure raises in the next step
                 pipe.step(x, target=y)
     except RemoteError as error:
         return error.kind, error.rank
@@ -77,7 +78,7 @@ def heard(wrap: str | None, kind: str, where: str) -> list[Any]:
     ("wrap", "where"),
     [(None, "forward"), (None, "average"), ("ddp", "forward"), ("replicate", "forward")],
 )
-def test_an_error_is_raised_on_all_ranks_of_all_copies(wrap: str | None, where: str) -> None:
+def test_error_is_raised_on_all_ranks_of_all_replicas(wrap: str | None, where: str) -> None:
     for answer in heard(wrap, "raise", where):
         assert isinstance(answer, Returned), answer
         assert answer.value == ("raised", FAULTY)
@@ -87,7 +88,7 @@ def test_an_error_is_raised_on_all_ranks_of_all_copies(wrap: str | None, where: 
     ("wrap", "where"),
     [(None, "forward"), (None, "average"), (None, "between"), ("ddp", "forward")],
 )
-def test_a_process_that_dies_is_named_by_all_copies(wrap: str | None, where: str) -> None:
+def test_dead_process_is_reported_by_all_replicas(wrap: str | None, where: str) -> None:
     *others, dead = heard(wrap, "kill", where)
     assert isinstance(dead, Died)
     for answer in others:
@@ -95,15 +96,15 @@ def test_a_process_that_dies_is_named_by_all_copies(wrap: str | None, where: str
         assert answer.value == ("died", FAULTY)
 
 
-def test_whoever_waits_in_a_group_of_the_users_ends_itself() -> None:
-    """Its twin is in a collective of a layer's, where nobody can wake it."""
+def test_rank_blocked_in_a_collective_of_the_users_group_ends_itself() -> None:
+    """The other replica's rank waits in a collective of a layer, where no rank can wake it."""
     answers = heard("ddp", "raise", "collective")
-    twin = answers.pop(1)
-    assert isinstance(twin, Died)
-    assert twin.code == 1
-    assert not twin.waited
-    assert "rank 1 exits, because its thread is stuck here" in twin.written
-    assert "rank 3 failed, in step" in twin.written
+    peer = answers.pop(1)
+    assert isinstance(peer, Died)
+    assert peer.code == 1
+    assert not peer.waited
+    assert "rank 1 exits, because its thread is stuck here" in peer.written
+    assert "rank 3 failed, in step" in peer.written
     for answer in answers:
         assert isinstance(answer, Returned), answer
         assert answer.value == ("raised", FAULTY)

@@ -1,4 +1,4 @@
-"""Checkpoints of copies: each tensor is written once, and read by any other arrangement."""
+"""Checkpoints of replicas: each tensor is written once, and any other arrangement can load it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STEPS = 5
 SAVED = 2
 
 
-def arranged(copies: int, kind: str) -> tuple[Pipe, int]:
-    """A pipe over so many copies, all processes together; and which copy this is."""
+def arranged(replicas: int, kind: str) -> tuple[Pipe, int]:
+    """Return a pipe with this many replicas over all processes, and the index of this replica."""
     options: dict[str, Any] = {"chunks": 2, "loss_fn": nn.MSELoss()}
     layers = model(tied=kind == "own")
     if not dist.is_initialized():
         return Pipe(layers, stages=1, devices=["cpu"], **options), 0
-    here = mesh(copies=copies)
+    here = mesh(replicas=replicas)
     pipe = (
         Pipe(layers, mesh=here, **options)
         if kind == "own"
@@ -40,10 +40,12 @@ def arranged(copies: int, kind: str) -> tuple[Pipe, int]:
     return pipe, here.get_local_rank("dp")
 
 
-def learned(pipe: Pipe, optimizer: Optimizer, steps: range, copies: int, copy: int) -> list[Tensor]:
+def learned(
+    pipe: Pipe, optimizer: Optimizer, steps: range, replicas: int, replica: int
+) -> list[Tensor]:
     losses = []
     for step in steps:
-        x, y = (part.roll(step, dims=0).chunk(copies)[copy] for part in batch(16))
+        x, y = (part.roll(step, dims=0).chunk(replicas)[replica] for part in batch(16))
         optimizer.zero_grad()
         losses.append(pipe.step(x, target=y).loss)
         optimizer.step()
@@ -54,27 +56,27 @@ def full(state: dict[str, Any]) -> dict[str, Any]:
     return {n: whole(v) if isinstance(v, Tensor) else v for n, v in state.items()}
 
 
-def begun(folder: Path, copies: int, kind: str, background: bool) -> Tensor:
-    pipe, copy = arranged(copies, kind)
+def begun(folder: Path, replicas: int, kind: str, background: bool) -> Tensor:
+    pipe, replica = arranged(replicas, kind)
     optimizer = AdamW(pipe.parameters(), lr=0.05)
-    learned(pipe, optimizer, range(SAVED), copies, copy)
-    torch.manual_seed(copy)
+    learned(pipe, optimizer, range(SAVED), replicas, replica)
+    torch.manual_seed(replica)
     pipe.save(folder, optimizer=optimizer, extra=SAVED, background=background).wait()
     pipe.export(folder / "model.safetensors")
     return torch.get_rng_state()
 
 
-def gone_on_with(folder: Path, copies: int, kind: str) -> tuple[list[Tensor], Any, Tensor]:
-    pipe, copy = arranged(copies, kind)
+def gone_on_with(folder: Path, replicas: int, kind: str) -> tuple[list[Tensor], Any, Tensor]:
+    pipe, replica = arranged(replicas, kind)
     optimizer = AdamW(pipe.parameters(), lr=0.5)
     step = pipe.load(folder, optimizer=optimizer)
     random = torch.get_rng_state()
-    losses = learned(pipe, optimizer, range(step, STEPS), copies, copy)
+    losses = learned(pipe, optimizer, range(step, STEPS), replicas, replica)
     return losses, full(state_of(pipe, optimizer)), random
 
 
 def unsplit(tied: bool) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
-    """Losses, what there is when it is saved, and at the end."""
+    """Return the losses, the state at the time of the save, and the final state."""
     expected = model(tied)
     optimizer = AdamW(expected.parameters(), lr=0.05)
     losses, saved = [], {}
@@ -104,7 +106,7 @@ def check_written_once(folder: Path) -> None:
     starts = [(path, offset) for path, offset, _ in spans]
     assert len(starts) == len(set(starts))
     names = metadata.state_dict_metadata
-    kept = [name for name in names if "7.first." not in name]  # which is tied
+    kept = [name for name in names if "7.first." not in name]  # the tied weight
     pieces = sum(len(getattr(names[name], "chunks", [None])) for name in kept)
     assert len(spans) == pieces
 
@@ -112,7 +114,9 @@ def check_written_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "after"), [("own", 1), ("own", 4), ("own", 0), ("fsdp", 2), ("fsdp", 0)]
 )
-def test_written_once_and_read_by_others(kind: str, after: int, tmp_path: Path) -> None:
+def test_checkpoint_of_replicas_is_written_once_and_loads_into_other_arrangements(
+    kind: str, after: int, tmp_path: Path
+) -> None:
     losses, _, state = unsplit(tied=kind == "own")
     random = ranks(4).run(begun, tmp_path, 2, kind, after == 1)
     check_written_once(tmp_path)
@@ -126,13 +130,13 @@ def test_written_once_and_read_by_others(kind: str, after: int, tmp_path: Path) 
             torch.testing.assert_close(mine, losses[SAVED:], rtol=0, atol=1e-10)
         for name, value in held.items():
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-10)
-        copy = 0 if not after else rank * after // 4
-        if copy < 2:
-            assert torch.equal(drawn, random[2 * copy])
+        replica = 0 if not after else rank * after // 4
+        if replica < 2:
+            assert torch.equal(drawn, random[2 * replica])
 
 
 @pytest.mark.parametrize("kind", ["own", "ddp"])
-def test_plain_pytorch_reads_what_copies_have_saved(kind: str, tmp_path: Path) -> None:
+def test_checkpoint_of_replicas_can_be_read_by_plain_pytorch(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""The transparent door: `pipe(x)` behaves like the model, and so does what comes of it."""
+"""`pipe(x)` behaves like the model, and its output can be used like the model's output."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_two_forwards_before_a_backward(first: int, checkpoint: str, runtime: st
 
 @each_runtime
 @each_checkpoint
-def test_one_loss_of_two_forwards(checkpoint: str, runtime: str) -> None:
-    """As in contrastive learning: both go backward in one."""
+def test_one_backward_through_two_pipe_calls(checkpoint: str, runtime: str) -> None:
+    """Both forwards contribute to one loss, as in contrastive learning."""
     model, pipe = both(checkpoint, runtime=runtime)
     x, _ = batch(7)
     for module in (model, pipe):
@@ -69,7 +69,7 @@ def test_one_loss_of_two_forwards(checkpoint: str, runtime: str) -> None:
 
 @each_runtime
 @each_checkpoint
-def test_a_pipe_between_other_modules(checkpoint: str, runtime: str) -> None:
+def test_pipe_between_other_modules(checkpoint: str, runtime: str) -> None:
     _, pipe = both(checkpoint, runtime=runtime)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 6), pipe, nn.Linear(3, 2)).double()
@@ -82,7 +82,7 @@ def test_a_pipe_between_other_modules(checkpoint: str, runtime: str) -> None:
     assert same_gradients(model, reference)
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_second_backward_without_retain_graph_is_refused() -> None:
     _, pipe = both()
     loss = pipe(batch(7)[0]).sum()
     loss.backward()
@@ -90,7 +90,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_gradients_add_up_over_steps() -> None:
+def test_gradients_accumulate_over_pipe_calls() -> None:
     model, pipe = both()
     x, target = batch(7)
     for module in (model, pipe):
@@ -99,7 +99,7 @@ def test_gradients_add_up_over_steps() -> None:
     assert same_gradients(pipe, model)
 
 
-def test_only_a_part_of_the_output_is_used() -> None:
+def test_backward_through_a_slice_of_the_output() -> None:
     model, pipe = both("always")
     x, _ = batch(7)
     for module in (model, pipe):
@@ -108,8 +108,8 @@ def test_only_a_part_of_the_output_is_used() -> None:
 
 
 @each_checkpoint
-def test_only_one_of_the_outputs_is_used(checkpoint: str) -> None:
-    """The others get no gradient, and the layers behind them none either."""
+def test_backward_through_one_of_several_outputs(checkpoint: str) -> None:
+    """Unused outputs, and layers used only by them, get no gradient."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -128,7 +128,7 @@ def test_only_one_of_the_outputs_is_used(checkpoint: str) -> None:
     assert pipe[1].b.weight.grad is None
 
 
-# ---- what learns --------------------------------------------------------------------------
+# ---- frozen parameters and inputs with gradients ------------------------------------------
 
 
 @each_runtime
@@ -159,7 +159,7 @@ def test_frozen_parameters(
 
 @each_runtime
 @each_checkpoint
-def test_no_parameters_at_all(checkpoint: str, runtime: str) -> None:
+def test_pipe_without_parameters(checkpoint: str, runtime: str) -> None:
     pipe = Pipe(
         nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Softmax(1)), 3, checkpoint, stages=[1, 1, 1],
         runtime=runtime,
@@ -173,7 +173,7 @@ def test_no_parameters_at_all(checkpoint: str, runtime: str) -> None:
 
 
 @each_checkpoint
-def test_an_input_that_was_computed(checkpoint: str) -> None:
+def test_gradient_flows_to_what_computed_the_input(checkpoint: str) -> None:
     model, pipe = both(checkpoint)
     x, _ = batch(7)
     scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
@@ -182,7 +182,7 @@ def test_an_input_that_was_computed(checkpoint: str) -> None:
 
 
 @each_checkpoint
-def test_several_inputs_of_which_some_learn(checkpoint: str) -> None:
+def test_several_inputs_of_which_some_require_grad(checkpoint: str) -> None:
     def mixed(a: Tensor, index: Tensor, weights: Tensor, flag: str) -> Tensor:
         assert flag == "same"
         return a * weights.sum() + index[:, None]
@@ -197,7 +197,7 @@ def test_several_inputs_of_which_some_learn(checkpoint: str) -> None:
 
 
 @each_checkpoint
-def test_integers_in_and_out(checkpoint: str) -> None:
+def test_integer_inputs_and_outputs(checkpoint: str) -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3), Do(lambda x: (x, x.argmax(1))))
     pipe = Pipe(copy.deepcopy(model), 2, checkpoint, stages=3)
     x = torch.arange(7)
@@ -227,7 +227,7 @@ def test_sparse_gradients() -> None:
 
 @each_runtime
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any, runtime: str) -> None:
+def test_pipe_call_under_no_grad_and_inference_mode(mode: Any, runtime: str) -> None:
     model, pipe = both("always", runtime=runtime)
     x, _ = batch(7)
     with mode():
@@ -238,7 +238,7 @@ def test_without_gradients(mode: Any, runtime: str) -> None:
 
 
 @each_runtime
-def test_eval_mode_learns_without_dropout_and_statistics(runtime: str) -> None:
+def test_eval_mode_trains_without_dropout_and_statistics(runtime: str) -> None:
     model = network()
     pipe = Pipe(copy.deepcopy(model), 3, stages=[5, 5], runtime=runtime)
     x, _ = batch(7)
@@ -255,17 +255,17 @@ def test_eval_mode_learns_without_dropout_and_statistics(runtime: str) -> None:
 
 def test_hooks_on_the_pipe() -> None:
     _, pipe = both()
-    told = []
-    pipe.register_forward_pre_hook(lambda module, given: told.append("before"))
-    pipe.register_forward_hook(lambda module, given, found: told.append("after"))
-    pipe.register_full_backward_hook(lambda module, of_inputs, of_outputs: told.append("back"))
+    calls = []
+    pipe.register_forward_pre_hook(lambda module, given: calls.append("before"))
+    pipe.register_forward_hook(lambda module, given, found: calls.append("after"))
+    pipe.register_full_backward_hook(lambda module, of_inputs, of_outputs: calls.append("back"))
     x = batch(7)[0].requires_grad_()
     pipe(x).sum().backward()
-    assert told == ["before", "after", "back"]
+    assert calls == ["before", "after", "back"]
 
 
 @each_runtime
-def test_hooks_on_layers_run_once_a_cell(runtime: str) -> None:
+def test_hooks_on_layers_run_once_per_cell(runtime: str) -> None:
     _, pipe = both("never", runtime=runtime)
     rows: dict[str, list[int]] = {"forward": [], "backward": []}
     pipe[2].register_forward_hook(lambda module, given, found: rows["forward"].append(len(found)))
@@ -280,7 +280,7 @@ def tripled(module: nn.Module, gradients: Any) -> Any:
     return (gradients[0] * 3,)
 
 
-def test_a_hook_may_change_what_a_layer_gives() -> None:
+def test_hooks_may_change_outputs_and_gradients_of_a_layer() -> None:
     model, pipe = both("always")
     x, _ = batch(7)
     for module in (model, pipe):
@@ -292,8 +292,8 @@ def test_a_hook_may_change_what_a_layer_gives() -> None:
 
 @each_runtime
 @each_checkpoint
-def test_gradients_accumulate_once_a_backward(checkpoint: str, runtime: str) -> None:
-    """So optimizers and wrappers that hook in there see the whole gradient, in this thread."""
+def test_post_accumulate_grad_hooks_run_once_per_backward(checkpoint: str, runtime: str) -> None:
+    """Optimizers and wrappers with such hooks see the whole gradient, in the calling thread."""
     model, pipe = both(checkpoint, runtime=runtime)
     seen = []
     for parameter in pipe.parameters():
@@ -308,7 +308,7 @@ def test_gradients_accumulate_once_a_backward(checkpoint: str, runtime: str) -> 
 # ---- memory -------------------------------------------------------------------------------
 
 
-def test_retaining_keeps_and_the_last_backward_drops() -> None:
+def test_retain_graph_keeps_saved_tensors_until_the_last_backward() -> None:
     class Saves(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

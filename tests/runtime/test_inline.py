@@ -13,27 +13,27 @@ from tests.support import SCHEDULES, Traced, Watch, each_schedule, numbered
 
 
 @each_schedule
-def test_everything_runs_in_the_callers_thread_in_the_order_of_play(schedule: str) -> None:
-    told: list[str] = []
+def test_inline_runs_actions_in_the_order_of_the_simulator(schedule: str) -> None:
+    seen_actions: list[str] = []
     stages = 2 * SCHEDULES[schedule]
-    layers = [Traced(told.append, stage) for stage in range(stages)]
+    layers = [Traced(seen_actions.append, stage) for stage in range(stages)]
     pipe = Pipe(
         nn.Sequential(*layers), 4, "always", stages=stages, schedule=schedule, runtime="inline",
         loss_fn=torch.sum,
     )  # fmt: skip
     forecast = pipe.forecast()
     result = pipe.step(numbered(4))
-    assert told == as_layers_see(result.timeline)
-    assert sorted(told) == sorted(as_layers_see(forecast))
+    assert seen_actions == as_layers_see(result.timeline)
+    assert sorted(seen_actions) == sorted(as_layers_see(forecast))
 
 
 def as_layers_see(timeline: Timeline) -> list[str]:
-    """To a layer an I is a backward; a W does not reach it."""
+    """Return the actions as a layer sees them: an I is a backward, and a W does not reach it."""
     actions = [s.action for s in timeline.spans if isinstance(s.action, Compute)]
     return [str(a).replace("I", "B") for a in actions if a.op is not Op.W]
 
 
-def test_no_other_thread_is_used() -> None:
+def test_inline_uses_only_the_calling_thread() -> None:
     seen = set()
     look = Watch(lambda x: seen.add(threading.current_thread()))
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), look), 2, stages=2, runtime="inline")
@@ -43,14 +43,14 @@ def test_no_other_thread_is_used() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_autograds_threads_are_as_they_were(enabled: bool) -> None:
+def test_inline_leaves_autograd_multithreading_unchanged(enabled: bool) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3)), 2, runtime="inline")
     with torch.autograd.set_multithreading_enabled(enabled):
         pipe(torch.randn(4, 3)).sum().backward()
         assert torch._C._is_multithreading_enabled() == enabled
 
 
-def test_a_pipe_may_run_inline_in_a_layer_of_another() -> None:
+def test_inline_pipe_nested_in_another_pipe() -> None:
     inner = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), 2, runtime="inline")
     outer = Pipe(nn.Sequential(inner, nn.Linear(3, 1)), 2, runtime="inline")
     x = torch.randn(4, 3)

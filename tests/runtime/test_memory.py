@@ -1,4 +1,4 @@
-"""What is alive on each rank over the actions of a step, measured and on paper."""
+"""`pipe.memory`: the bytes alive on each rank over the actions of a step, measured and forecast."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.runtime.distributed.session import DistributedEngine
 from penstock.runtime.memory import CudaAllocatorProbe, Memory, MemoryReading
 from tests.support import each_runtime
 
-ROWS, SIZE = 16, 8  # of a micro-batch
-CELL = 2 * ROWS * SIZE * 4  # bytes that tanh keeps, and the output
+ROWS, SIZE = 16, 8  # of one micro-batch
+CELL = 2 * ROWS * SIZE * 4  # bytes kept for tanh, and the output
 
 
 class Block(nn.Module):
-    """Keeps two tensors: that of tanh, and its output, which the next stage reads."""
+    """A layer that keeps two tensors: that of tanh, and its output, which the next stage reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def made(chunks: int = 4, stages: int = 3, **options: Any) -> Pipe:
     )  # fmt: skip
 
 
-def weighed(pipe: Pipe) -> Memory:
+def measured_memory(pipe: Pipe) -> Memory:
     x = torch.randn(pipe.chunks * ROWS, SIZE)
     return pipe.memory(x, target=-x)
 
@@ -53,76 +53,76 @@ def weighed(pipe: Pipe) -> Memory:
 @pytest.mark.parametrize(
     ("schedule", "alive"), [("gpipe", [4, 4, 4]), ("1f1b", [3, 2, 1]), ("naive", [1, 1, 1])]
 )
-def test_the_peak_is_what_the_schedule_keeps(schedule: str, alive: list[int]) -> None:
-    memory = weighed(made(schedule=schedule))
+def test_memory_peak_matches_the_schedule(schedule: str, alive: list[int]) -> None:
+    memory = measured_memory(made(schedule=schedule))
     assert memory.activation[:2] == (CELL, CELL)
     assert memory.forecast.peak[:2] == (alive[0] * CELL, alive[1] * CELL)
     for peak, cells in zip(memory.peak, alive, strict=True):
-        assert cells * CELL <= peak <= (cells + 1) * CELL  # what is on its way comes on top
+        assert cells * CELL <= peak <= (cells + 1) * CELL  # messages in flight come on top
     assert memory.forecast.program == memory.program
 
 
-def test_a_curve_names_each_action_and_ends_where_it_began() -> None:
-    memory = weighed(made(chunks=2, stages=2, schedule="gpipe"))
+def test_memory_curve_names_each_action_and_returns_to_its_start() -> None:
+    memory = measured_memory(made(chunks=2, stages=2, schedule="gpipe"))
     curve = memory.curve(0)
     assert [str(action) for action, _ in curve] == ["0F0", "0F1", "0B1", "0B0"]
     sizes = [size for _, size in curve]
     assert sizes[:2] == [CELL, 2 * CELL]
-    assert sizes[-1] < CELL / 8  # the loss, at most
+    assert sizes[-1] < CELL / 8  # at most the loss
     assert max(sizes) == memory.peak[0]
     ends = [memory.forecast.memory(0)[at] for at in (1, 2)]
     assert [size for _, size in ends] == [CELL, 2 * CELL]
 
 
-def test_recomputed_cells_count_from_their_recomputation() -> None:
-    memory = weighed(made(checkpoint="always", schedule="gpipe"))
+def test_memory_of_recomputed_cells_counts_from_the_recomputation() -> None:
+    memory = measured_memory(made(checkpoint="always", schedule="gpipe"))
     half = CELL / 2
-    assert memory.forecast.peak[:2] == (half, half)  # nobody reads the output again
-    # the inputs are kept, on the first rank for the second, and do not count on paper
+    assert memory.forecast.peak[:2] == (half, half)  # the output is not read again
+    # The inputs are kept, on the first rank for the second, and the forecast does not count them.
     assert 4 * half <= memory.peak[0] <= 4 * half + CELL
 
 
-def test_stages_that_are_larger_keep_more() -> None:
+def test_memory_of_larger_stages() -> None:
     torch.manual_seed(0)
     wide = nn.Sequential(Block(), Block(), Block())
     pipe = Pipe(
         nn.Sequential(wide, Block()), 2, "never", stages=2, devices=["cpu"] * 2, loss_fn=mse_loss
     )
-    memory = weighed(pipe)
+    memory = measured_memory(pipe)
     assert memory.activation[0] == 3 * CELL
 
 
-def test_several_stages_a_rank() -> None:
-    memory = weighed(made(stages=4, ranks=2, schedule="interleaved"))
+def test_memory_with_several_stages_per_rank() -> None:
+    memory = measured_memory(made(stages=4, ranks=2, schedule="interleaved"))
     assert len(memory.peak) == 2
     assert memory.activation[:3] == (CELL,) * 3
     assert all(peak >= CELL for peak in memory.peak)
 
 
-def test_what_is_held_before_is_parameters_gradients_and_buffers() -> None:
+def test_memory_held_counts_parameters_gradients_and_buffers() -> None:
     pipe = made(stages=2)
     numbers = SIZE * SIZE + SIZE
-    assert weighed(pipe).held == (2 * 4 * numbers,) * 2
+    assert measured_memory(pipe).held == (2 * 4 * numbers,) * 2
     for parameter in pipe[1].parameters():
         parameter.requires_grad_(False)
-    assert weighed(pipe).held == (2 * 4 * numbers, 4 * numbers)
+    assert measured_memory(pipe).held == (2 * 4 * numbers, 4 * numbers)
 
 
-def test_micro_batches_of_unequal_size() -> None:
+def test_memory_with_micro_batches_of_unequal_size() -> None:
     pipe = made(chunks=3, stages=2)
     x = torch.randn(3 * ROWS - 2, SIZE)
     assert pipe.memory(x, target=-x).activation[0] == CELL
 
 
-# ---- where messages are moved -------------------------------------------------------------
+# ---- messages between devices -------------------------------------------------------------
 
 
-def test_what_arrives_counts_with_the_stage_that_keeps_it() -> None:
-    """On devices of their own, a message is the receiver's memory from when it is sent."""
+def test_memory_of_a_message_counts_for_the_receiving_stage() -> None:
+    """Between separate devices, a message is in the receiver's memory from when it is sent."""
     program = lower(schedules.gpipe(ranks=2, chunks=1))
     message = Message(0, 1, 0)
     rows: list[tuple[int, Action, tuple[int, int]]] = [
-        (0, Compute(Op.F, 0, 0), (100, 0)),  # 30 of it are the output
+        (0, Compute(Op.F, 0, 0), (100, 0)),  # of which 30 are the output
         (0, Send(message), (70, 30)),
         (1, Recv(message), (70, 30)),
         (1, Compute(Op.F, 1, 0), (70, 80)),
@@ -131,11 +131,11 @@ def test_what_arrives_counts_with_the_stage_that_keeps_it() -> None:
     assert Memory(program, readings, (0, 0)).activation == (70, 80)
 
 
-# ---- no trace -----------------------------------------------------------------------------
+# ---- measuring changes nothing ------------------------------------------------------------
 
 
 class Restless(nn.Module):
-    """Counts, tracks and draws."""
+    """A layer that counts calls, tracks statistics and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +151,8 @@ class Restless(nn.Module):
 
 @each_runtime
 @pytest.mark.parametrize("deferred", [False, True])
-def test_it_leaves_no_trace(runtime: str, deferred: bool) -> None:
-    """The steps after it give what they give without it."""
+def test_measuring_memory_leaves_no_trace(runtime: str, deferred: bool) -> None:
+    """Steps after the measurement give what they give without it."""
     torch.manual_seed(0)
     model = nn.Sequential(Restless(), Restless())
     x = torch.randn(32, SIZE)
@@ -177,7 +177,7 @@ def test_it_leaves_no_trace(runtime: str, deferred: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_it_leaves_no_trace_in_a_whole_forward(in_place: bool) -> None:
+def test_measuring_memory_leaves_no_trace_in_a_traced_model(in_place: bool) -> None:
     class Counted(nn.Module):
         seen: Tensor
 
@@ -211,17 +211,17 @@ def test_it_leaves_no_trace_in_a_whole_forward(in_place: bool) -> None:
     assert held()[0] == 2 * before[0]
 
 
-def test_without_gradients_it_weighs_a_training_step_all_the_same() -> None:
+def test_measuring_memory_under_no_grad_runs_a_training_step() -> None:
     pipe = made()
     with torch.no_grad():
-        memory = weighed(pipe)
+        memory = measured_memory(pipe)
     assert {a.op for a, _ in memory.curve(0)} == {Op.F, Op.B}
     assert all(p.grad is None for p in pipe.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_compiled_layers_are_weighed_as_they_were_written_and_stay_compiled() -> None:
+def test_measuring_memory_runs_compiled_layers_eagerly_and_keeps_them_compiled() -> None:
     runs: list[int] = []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -232,25 +232,25 @@ def test_compiled_layers_are_weighed_as_they_were_written_and_stay_compiled() ->
         return run
 
     torch._dynamo.reset()
-    plain, pipe = weighed(made(schedule="1f1b")), made(schedule="1f1b")
+    plain, pipe = measured_memory(made(schedule="1f1b")), made(schedule="1f1b")
     for layer in pipe:
         layer.compile(backend=backend)
-    assert weighed(pipe).peak == plain.peak
+    assert measured_memory(pipe).peak == plain.peak
     assert runs == []
     x = torch.randn(4 * ROWS, SIZE)
     pipe.step(x, target=x)
     assert len(runs) == 3 * 4
-    assert weighed(pipe).peak == plain.peak
+    assert measured_memory(pipe).peak == plain.peak
     pipe.step(x, target=x)
     assert len(runs) == 2 * 3 * 4
     torch._dynamo.reset()
 
 
-# ---- what people see ----------------------------------------------------------------------
+# ---- printing and drawing -----------------------------------------------------------------
 
 
-def test_it_prints_a_table_and_draws(tmp_path: Path) -> None:
-    memory = weighed(made(schedule="1f1b"))
+def test_memory_prints_a_table_and_draws(tmp_path: Path) -> None:
+    memory = measured_memory(made(schedule="1f1b"))
     head, *rows = str(memory).splitlines()
     assert head.split() == ["rank", "held", "peak", "of", "a", "step", "forecast"]
     assert rows[0].split() == ["0", "576", "B", "3.07", "KB", "3.07", "KB"]
@@ -260,20 +260,20 @@ def test_it_prints_a_table_and_draws(tmp_path: Path) -> None:
     assert all(word in drawn for word in ("Mine", "measured", "forecast", "3.07 KB"))
 
 
-def test_replicas_are_refused() -> None:
+def test_measuring_memory_with_ddp_stages_is_refused() -> None:
     pipe = made()
     pipe._replicas._ddp_modules._wrappers.append(object())  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"pipe.memory undoes the effects of its steps"):
-        weighed(pipe)
+        measured_memory(pipe)
 
 
-def test_ranks_that_are_processes_are_refused() -> None:
+def test_measuring_memory_over_processes_is_refused() -> None:
     nobody: Any = None
     with pytest.raises(RunError, match=r"but the ranks of this pipe are processes"):
         DistributedEngine.measure_memory(nobody, nobody, nobody, nobody)
 
 
-# ---- the allocator of a GPU, as it would answer -------------------------------------------
+# ---- a fake GPU allocator -----------------------------------------------------------------
 
 
 class _Stream:
@@ -288,7 +288,7 @@ def gpu(index: int, streams: tuple[int, int]) -> Gpu:
     return place
 
 
-def test_ranks_that_share_a_gpu_are_told_apart_by_their_streams(
+def test_cuda_allocator_probe_separates_ranks_on_one_gpu_by_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def segment(stream: int, size: int) -> dict[str, int]:
@@ -296,14 +296,14 @@ def test_ranks_that_share_a_gpu_are_told_apart_by_their_streams(
 
     segments = [segment(0, 1000), segment(11, 10), segment(11, 20), segment(12, 3), segment(21, 5)]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    gauge = CudaAllocatorProbe({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
-    assert gauge.read_live_bytes() == {0: 33, 1: 5}
+    probe = CudaAllocatorProbe({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
+    assert probe.read_live_bytes() == {0: 33, 1: 5}
 
 
-def test_a_rank_that_has_a_gpu_to_itself_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_allocator_probe_of_a_rank_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def stats(device: torch.device) -> Any:
         return {"allocated_bytes": {"all": {"current": 100 + device.index}}}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    gauge = CudaAllocatorProbe({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
-    assert gauge.read_live_bytes() == {0: 100, 1: 101}
+    probe = CudaAllocatorProbe({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
+    assert probe.read_live_bytes() == {0: 100, 1: 101}

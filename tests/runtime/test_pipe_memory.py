@@ -1,4 +1,4 @@
-"""What is alive is what the timeline says, and nothing stays."""
+"""The cells alive in a step are those of the timeline, and nothing stays alive afterwards."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ RANKS, CHUNKS = 3, 5
 
 
 class Token:
-    """Stands for a saved tensor, for as long as autograd keeps it."""
+    """A placeholder for a saved tensor that lives as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class Cell:
-    """One forward of one layer: it lives while any of its tokens does."""
+    """One forward of one layer, alive while any of its tokens is."""
 
 
 class Meter:
-    """How many cells of each rank are alive, and how many there were at most."""
+    """Count the cells alive on each rank, and their maximum."""
 
     def __init__(self) -> None:
         self.alive: Counter[int] = Counter()
@@ -96,7 +96,7 @@ class Metered(nn.Module):
     door=DOORS,
     schedule=["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"],
 )
-def test_as_much_is_alive_as_the_timeline_says(
+def test_live_cells_match_the_forecast_peak(
     schedule: str, door: str, checkpoint: str, runtime: str
 ) -> None:
     meter = Meter()
@@ -114,7 +114,7 @@ def test_as_much_is_alive_as_the_timeline_says(
     else:
         with without_gc():
             pipe(x).sum().backward()
-        schedule = "gpipe"  # all forwards come first, whatever was asked for
+        schedule = "gpipe"  # all forwards come first, whatever the schedule
     most = tuple(meter.most[rank] / per_rank for rank in range(RANKS))
     if door == "step":
         assert most == pytest.approx(forecast.peak)
@@ -123,8 +123,8 @@ def test_as_much_is_alive_as_the_timeline_says(
     assert set(meter.alive.values()) == {0}
 
 
-def test_the_families_differ_in_what_is_alive() -> None:
-    """So that the test above compares with something: 1f1b's peak goes down from rank to rank."""
+def test_forecast_peak_differs_between_schedule_families() -> None:
+    """The test above compares different peaks: that of 1f1b decreases from rank to rank."""
     layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2 * RANKS)))
 
     def peak(schedule: str, checkpoint: str, per_rank: int = 1) -> tuple[float, ...]:
@@ -139,13 +139,15 @@ def test_the_families_differ_in_what_is_alive() -> None:
     assert peak("interleaved", "always", 2) == (0.5, 0.5, 0.5)
 
 
-# ---- hooks around the call ----------------------------------------------------------------
+# ---- saved tensor hooks around the call ---------------------------------------------------
 
 
 @each_runtime
 @each_door
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_hooks_on_saved_tensors_reach_the_workers(door: str, checkpoint: str, runtime: str) -> None:
+def test_saved_tensors_hooks_reach_the_worker_threads(
+    door: str, checkpoint: str, runtime: str
+) -> None:
     """They see what the model itself would save, in the thread that computes it."""
     seen: list[tuple[str, torch.Size]] = []
     unpacked: list[torch.Size] = []
@@ -183,7 +185,7 @@ def test_hooks_on_saved_tensors_reach_the_workers(door: str, checkpoint: str, ru
     assert {name for name, _ in seen} >= names
 
 
-# ---- nothing stays ------------------------------------------------------------------------
+# ---- nothing stays alive ------------------------------------------------------------------
 
 
 class _Doubled(torch.autograd.Function):
@@ -200,7 +202,7 @@ class _Doubled(torch.autograd.Function):
 
 
 class Doubled(nn.Module):
-    """Notes the memory of its outputs, which lives as long as any tensor that uses it."""
+    """A layer that records the memory of its outputs, which lives as long as any tensor uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class Doubled(nn.Module):
 @each_runtime
 @each_checkpoint
 @each_door
-def test_after_a_step_nothing_is_left(door: str, checkpoint: str, runtime: str) -> None:
+def test_step_frees_all_activations(door: str, checkpoint: str, runtime: str) -> None:
     layers = [nn.Linear(6, 6).double() for _ in range(4)]
     doubled = [Doubled() for _ in range(4)]
     model = nn.Sequential(
@@ -244,10 +246,10 @@ def squares(output: Tensor) -> Tensor:
 
 @each_checkpoint
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("gpipe", 12)])
-def test_what_a_stage_was_given_is_dropped_with_its_last_use(
+def test_stage_inputs_are_freed_after_their_last_use(
     schedule: str, most: int, checkpoint: str
 ) -> None:
-    """A stage holds the inputs of its micro-batches no longer than these are alive."""
+    """A stage holds the input of a micro-batch no longer than the micro-batch is alive."""
     alive: list[int] = []
     doubled = Doubled()
     doubled.register_forward_hook(lambda *given: alive.append(doubled.alive))
@@ -257,13 +259,13 @@ def test_what_a_stage_was_given_is_dropped_with_its_last_use(
     )
     with without_gc():
         pipe.step(torch.randn(12, 6, dtype=torch.float64))
-    again = 0 if checkpoint == "never" else 1  # a recomputation makes another
+    again = 0 if checkpoint == "never" else 1  # a recomputation creates one more
     assert max(alive) in (most, most + again)
     assert doubled.alive == 0
 
 
 @each_runtime
-def test_a_forward_without_its_backward_leaves_nothing(runtime: str) -> None:
+def test_forward_without_backward_frees_all_activations(runtime: str) -> None:
     doubled = Doubled()
     model = nn.Sequential(nn.Linear(6, 6), doubled, nn.Linear(6, 6)).double()
     pipe = Pipe(model, 3, "never", stages=3, runtime=runtime)
@@ -285,7 +287,7 @@ def live_tensors() -> int:
 
 
 @each_runtime
-def test_five_hundred_steps_do_not_grow(runtime: str) -> None:
+def test_five_hundred_steps_leak_nothing(runtime: str) -> None:
     doubled = Doubled()
     model = nn.Sequential(*network(), doubled)
     pipe = Pipe(model, 2, stages=[5, 6], runtime=runtime, loss_fn=nn.functional.mse_loss)
@@ -304,10 +306,10 @@ def test_five_hundred_steps_do_not_grow(runtime: str) -> None:
     assert counts() == before
 
 
-# ---- threads ------------------------------------------------------------------------------
+# ---- worker threads -----------------------------------------------------------------------
 
 
-def test_threads_begin_with_the_first_call_and_end_with_the_pipe() -> None:
+def test_worker_threads_start_with_the_first_call_and_end_with_the_pipe() -> None:
     gc.collect()
     before = crews()
     pipe = Pipe(plain(), 2, stages=4)
@@ -323,7 +325,7 @@ def test_threads_begin_with_the_first_call_and_end_with_the_pipe() -> None:
         assert crews() == before
 
 
-def test_inline_has_no_threads() -> None:
+def test_inline_runtime_starts_no_threads() -> None:
     gc.collect()
     before = threading.active_count()
     pipe = Pipe(plain(), 2, stages=4, runtime="inline")

@@ -1,4 +1,4 @@
-"""The transport that keeps nothing, and pipes of real stages over it."""
+"""The rendezvous transport, which buffers nothing, and pipes that run over it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def meeting(ranks: int = 2, waits: bool = True, patience: float = 20.0) -> Rende
     return Rendezvous(places, tuple(range(ranks)), blocking_recv=waits, timeout=patience)
 
 
-def parcel(number: float) -> Payload:
+def payload(number: float) -> Payload:
     return Payload((torch.tensor(number),))
 
 
-class Beside:
-    """Something done in a thread."""
+class InThread:
+    """A function that runs in a thread."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         self.found: list[object] = []
@@ -63,68 +63,68 @@ class Beside:
         return self.found[0]
 
 
-def test_a_send_blocks_until_it_is_received() -> None:
+def test_rendezvous_send_blocks_until_it_is_received() -> None:
     ranks = meeting()
-    sending = Beside(lambda: ranks.endpoint(0).send(FIRST, parcel(7)))
+    sending = InThread(lambda: ranks.endpoint(0).send(FIRST, payload(7)))
     assert sending.is_blocked()
     assert ranks.endpoint(1).recv(FIRST)().tensors[0] == 7
     assert sending.result() is None
 
 
-def test_a_receive_blocks_where_it_stands_or_is_posted_there() -> None:
+def test_rendezvous_receive_blocks_or_is_posted() -> None:
     ranks = meeting()
-    receiving = Beside(lambda: ranks.endpoint(1).recv(FIRST))
+    receiving = InThread(lambda: ranks.endpoint(1).recv(FIRST))
     assert receiving.is_blocked()
-    ranks.endpoint(0).send(FIRST, parcel(7))
+    ranks.endpoint(0).send(FIRST, payload(7))
     wait = receiving.result()
     assert callable(wait)
     assert wait().tensors[0] == 7
 
     ranks = meeting(waits=False)
     wait = ranks.endpoint(1).recv(FIRST)
-    ranks.endpoint(0).send(FIRST, parcel(7))
+    ranks.endpoint(0).send(FIRST, payload(7))
     assert wait().tensors[0] == 7
 
 
-def test_who_waits_in_a_circle_is_told_at_once() -> None:
+def test_rendezvous_detects_a_deadlock_of_two_ranks() -> None:
     ranks = meeting()
-    other = Beside(lambda: ranks.endpoint(1).send(BACK, parcel(1)))
+    other = InThread(lambda: ranks.endpoint(1).send(BACK, payload(1)))
     assert other.is_blocked()
-    told = "wait for each other in a deadlock: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
-    with pytest.raises(RunError, match=told):
-        ranks.endpoint(0).send(FIRST, parcel(1))
+    expected = "wait for each other in a deadlock: rank 0 at !0>1:0 for rank 1; rank 1 at !1>0:0"
+    with pytest.raises(RunError, match=expected):
+        ranks.endpoint(0).send(FIRST, payload(1))
     assert isinstance(other.result(), Stopped)
 
 
-def test_a_circle_of_three() -> None:
+def test_rendezvous_detects_a_deadlock_of_three_ranks() -> None:
     ranks = meeting(3, waits=False)
     messages = [Message(0, 1, 0), Message(1, 2, 0)]
     others = [
-        Beside(partial(ranks.endpoint(at).send, m, parcel(1))) for at, m in enumerate(messages)
+        InThread(partial(ranks.endpoint(at).send, m, payload(1))) for at, m in enumerate(messages)
     ]
     assert all(other.is_blocked() for other in others)
     with pytest.raises(RunError, match=r"rank 2 at .* rank 0 at .* rank 1 at !1>2:0 for rank 2"):
-        ranks.endpoint(2).send(Message(2, 0, 0), parcel(1))
+        ranks.endpoint(2).send(Message(2, 0, 0), payload(1))
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_order_alone_tells_messages_apart(waits: bool) -> None:
+def test_rendezvous_refuses_messages_in_a_different_order(waits: bool) -> None:
     ranks = meeting(waits=waits)
-    receiving = Beside(lambda: ranks.endpoint(1).recv(SECOND)())
+    receiving = InThread(lambda: ranks.endpoint(1).recv(SECOND)())
     assert receiving.is_blocked()
     with pytest.raises(RunError, match=r"rank 0 is at !0>1:0 where rank 1 is at \?0>1:1"):
-        ranks.endpoint(0).send(FIRST, parcel(1))
+        ranks.endpoint(0).send(FIRST, payload(1))
     assert isinstance(receiving.result(), Stopped)
 
 
-def test_patience_ends() -> None:
+def test_rendezvous_times_out() -> None:
     with pytest.raises(RunError, match=r"rank 1 has waited 0.01 s at \?0>1:0 for rank 0"):
         meeting(patience=0.01).endpoint(1).recv(FIRST)
 
 
-def test_who_waits_is_woken_up_when_all_stop() -> None:
+def test_rendezvous_stop_wakes_waiting_ranks() -> None:
     ranks = meeting()
-    waiting = Beside(lambda: ranks.endpoint(0).send(FIRST, parcel(1)))
+    waiting = InThread(lambda: ranks.endpoint(0).send(FIRST, payload(1)))
     assert waiting.is_blocked()
     ranks.stop()
     assert ranks.stopped
@@ -146,7 +146,7 @@ def posted_early(program: Program) -> Phase:
 
 @pytest.fixture(params=["strict", "posted early"])
 def _over_a_rendezvous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pipes made here send nothing that is not received."""
+    """Let pipes use the rendezvous transport, in which a send waits for its receive."""
     posted = request.param == "posted early"
     monkeypatch.setattr(threads, "Mailboxes", partial(Rendezvous, blocking_recv=not posted))
     if posted:
@@ -154,7 +154,7 @@ def _over_a_rendezvous(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 def layers(stages: int) -> nn.Sequential:
-    """A layer a stage, and a skip from the first to the last."""
+    """Return one layer per stage, with a skip connection from the first to the last."""
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(stages)]
     made[0], made[-1] = nn.Sequential(made[0], Stash()), nn.Sequential(Pop(), made[-1])
@@ -163,7 +163,7 @@ def layers(stages: int) -> nn.Sequential:
 
 @pytest.mark.usefixtures("_over_a_rendezvous")
 @pytest.mark.parametrize(("name", "v"), [x for x in VARIANTS if schedules.FAMILIES[x[0]].trains])
-def test_every_family_gives_the_models_gradients(name: str, v: int) -> None:
+def test_every_schedule_family_runs_over_a_rendezvous(name: str, v: int) -> None:
     for ranks, chunks in ((2, 2), (2, 5), (3, 3), (4, 6)):
         model = layers(ranks * v)
         pipe = Pipe(
@@ -184,7 +184,7 @@ def test_every_family_gives_the_models_gradients(name: str, v: int) -> None:
 
 
 @pytest.mark.usefixtures("_over_a_rendezvous")
-def test_a_pipe_whose_program_hangs_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlocking_program_raises_over_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "lower", lambda schedule, graph: obvious(schedule))
     four = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     where = {"stages": 4, "devices": ["cpu"] * 2}

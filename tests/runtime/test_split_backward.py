@@ -1,4 +1,4 @@
-"""Schedules with I and W: the unsplit model's numbers, one recomputation, nothing kept too long."""
+"""Schedules with I and W: exact gradients, one recomputation per cell, no memory kept too long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANKS, CHUNKS = 2, 4
 
 
 class Counted(nn.Module):
-    """A linear that counts its forwards and recomputations, by itself and micro-batch."""
+    """A linear layer that counts its forwards and recomputations per micro-batch."""
 
     def __init__(self, at: int, count: Counter[tuple[int, int, bool]]) -> None:
         super().__init__()
@@ -52,7 +52,9 @@ class Counted(nn.Module):
 @each_runtime
 @each_checkpoint
 @each_zero_bubble
-def test_each_cell_is_recomputed_once(schedule: str, checkpoint: str, runtime: str) -> None:
+def test_split_backward_recomputes_each_cell_once(
+    schedule: str, checkpoint: str, runtime: str
+) -> None:
     count: Counter[tuple[int, int, bool]] = Counter()
     stages = RANKS * SCHEDULES[schedule]
     torch.manual_seed(0)
@@ -77,8 +79,8 @@ def test_each_cell_is_recomputed_once(schedule: str, checkpoint: str, runtime: s
         assert closely(gradient, expected.gradients[name]), name  # type: ignore[arg-type]
 
 
-def test_whole_and_split_backwards_in_one_schedule() -> None:
-    """DualPipeV has both; the numbers of this test say so."""
+def test_dualpipe_v_has_full_and_split_backwards() -> None:
+    """Check that DualPipeV has both, so that the tests above cover a mixture."""
     schedule = penstock.schedules.make("dualpipe-v", 2, 6)
     ops = Counter(action.op for lane in schedule.lanes for action in lane)
     assert ops[Op.B]
@@ -101,7 +103,7 @@ class _Noted(torch.autograd.Function):
 
 
 class Noted(nn.Module):
-    """Notes the memory of its outputs."""
+    """A layer that records the memory of its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class Noted(nn.Module):
 
 
 class Block(nn.Module):
-    """A linear, and a nonlinearity, each with an input that is noted."""
+    """A linear layer and a nonlinearity whose inputs are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ def schedule_of(text: str) -> Schedule:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_between_i_and_w_a_linear_keeps_its_input_alone(checkpoint: str) -> None:
+def test_linear_keeps_only_its_input_between_i_and_w(checkpoint: str) -> None:
     first, second = Block(), Block()
     seen: dict[str, list[tuple[int, int, int]]] = {}
 
@@ -155,8 +157,8 @@ def test_between_i_and_w_a_linear_keeps_its_input_alone(checkpoint: str) -> None
         nn.Sequential(first, second), 3, checkpoint, stages=2, devices=["cpu"] * 2,
         schedule=schedule_of(LATE), runtime="inline", loss_fn=lambda y: y.square().mean(),
     )  # fmt: skip
-    tape = penstock.stage.stage_runner.StageRunner
-    weights = tape.backward_weights
+    runner = penstock.stage.stage_runner.StageRunner
+    weights = runner.backward_weights
 
     def watched(self: Any, microbatch: int) -> None:
         block = (first, second)[self.stage.index]
@@ -165,7 +167,7 @@ def test_between_i_and_w_a_linear_keeps_its_input_alone(checkpoint: str) -> None
         look(block, f"{self.stage.index} after W{microbatch}")
 
     with pytest.MonkeyPatch.context() as patch, without_gc():
-        patch.setattr(tape, "backward_weights", watched)
+        patch.setattr(runner, "backward_weights", watched)
         pipe.step(torch.randn(6, 6, dtype=torch.float64))
         assert seen["0 before W2"] == [(3, 0, 0)]
         assert seen["0 after W2"] == [(2, 0, 0)]
@@ -180,7 +182,7 @@ def test_between_i_and_w_a_linear_keeps_its_input_alone(checkpoint: str) -> None
 @each_runtime
 @each_zero_bubble
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_after_a_step_nothing_is_left(schedule: str, checkpoint: str, runtime: str) -> None:
+def test_split_backward_frees_all_activations(schedule: str, checkpoint: str, runtime: str) -> None:
     stages = RANKS * SCHEDULES[schedule]
     blocks = [Block() for _ in range(stages)]
     pipe = Pipe(
@@ -202,7 +204,7 @@ def test_after_a_step_nothing_is_left(schedule: str, checkpoint: str, runtime: s
 
 
 class Spoils(nn.Module):
-    """Changes the input of a linear after its use, while it is broken: W finds it."""
+    """A layer that, while broken, changes the input of a linear layer after its use; W fails."""
 
     broken = True
 
@@ -221,7 +223,7 @@ class Spoils(nn.Module):
 @each_runtime
 @each_zero_bubble
 @pytest.mark.parametrize("op", ["I", "W"])
-def test_an_error_in_i_or_w_has_its_place_and_the_pipe_goes_on(
+def test_error_in_i_or_w_has_its_location_and_the_pipe_remains_usable(
     op: str, schedule: str, runtime: str
 ) -> None:
     stages = RANKS * SCHEDULES[schedule]
@@ -255,19 +257,19 @@ def test_an_error_in_i_or_w_has_its_place_and_the_pipe_goes_on(
     assert differences(found, expected, closely) == []
 
 
-# ---- odd schedules, odd models ------------------------------------------------------------
+# ---- handwritten schedules, unusual models ------------------------------------------------
 
 ODD = {
-    "each W at once": "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1",
-    "all Ws at the end": "0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1I0 1F1 1I1 1W0 1W1",
-    "mixed with whole ones": "0F0 0F1 0I0 0B1 0W0\n1F0 1B0 1F1 1I1 1W1",
-    "a W before another's F": "0F0 0I0 0W0 0F1 0B1\n1F0 1I0 1W0 1F1 1I1 1W1",
+    "each W right after its I": "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1",
+    "every W at the end": "0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1I0 1F1 1I1 1W0 1W1",
+    "mixed with full backwards": "0F0 0F1 0I0 0B1 0W0\n1F0 1B0 1F1 1I1 1W1",
+    "a W before the F of another micro-batch": "0F0 0I0 0W0 0F1 0B1\n1F0 1I0 1W0 1F1 1I1 1W1",
     "with recomputation": "0F0 0F1 0R0 0I0 0I1 0W0 0W1\n1F0 1R0 1I0 1F1 1I1 1W1 1W0",
 }
 
 
 def tied() -> nn.Sequential:
-    """Tied within a stage, frozen in part, with a table, attention and a convolution."""
+    """Return a model tied within a stage and partly frozen, with attention and a convolution."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -294,7 +296,7 @@ def tied() -> nn.Sequential:
 @each_runtime
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("odd", ODD)
-def test_schedules_by_hand(odd: str, checkpoint: str, runtime: str) -> None:
+def test_split_backward_with_handwritten_schedules(odd: str, checkpoint: str, runtime: str) -> None:
     loss_fn = nn.functional.mse_loss
     model = tied()
     pipe = Pipe(
@@ -303,18 +305,20 @@ def test_schedules_by_hand(odd: str, checkpoint: str, runtime: str) -> None:
     )  # fmt: skip
     x, target = batch(5)
     x.requires_grad_()
-    for _ in range(2):  # gradients add up
+    for _ in range(2):  # gradients accumulate
         found = trained(pipe, x, target, "step")
-    twin = tied()
+    reference = tied()
     other = x.detach().clone().requires_grad_()
     for _ in range(2):
-        expected = whole(twin, other, target, loss_fn)
+        expected = whole(reference, other, target, loss_fn)
     assert differences(found, expected, closely) == []
 
 
 @each_runtime
 @each_zero_bubble
-def test_parameter_hooks_run_as_often_as_in_whole_backwards(schedule: str, runtime: str) -> None:
+def test_split_backward_runs_parameter_hooks_as_often_as_a_full_backward(
+    schedule: str, runtime: str
+) -> None:
     stages = RANKS * SCHEDULES[schedule]
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(stages)]
@@ -343,8 +347,8 @@ def test_parameter_hooks_run_as_often_as_in_whole_backwards(schedule: str, runti
 
 @each_runtime
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_pipe_within_a_pipe(checkpoint: str, runtime: str) -> None:
-    """The inner one learns by the parameters, not by what stands in for them."""
+def test_nested_pipe_under_zero_bubble(checkpoint: str, runtime: str) -> None:
+    """The gradients of the inner pipe go to the parameters, not to their proxies."""
 
     def made(inner: bool) -> nn.Sequential:
         torch.manual_seed(0)
@@ -359,20 +363,20 @@ def test_a_pipe_within_a_pipe(checkpoint: str, runtime: str) -> None:
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     x, target = batch(8)
-    model, twin = made(True), made(False)
+    model, reference = made(True), made(False)
     pipe = Pipe(
         model, 2, checkpoint, stages=3, devices=["cpu"] * 3, schedule="zb-h1", runtime=runtime,
         loss_fn=nn.functional.mse_loss,
     )  # fmt: skip
     pipe.step(x, target=target)
-    nn.functional.mse_loss(twin(x), target).backward()
-    assert len(gradients(model)) == len(gradients(twin)) == 8
-    assert all(map(closely, gradients(model), gradients(twin)))
+    nn.functional.mse_loss(reference(x), target).backward()
+    assert len(gradients(model)) == len(gradients(reference)) == 8
+    assert all(map(closely, gradients(model), gradients(reference)))
 
 
 @each_runtime
-def test_a_weight_that_goes_to_the_next_stage(runtime: str) -> None:
-    """Tied by hand: the last stage multiplies with the table of the first."""
+def test_weight_sent_to_the_next_stage_under_zero_bubble(runtime: str) -> None:
+    """The model ties by hand: the last stage multiplies with the embedding weight of the first."""
 
     class First(nn.Module):
         def __init__(self) -> None:

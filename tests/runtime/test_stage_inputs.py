@@ -1,4 +1,4 @@
-"""Inputs by name: straight to the layers that name them, with the unsplit model as the oracle."""
+"""Side inputs by name go straight to the layers that name them, compared with the unsplit model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.support import (
 
 
 class Masked(nn.Module):
-    """Multiplies by a mask, after a linear layer; the scale may be left out."""
+    """A linear layer whose output is multiplied by a mask and an optional scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Ends(nn.Module):
 
 
 def network() -> PipeSequential:
-    """Six layers: the first, the third and the fifth take a mask, one of them deep inside."""
+    """Return six layers: the first, the third and the fifth take a mask, one of them nested."""
     torch.manual_seed(0)
     layers = [
         Masked(),
@@ -89,7 +89,7 @@ def real(*shape: int, learns: bool = False) -> Tensor:
 
 
 def side(rows: int, learns: bool) -> dict[str, Any]:
-    """Cut, whole and plain values, one of them for several stages."""
+    """Return split, whole and plain side inputs, one of them for several stages."""
     torch.manual_seed(rows)
     return {
         "positions": torch.arange(rows),
@@ -106,7 +106,7 @@ def leaves(x: Tensor, given: dict[str, Any]) -> list[Tensor]:
 def gradients(
     run: Callable[[Tensor, dict[str, Any]], Tensor], model: nn.Module, rows: int, learns: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and the gradients of everything that learns."""
+    """Return the loss and the gradients of the inputs and parameters."""
     torch.manual_seed(9)
     x, given = real(rows, 4, learns=learns), side(rows, learns)
     loss = run(x, given)
@@ -144,7 +144,7 @@ def compare(pipe: Pipe, model: nn.Module, door: str, rows: int, learns: bool) ->
 @each_runtime
 @each_checkpoint
 @pytest.mark.parametrize("learns", [False, True])
-def test_side_inputs_as_in_the_unsplit_model(
+def test_side_inputs_match_the_unsplit_model(
     checkpoint: str, runtime: str, door: str, learns: bool
 ) -> None:
     model = network()
@@ -178,7 +178,7 @@ def test_side_inputs_under_every_schedule(schedule: str) -> None:
     compare(pipe, model, "step", 12, learns=True)
 
 
-def test_a_plain_sequential_takes_side_inputs_too() -> None:
+def test_side_inputs_of_a_plain_sequential() -> None:
     torch.manual_seed(0)
     layers = [Masked(), nn.Tanh(), Masked()]
     pipe = Pipe(nn.Sequential(*layers).double(), 2, stages=3)
@@ -187,7 +187,7 @@ def test_a_plain_sequential_takes_side_inputs_too() -> None:
 
 
 def test_all_inputs_by_name() -> None:
-    """The first layer has none before it, so its first parameter may be named."""
+    """The first layer has no predecessor, so its first parameter may be given by name."""
     model = network()
     x, given = real(5, 4), side(5, learns=False)
     expected = model(x, **given)
@@ -197,7 +197,7 @@ def test_all_inputs_by_name() -> None:
         Pipe(model, 2, stages=3)(x, **given, x=x)
 
 
-def test_side_inputs_may_be_left_out_if_there_is_a_default() -> None:
+def test_side_inputs_with_a_default_may_be_omitted() -> None:
     model = network()
     x, given = real(5, 4), side(5, learns=False)
     del given["scale"], given["extra"]
@@ -210,7 +210,7 @@ def test_side_inputs_may_be_left_out_if_there_is_a_default() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: Pipe(model, 2, stages=3)])
-def test_a_name_that_no_layer_has(make: Callable[[nn.Module], nn.Module]) -> None:
+def test_unknown_side_input_is_refused(make: Callable[[nn.Module], nn.Module]) -> None:
     with pytest.raises(PenstockTypeError) as caught:
         make(network())(real(4, 4), maks=real(4, 1), mask=real(4, 1), size=3)
     assert str(caught.value) == (
@@ -225,7 +225,7 @@ def test_a_name_that_no_layer_has(make: Callable[[nn.Module], nn.Module]) -> Non
         make(plain)(real(4, 4), mask=1)
 
 
-def test_what_only_passes_things_on_names_nothing() -> None:
+def test_side_inputs_are_not_matched_by_var_keyword_parameters() -> None:
     class Anything(nn.Module):
         def forward(self, x: Tensor, *more: Any, **named: Any) -> Tensor:
             assert not more
@@ -243,7 +243,7 @@ def test_what_only_passes_things_on_names_nothing() -> None:
 
 
 @each_door
-def test_a_pipe_in_a_pipe_passes_side_inputs_on(door: str) -> None:
+def test_side_inputs_of_a_nested_pipe(door: str) -> None:
     model = network()
     inner = Pipe(PipeSequential(*copy.deepcopy(list(model)[2:5])), 1, stages=2)
     layers = copy.deepcopy(list(model))
@@ -253,7 +253,7 @@ def test_a_pipe_in_a_pipe_passes_side_inputs_on(door: str) -> None:
     compare(pipe, model, door, 7, learns=True)
 
 
-def test_a_compiled_layer_names_what_it_named_before() -> None:
+def test_side_inputs_of_a_compiled_layer() -> None:
     layer = Masked().double()
     compiled: Any = torch.compile(layer, backend="eager")
     pipe = Pipe(nn.Sequential(nn.Tanh(), compiled), 2, stages=2, runtime="inline")
@@ -262,13 +262,13 @@ def test_a_compiled_layer_names_what_it_named_before() -> None:
 
 
 def test_side_inputs_go_straight_to_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No message has more in it than the value, and the skip."""
+    """Messages carry only the activation and the skip."""
     sent: dict[tuple[int, int], int] = {}
     send = Mailbox.send
 
-    def watched(self: Mailbox, message: Message, parcel: Payload) -> None:
-        sent[message.src, message.dst] = len(parcel.tensors)
-        send(self, message, parcel)
+    def watched(self: Mailbox, message: Message, payload: Payload) -> None:
+        sent[message.src, message.dst] = len(payload.tensors)
+        send(self, message, payload)
 
     monkeypatch.setattr(Mailbox, "send", watched)
     x, given = real(4, 4), side(4, learns=False)
@@ -276,7 +276,7 @@ def test_side_inputs_go_straight_to_their_stage(monkeypatch: pytest.MonkeyPatch)
     assert sent == {(0, 1): 1, (1, 2): 1, (1, 5): 1, (2, 3): 1, (3, 4): 1, (4, 5): 1}
 
 
-def test_side_inputs_are_cut_like_the_others() -> None:
+def test_side_inputs_are_chunked_like_the_batch() -> None:
     seen = []
 
     class Sees(nn.Module):
@@ -305,24 +305,24 @@ def test_side_inputs_are_cut_like_the_others() -> None:
 
 @dataclass
 class Elsewhere:
-    """A place on a device that holds no numbers."""
+    """A device that holds no values."""
 
     device = torch.device("meta")
 
 
-def test_what_a_stage_is_given_is_moved_to_it() -> None:
-    """Once for each device, and an input that two stages of one device use is one for both."""
+def test_stage_inputs_are_moved_once_per_device() -> None:
+    """An input is moved once per device and shared by the stages on it."""
     split = Pipe(network(), 2, stages=6)._placed_partition
     here = split.devices[0]
     split = replace(split, devices=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
     x, mask = real(4, 4), real(4, 1)
     named = {"mask": mask, "positions": torch.arange(4)}
-    fed = build_stage_inputs(
+    stage_inputs = build_stage_inputs(
         split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.stage_device(stage).device
     )
-    sizes = {stage: len(values[0]) for stage, values in fed.by_stage.items()}
+    sizes = {stage: len(values[0]) for stage, values in stage_inputs.by_stage.items()}
     assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}
-    side = {stage: fed.by_stage[stage][1][-1].values for stage in (0, 1, 2, 4)}
+    side = {stage: stage_inputs.by_stage[stage][1][-1].values for stage in (0, 1, 2, 4)}
     assert {stage: list(values) for stage, values in side.items()} == {
         0: ["mask"],
         1: ["positions"],
@@ -332,13 +332,15 @@ def test_what_a_stage_is_given_is_moved_to_it() -> None:
     assert torch.equal(side[0]["mask"], mask[2:])
     assert side[1]["positions"].device == side[2]["mask"].device == Elsewhere.device
     assert side[2]["mask"] is side[4]["mask"]
-    assert fed.by_stage[5][1][0] is fed.by_stage[0][1][0]  # the batch itself, as the target
-    assert fed.rows == MicrobatchRows((2, 2))
-    assert fed.chunks == 2
+    assert (
+        stage_inputs.by_stage[5][1][0] is stage_inputs.by_stage[0][1][0]
+    )  # the batch itself, as the target
+    assert stage_inputs.rows == MicrobatchRows((2, 2))
+    assert stage_inputs.chunks == 2
 
 
-def test_the_batch_may_be_cut_on_another_dim() -> None:
-    """Time steps first: the rows are on dim 1, in and out."""
+def test_batch_chunked_on_another_dim() -> None:
+    """The time steps come first, so the rows are on dim 1 of inputs and outputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     pipe = Pipe(copy.deepcopy(model), 3, stages=3, loss_fn=functional.mse_loss)
@@ -352,7 +354,7 @@ def test_the_batch_may_be_cut_on_another_dim() -> None:
 
 
 @each_checkpoint
-def test_a_side_input_that_several_read_is_not_changed_in_place(checkpoint: str) -> None:
+def test_in_place_change_of_a_shared_side_input_is_refused(checkpoint: str) -> None:
     class Doubles(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return x * mask.mul_(2)
@@ -367,7 +369,7 @@ def test_a_side_input_that_several_read_is_not_changed_in_place(checkpoint: str)
             pipe(x, mask=mask)
 
 
-# ---- what needs no gradient ---------------------------------------------------------------
+# ---- stages that need no gradient ---------------------------------------------------------
 
 
 @each_door
@@ -376,7 +378,7 @@ def test_a_side_input_that_several_read_is_not_changed_in_place(checkpoint: str)
 def test_gradients_stop_at_the_first_stage_that_needs_none(
     checkpoint: str, runtime: str, door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frozen stages were recomputed, and sent gradients that nobody wanted."""
+    """Frozen stages were recomputed, and sent gradients that no stage needed."""
     again: list[int] = []
     sent: dict[tuple[int, int], int] = {}
 
@@ -392,10 +394,10 @@ def test_gradients_stop_at_the_first_stage_that_needs_none(
 
     send = Mailbox.send
 
-    def watched(self: Mailbox, message: Message, parcel: Payload) -> None:
+    def watched(self: Mailbox, message: Message, payload: Payload) -> None:
         if message.src > message.dst:
-            sent[message.src, message.dst] = sum(t is not None for t in parcel.tensors)
-        send(self, message, parcel)
+            sent[message.src, message.dst] = sum(t is not None for t in payload.tensors)
+        send(self, message, payload)
 
     monkeypatch.setattr(Mailbox, "send", watched)
     torch.manual_seed(0)
@@ -423,7 +425,7 @@ def test_gradients_stop_at_the_first_stage_that_needs_none(
         assert mine.grad is None or theirs.grad is None or closely(mine.grad, theirs.grad)
 
 
-def test_a_frozen_stage_can_be_passed_twice() -> None:
+def test_retain_graph_with_a_frozen_stage() -> None:
     torch.manual_seed(0)
     pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), 2, "always", stages=2)
     pipe[0].requires_grad_(False)

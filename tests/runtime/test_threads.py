@@ -22,7 +22,7 @@ from tests.support import crews, ends, without_gc
 def nothing() -> None: ...
 
 
-def test_each_job_has_a_thread_and_all_run_at_the_same_time() -> None:
+def test_worker_pool_runs_each_job_in_its_own_thread_at_the_same_time() -> None:
     meeting = threading.Barrier(3)
     names: list[str] = []
 
@@ -30,13 +30,13 @@ def test_each_job_has_a_thread_and_all_run_at_the_same_time() -> None:
         meeting.wait(timeout=20)
         names.append(threading.current_thread().name)
 
-    crew = WorkerPool(3)
+    pool = WorkerPool(3)
     for _ in range(2):
-        crew.run_jobs([meet] * 3, nothing)
+        pool.run_jobs([meet] * 3, nothing)
     assert sorted(names) == sorted(2 * ["penstock-0", "penstock-1", "penstock-2"])
 
 
-def test_do_waits_for_all() -> None:
+def test_worker_pool_waits_for_all_jobs() -> None:
     first_is_done = threading.Event()
     done = []
 
@@ -48,7 +48,7 @@ def test_do_waits_for_all() -> None:
     assert done == ["last"]
 
 
-def test_an_error_is_raised_as_it_was_and_stops_the_others() -> None:
+def test_worker_pool_raises_the_error_of_a_job_and_stops_the_others() -> None:
     stopped = threading.Event()
 
     def wait() -> None:
@@ -58,14 +58,14 @@ def test_an_error_is_raised_as_it_was_and_stops_the_others() -> None:
     def fail() -> None:
         raise ZeroDivisionError("mine")
 
-    crew = WorkerPool(3)
+    pool = WorkerPool(3)
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
-        crew.run_jobs([wait, fail, wait], stopped.set)
+        pool.run_jobs([wait, fail, wait], stopped.set)
     assert "fail" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    crew.run_jobs([nothing] * 3, nothing)
+    pool.run_jobs([nothing] * 3, nothing)
 
 
-def test_that_others_stopped_is_never_the_error_that_comes_out() -> None:
+def test_worker_pool_prefers_the_real_error_to_stopped() -> None:
     failing = threading.Event()
 
     def stop() -> None:
@@ -79,18 +79,18 @@ def test_that_others_stopped_is_never_the_error_that_comes_out() -> None:
         WorkerPool(2).run_jobs([stop, fail], failing.set)
 
 
-def test_threads_end_when_nobody_holds_their_crew() -> None:
+def test_worker_threads_end_with_their_pool() -> None:
     gc.collect()
     before = crews()
-    crew = WorkerPool(2)
-    crew.run_jobs([nothing] * 2, nothing)
+    pool = WorkerPool(2)
+    pool.run_jobs([nothing] * 2, nothing)
     assert len(crews()) == len(before) + 2
     with without_gc():
-        del crew
+        del pool
         assert crews() == before
 
 
-def test_a_failure_does_not_keep_a_crew() -> None:
+def test_worker_pool_is_freed_after_a_failure() -> None:
     gc.collect()
     before = crews()
 
@@ -98,37 +98,40 @@ def test_a_failure_does_not_keep_a_crew() -> None:
         raise ZeroDivisionError
 
     with without_gc():
-        crew = WorkerPool(1)
+        pool = WorkerPool(1)
         with pytest.raises(ZeroDivisionError):
-            crew.run_jobs([fail], nothing)
-        del crew
+            pool.run_jobs([fail], nothing)
+        del pool
         assert crews() == before
 
 
-def test_jobs_are_dropped_when_done() -> None:
+def test_worker_pool_frees_finished_jobs() -> None:
     class Job:
         def __call__(self) -> None: ...
 
-    crew = WorkerPool(1)
+    pool = WorkerPool(1)
     with without_gc():
         job = Job()
         seen = weakref.ref(job)
-        crew.run_jobs([job], nothing)
-        crew.run_jobs([nothing], nothing)  # the thread has begun another
+        pool.run_jobs([job], nothing)
+        pool.run_jobs([nothing], nothing)  # now the thread has begun another job
         del job
         assert seen() is None
 
 
-def test_threads_do_their_backwards_themselves() -> None:
-    """Autograd's threads are off there, and stay as they are here."""
+def test_worker_threads_disable_autograd_multithreading() -> None:
+    """Autograd's own threads are off in the workers, and unchanged in the calling thread."""
     seen: list[bool] = []
     WorkerPool(1).run_jobs([lambda: seen.append(torch._C._is_multithreading_enabled())], nothing)
     assert seen == [False]
     assert torch._C._is_multithreading_enabled()
 
 
-def interrupted_at(line: int, crew: WorkerPool) -> bool:
-    """Do two jobs that wait for each other, with a Ctrl-C at a line; was there such a line?"""
+def interrupted_at(line: int, pool: WorkerPool) -> bool:
+    """Run two jobs that wait for each other, with Ctrl-C at a line.
+
+    Return whether this line was reached.
+    """
     meeting = threading.Barrier(2)
     lines = count()
 
@@ -147,7 +150,7 @@ def interrupted_at(line: int, crew: WorkerPool) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        crew.run_jobs([meet, meet], meeting.abort)
+        pool.run_jobs([meet, meet], meeting.abort)
     except KeyboardInterrupt:
         return True
     finally:
@@ -155,18 +158,18 @@ def interrupted_at(line: int, crew: WorkerPool) -> bool:
     return False
 
 
-def test_an_interrupt_may_come_at_any_line() -> None:
-    """The crew is at hand again at once, and nobody waits for an answer that came long ago."""
-    crew = WorkerPool(2)
+def test_worker_pool_survives_ctrl_c_at_any_line() -> None:
+    """The pool is usable again at once, and no caller waits for an answer that came long ago."""
+    pool = WorkerPool(2)
     line = 0
 
     def interrupt() -> bool:
-        return interrupted_at(line, crew)
+        return interrupted_at(line, pool)
 
     while True:
         answers: list[bool] = []
         assert ends(lambda: answers.append(interrupt()), within=20), f"line {line}"  # noqa: B023
-        assert ends(lambda: crew.run_jobs([nothing, nothing], nothing), within=20), (
+        assert ends(lambda: pool.run_jobs([nothing, nothing], nothing), within=20), (
             f"after line {line}"
         )
         if not answers[0]:
@@ -175,14 +178,14 @@ def test_an_interrupt_may_come_at_any_line() -> None:
     assert line > 5
 
 
-def test_callers_take_turns() -> None:
-    """All ranks do one call's work before the next one's, whoever calls."""
-    crew = WorkerPool(2)
+def test_worker_pool_serializes_concurrent_callers() -> None:
+    """All ranks do the work of one call before that of the next, whichever thread calls."""
+    pool = WorkerPool(2)
     order: list[list[int]] = [[], []]
 
     def call(number: int) -> None:
         for _ in range(50):
-            crew.run_jobs(
+            pool.run_jobs(
                 [lambda: order[0].append(number), lambda: order[1].append(number)], nothing
             )
 

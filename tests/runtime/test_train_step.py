@@ -1,4 +1,4 @@
-"""The other door: `pipe.step`, its loss, its outputs, its timeline."""
+"""`pipe.step`: its loss, its outputs and its timeline."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def same_gradients(pipe: nn.Module, model: nn.Module) -> bool:
     ],
     ids=["function", "module", "sum", "sum by option", "mean by option"],
 )
-def test_the_loss_is_that_of_the_batch(options: dict[str, Any], rows: int, runtime: str) -> None:
-    """Whatever micro-batches it was cut into: their mean by rows, or their sum."""
+def test_step_loss_and_gradients_match_the_whole_batch(
+    options: dict[str, Any], rows: int, runtime: str
+) -> None:
+    """The loss is the mean by rows, or the sum, over any split into micro-batches."""
     model, pipe = both(**options, runtime=runtime)
     x, target = batch(rows)
     result = pipe.step(x, target=target)
@@ -71,7 +73,7 @@ def test_the_loss_is_that_of_the_batch(options: dict[str, Any], rows: int, runti
     assert result.loss.shape == ()
 
 
-def test_the_option_is_stronger_than_the_loss_says() -> None:
+def test_reduction_option_overrides_the_loss_module() -> None:
     _, pipe = both(loss_fn=nn.MSELoss(reduction="sum"), reduction="mean", chunks=2)
     x, target = batch(4)
     losses = [
@@ -81,7 +83,7 @@ def test_the_option_is_stronger_than_the_loss_says() -> None:
     assert closely(pipe.step(x, target=target).loss, (losses[0] + losses[1]).detach() / 2)
 
 
-def test_a_loss_for_one_step() -> None:
+def test_loss_fn_argument_of_step() -> None:
     model, pipe = both(loss_fn=None)
     x, target = batch(7)
     result = pipe.step(x, target=target, loss_fn=functional.l1_loss)
@@ -89,7 +91,7 @@ def test_a_loss_for_one_step() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 5])
-def test_the_model_may_end_in_its_loss(stages: int) -> None:
+def test_step_of_a_model_that_returns_its_loss(stages: int) -> None:
     model = nn.Sequential(*plain(), Do(lambda y: y.square().mean()))
     pipe = Pipe(copy.deepcopy(model), 3, stages=stages)
     x, _ = batch(7)
@@ -101,15 +103,15 @@ def test_the_model_may_end_in_its_loss(stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_a_loss_without_a_target(stages: int) -> None:
+def test_step_with_a_loss_without_a_target(stages: int) -> None:
     model, pipe = both(loss_fn=torch.mean, stages=stages)
     x, _ = batch(7)
     assert closely(pipe.step(x).loss, model(x).mean().detach())
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_targets_of_any_shape(stages: int) -> None:
-    """Cut like the inputs; what is in NoChunk, and what is no tensor, is for all."""
+def test_step_with_structured_targets(stages: int) -> None:
+    """Tensors are split like the inputs; NoChunk values and non-tensors go to every micro-batch."""
 
     def loss_fn(y: Tensor, target: dict[str, Any]) -> Tensor:
         gap: Tensor = y * target["scale"] - target["value"][0]
@@ -135,20 +137,20 @@ def test_targets_of_any_shape(stages: int) -> None:
         (None, r"the model, without a loss_fn, returned shape \(3, 3\)"),
     ],
 )
-def test_a_loss_is_one_number(loss_fn: Any, message: str) -> None:
+def test_step_refuses_a_loss_that_is_not_one_number(loss_fn: Any, message: str) -> None:
     _, pipe = both(loss_fn=loss_fn)
     x, target = batch(7)
     with pytest.raises(RuntimeError, match=message):
         pipe.step(x, target=None if loss_fn is None else target)
 
 
-def test_one_number_in_any_shape() -> None:
+def test_step_accepts_a_one_element_loss_of_any_shape() -> None:
     _, pipe = both(loss_fn=lambda y, t: (y - t).mean().reshape(1, 1))
     x, target = batch(7)
     assert pipe.step(x, target=target).loss.shape == ()
 
 
-def test_a_target_that_does_not_fit() -> None:
+def test_step_refuses_a_target_with_a_different_number_of_rows() -> None:
     _, pipe = both()
     with pytest.raises(RuntimeError, match="micro-batches"):
         pipe.step(batch(7)[0], target=batch(2)[1])
@@ -159,7 +161,7 @@ def test_a_target_that_does_not_fit() -> None:
 
 @each_checkpoint
 @pytest.mark.parametrize("stages", [1, 4])
-def test_outputs_on_request(stages: int, checkpoint: str) -> None:
+def test_step_returns_outputs_on_request(stages: int, checkpoint: str) -> None:
     model, pipe = both(stages=stages, checkpoint=checkpoint)
     x, target = batch(7)
     assert pipe.step(x, target=target).outputs is None
@@ -168,7 +170,7 @@ def test_outputs_on_request(stages: int, checkpoint: str) -> None:
     assert not result.outputs.requires_grad
 
 
-def test_outputs_of_any_shape() -> None:
+def test_step_returns_structured_outputs() -> None:
     model = nn.Sequential(*plain(), Do(lambda y: {"y": y, "rows": len(y)}))
     pipe = Pipe(model, 3, stages=5, loss_fn=lambda out: out["y"].sum())
     x, _ = batch(7)
@@ -177,12 +179,12 @@ def test_outputs_of_any_shape() -> None:
     assert closely(outputs["y"], plain()(x).detach())
 
 
-# ---- modes --------------------------------------------------------------------------------
+# ---- grad modes and frozen parameters -----------------------------------------------------
 
 
 @each_runtime
 @each_schedule
-def test_without_gradients_there_is_no_backward(schedule: str, runtime: str) -> None:
+def test_step_under_no_grad_runs_no_backward(schedule: str, runtime: str) -> None:
     per_rank = SCHEDULES[schedule]
     model, pipe = both(schedule=schedule, runtime=runtime, devices=["cpu"] * (4 // per_rank))
     x, target = batch(7)
@@ -195,7 +197,7 @@ def test_without_gradients_there_is_no_backward(schedule: str, runtime: str) -> 
     assert ops == {Op.F}
 
 
-def test_frozen_layers_and_inputs_that_learn() -> None:
+def test_step_with_frozen_layers_and_input_gradients() -> None:
     model, pipe = both()
     x, target = batch(7)
     grads = []
@@ -216,7 +218,7 @@ def test_frozen_layers_and_inputs_that_learn() -> None:
     assert closely(found, wanted)
 
 
-def test_all_frozen() -> None:
+def test_step_with_all_parameters_frozen() -> None:
     model, pipe = both()
     pipe.requires_grad_(False)
     x, target = batch(7)
@@ -226,7 +228,7 @@ def test_all_frozen() -> None:
 
 
 @each_checkpoint
-def test_an_input_that_was_computed_learns_once(checkpoint: str) -> None:
+def test_step_backpropagates_once_to_what_computed_the_input(checkpoint: str) -> None:
     model, pipe = both(checkpoint=checkpoint)
     x, target = batch(7)
     mine, theirs = (nn.Linear(6, 6).double() for _ in range(2))
@@ -239,7 +241,7 @@ def test_an_input_that_was_computed_learns_once(checkpoint: str) -> None:
     assert calls == [1]
 
 
-def test_a_whole_input_that_learns() -> None:
+def test_step_gradient_of_a_nochunk_input() -> None:
     model = nn.Sequential(Do(lambda x, w: x * w), *plain())
     pipe = Pipe(copy.deepcopy(model), 3, stages=5, loss_fn=torch.mean)
     x, _ = batch(7)
@@ -251,8 +253,8 @@ def test_a_whole_input_that_learns() -> None:
 
 
 @each_runtime
-def test_parameters_accumulate_a_micro_batch_at_a_time(runtime: str) -> None:
-    """Their hooks run in the step, once for each."""
+def test_step_accumulates_gradients_per_micro_batch(runtime: str) -> None:
+    """Parameter hooks run during the step, once per micro-batch."""
     model, pipe = both(runtime=runtime, schedule="1f1b")
     seen: list[Tensor] = []
     pipe[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -273,7 +275,7 @@ def test_parameters_accumulate_a_micro_batch_at_a_time(runtime: str) -> None:
     ],
     ids=["sgd", "adam"],
 )
-def test_training_goes_the_same_way(schedule: str, make: Any) -> None:
+def test_training_with_step_matches_the_unsplit_model(schedule: str, make: Any) -> None:
     model, pipe = both(schedule=schedule, devices=["cpu"] * (4 // SCHEDULES[schedule]))
     x, target = batch(7)
     optimizers = [make(module.parameters()) for module in (model, pipe)]
@@ -292,11 +294,12 @@ def test_training_goes_the_same_way(schedule: str, make: Any) -> None:
 
 
 def check_sound(timeline: Timeline) -> None:
-    """Every action once, a rank's one after the other, and nothing before what it needs."""
+    """Check that each action ran once, in lane order, and after the actions it depends on."""
     program = timeline.program
     found = [(span.rank, span.action) for span in timeline.spans]
     lanes = [(rank, action) for rank, lane in enumerate(program.lanes) for action in lane]
-    waits = [pair for pair in lanes if isinstance(pair[1], Recv)]  # take no time of their own
+    # receives take no time of their own
+    waits = [pair for pair in lanes if isinstance(pair[1], Recv)]
     assert sorted(map(str, {*found, *waits})) == sorted(map(str, lanes))
     assert len(set(found)) == len(found)
     for rank, spans in enumerate(timeline.computes):
@@ -317,7 +320,7 @@ def check_sound(timeline: Timeline) -> None:
 
 
 @each_pair(runtime=RUNTIMES, checkpoint=CHECKPOINTS, schedule=SCHEDULES)
-def test_the_timeline_is_that_of_the_program(schedule: str, checkpoint: str, runtime: str) -> None:
+def test_step_timeline_matches_the_program(schedule: str, checkpoint: str, runtime: str) -> None:
     per_rank = SCHEDULES[schedule]
     _, pipe = both(
         schedule=schedule, checkpoint=checkpoint, runtime=runtime, chunks=4,
@@ -339,8 +342,8 @@ def test_the_timeline_is_that_of_the_program(schedule: str, checkpoint: str, run
         assert len(draw.text(drawn).splitlines()) >= 4 // per_rank
 
 
-def test_spans_are_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by one whenever it is looked at."""
+def test_timeline_spans_match_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake clock advances by one whenever it is read."""
     clock = count()
     monkeypatch.setattr("penstock.device.device.time.perf_counter", lambda: float(next(clock)))
     seen: dict[str, float] = {}
@@ -358,7 +361,7 @@ def test_spans_are_when_the_layers_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(origin) == 1
 
 
-def test_costs_are_means_of_what_was_measured() -> None:
+def test_timeline_costs_are_means_of_measured_times() -> None:
     _, pipe = both()
     x, target = batch(7)
     timeline = pipe.step(x, target=target).timeline
@@ -372,7 +375,7 @@ def test_costs_are_means_of_what_was_measured() -> None:
         assert cost.I[stage] + cost.W[stage] == pytest.approx(sum(times[Op.B]) / 3)
 
 
-def test_the_forecast_may_be_asked_for_other_costs() -> None:
+def test_forecast_with_given_costs() -> None:
     _, pipe = both(schedule="1f1b")
     x, target = batch(7)
     pipe.step(x, target=target)
@@ -381,7 +384,7 @@ def test_the_forecast_may_be_asked_for_other_costs() -> None:
     assert pipe.forecast(even).makespan == pytest.approx((3 + 3) * 3 + 2, abs=3)
 
 
-def test_a_smaller_batch_has_its_own_program() -> None:
+def test_smaller_batch_uses_a_program_with_fewer_chunks() -> None:
     _, pipe = both(chunks=4, schedule="1f1b")
     x, target = batch(2)
     timeline = pipe.step(x, target=target).timeline
@@ -390,7 +393,7 @@ def test_a_smaller_batch_has_its_own_program() -> None:
     assert pipe.forecast().program.schedule.chunks == 4
 
 
-def test_a_result_says_its_loss() -> None:
+def test_step_result_repr_shows_the_loss() -> None:
     _, pipe = both(loss_fn=lambda y, t: (y * 0).sum() + 2.5)
     x, target = batch(3)
     result = pipe.step(x, target=target)

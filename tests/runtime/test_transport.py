@@ -15,42 +15,42 @@ def boxes(ranks: int = 2) -> Mailboxes:
     return Mailboxes([Cpu() for _ in range(ranks)], tuple(range(ranks)))
 
 
-def parcel(number: float) -> Payload:
+def payload(number: float) -> Payload:
     return Payload((torch.tensor(number),))
 
 
-def number(parcel: Payload) -> float:
-    (tensor,) = parcel.tensors
+def number(payload: Payload) -> float:
+    (tensor,) = payload.tensors
     assert tensor is not None
     return tensor.item()
 
 
-def test_messages_are_told_apart_whatever_order_they_come_in() -> None:
+def test_mailbox_delivers_messages_sent_in_any_order() -> None:
     mail = boxes()
     messages = [Message(0, 1, i) for i in range(3)]
     sender, receiver = mail.endpoint(0), mail.endpoint(1)
     for message in reversed(messages):
-        sender.send(message, parcel(message.microbatch))
+        sender.send(message, payload(message.microbatch))
     waits = [receiver.recv(message) for message in messages]
     assert [number(wait()) for wait in waits] == [0, 1, 2]
 
 
-def test_a_message_between_stages_of_other_ranks_goes_to_the_right_one() -> None:
+def test_mailbox_delivers_to_the_rank_of_the_destination_stage() -> None:
     mail = Mailboxes([Cpu(), Cpu(), Cpu()], (0, 1, 2, 0))
-    mail.endpoint(2).send(Message(2, 3, 0), parcel(5))
+    mail.endpoint(2).send(Message(2, 3, 0), payload(5))
     assert number(mail.endpoint(0).recv(Message(2, 3, 0))()) == 5
 
 
-def test_recv_waits() -> None:
+def test_mailbox_recv_waits_for_the_message() -> None:
     mail = boxes()
     wait = mail.endpoint(1).recv(Message(0, 1, 0))
-    later = threading.Timer(0.01, lambda: mail.endpoint(0).send(Message(0, 1, 0), parcel(7)))
+    later = threading.Timer(0.01, lambda: mail.endpoint(0).send(Message(0, 1, 0), payload(7)))
     later.start()
     assert number(wait()) == 7
     later.join()
 
 
-def test_who_waits_is_woken_up_when_all_stop() -> None:
+def test_mailbox_stop_wakes_waiting_ranks() -> None:
     mail = boxes(3)
     woken = []
 
@@ -71,9 +71,9 @@ def test_who_waits_is_woken_up_when_all_stop() -> None:
         mail.endpoint(1).recv(Message(0, 1, 1))()
 
 
-def test_tensors_on_the_host_are_not_copied() -> None:
+def test_mailbox_does_not_copy_host_tensors() -> None:
     mail = boxes()
-    sent = parcel(1)
+    sent = payload(1)
     mail.endpoint(0).send(Message(0, 1, 0), sent)
     received = mail.endpoint(1).recv(Message(0, 1, 0))()
     assert received.tensors[0] is sent.tensors[0]

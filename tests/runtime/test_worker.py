@@ -20,7 +20,7 @@ from penstock.stage.stage_runner import SavedForBackward, StageRunner
 
 
 class Recorded:
-    """A transport that notes what is sent, and gives what it was given."""
+    """A transport that records what is sent, and delivers prepared messages."""
 
     def __init__(self, *arriving: tuple[Message, Tensor]) -> None:
         self.sent: list[tuple[Message, Tensor]] = []
@@ -36,7 +36,7 @@ class Recorded:
 
 
 def tripled(index: int, before: int, after: int) -> Stage:
-    """A stage that multiplies by three."""
+    """Return a stage that multiplies by three."""
 
     def compute(arrived: Any) -> dict[int, tuple[Any, ...]]:
         return {after: (arrived[before][0] * 3,)}
@@ -44,14 +44,14 @@ def tripled(index: int, before: int, after: int) -> Stage:
     return Stage(index, ("0",), (nn.Identity(),), compute)
 
 
-def worker(transport: Recorded, stage: Stage, rank: int, desk: CellIO) -> Worker:
+def worker(transport: Recorded, stage: Stage, rank: int, cell_io: CellIO) -> Worker:
     context = CallerContext.current(frozenset({"cpu"}))
-    tape = StageRunner(stage, context, lambda microbatch: SavedForBackward.GRAPH)
-    return Worker(rank, Cpu(), {stage.index: tape}, transport, desk)
+    runner = StageRunner(stage, context, lambda microbatch: SavedForBackward.GRAPH)
+    return Worker(rank, Cpu(), {stage.index: runner}, transport, cell_io)
 
 
-def test_a_worker_carries_out_its_lane() -> None:
-    """The second of three ranks: what it receives it computes, and what it computes it sends."""
+def test_worker_executes_its_lane() -> None:
+    """The second of three ranks computes what it receives, and sends what it computes."""
     schedule = loads("0F0 0B0 \n 1F0 1B0 \n 2F0 2B0")
     program = lower(schedule, StageGraph.chain(3))  # type: ignore[arg-type]
     transport = Recorded(
@@ -74,23 +74,23 @@ def test_a_worker_carries_out_its_lane() -> None:
     assert all(isinstance(m.start, float) and m.start <= m.end for m in middle.timed_actions)  # type: ignore[operator]
 
 
-def test_the_desk_feeds_the_ends() -> None:
-    """One stage alone takes from outside and gives to outside, both ways."""
+def test_cell_io_provides_inputs_and_output_gradients() -> None:
+    """A single stage takes inputs and output gradients from CellIO, and puts its results there."""
     program = lower(loads("0F0 0F1 0B1 0B0"))  # type: ignore[arg-type]
-    desk = CellIO()
-    only = worker(Recorded(), tripled(0, before=OUTSIDE, after=OUTSIDE), 0, desk)
+    cell_io = CellIO()
+    only = worker(Recorded(), tripled(0, before=OUTSIDE, after=OUTSIDE), 0, cell_io)
     for microbatch in range(2):
-        desk.inputs[0, microbatch] = Payload((torch.tensor([1.0 + microbatch]),), None, (True,))
-    desk.compute_output_gradients = lambda microbatch, made: Payload(
+        cell_io.inputs[0, microbatch] = Payload((torch.tensor([1.0 + microbatch]),), None, (True,))
+    cell_io.compute_output_gradients = lambda microbatch, made: Payload(
         (torch.tensor([100.0 * (microbatch + 1)]),)
     )
     for step in bind_lane(program, 0):
         only.execute(step)
-    assert [desk.outputs[0, i].tensors[0].item() for i in range(2)] == [3.0, 6.0]  # type: ignore[union-attr]
-    assert [desk.input_gradients[0, i].tensors[0].item() for i in range(2)] == [300.0, 600.0]  # type: ignore[union-attr]
+    assert [cell_io.outputs[0, i].tensors[0].item() for i in range(2)] == [3.0, 6.0]  # type: ignore[union-attr]
+    assert [cell_io.input_gradients[0, i].tensors[0].item() for i in range(2)] == [300.0, 600.0]  # type: ignore[union-attr]
 
 
-def test_steps_know_their_messages() -> None:
+def test_bound_actions_know_their_messages() -> None:
     program = lower(one_f_one_b(2, 1), StageGraph.chain(2))
     steps = {str(step.action): step for rank in range(2) for step in bind_lane(program, rank)}
     assert list(map(str, steps["1F0"].consumed_messages)) == ["0>1:0"]
@@ -99,7 +99,7 @@ def test_steps_know_their_messages() -> None:
     assert [step.lane_index for step in bind_lane(program, 0)] == list(range(len(program.lanes[0])))
 
 
-def test_a_phase_is_played_in_one_order_and_can_be_halved() -> None:
+def test_phase_has_one_execution_order_and_can_be_split_into_forward_and_backward() -> None:
     program = lower(one_f_one_b(2, 2))
     phase = bind_program(program)
     assert len(phase.execution_order) == sum(map(len, program.lanes))

@@ -1,8 +1,8 @@
-"""A recording on the host: operations, one by one, on the tensors that they had.
+"""An emulated CUDA graph on the host: it records operations with the tensors they used.
 
-As in a CUDA graph, a replay reads and writes the memory of the capture, and no Python of the body
-runs again. The capture itself computes, unlike that of a graph: what it has changed outside is put
-back when it ends.
+As in a CUDA graph, a replay reads and writes the memory of the capture, and no Python code of the
+body runs again. Unlike a CUDA graph, the capture itself computes; what it has changed outside is
+restored when it ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from penstock.stage.rng import SeededRng
 
 Made = TypeVar("Made")
 
-_UNTOLD = ("running_mean", "running_var")  # of a batch norm, which writes them, and does not say so
+# arguments that batch norm writes without declaring it in its schema
+_UNDECLARED_WRITES = ("running_mean", "running_var")
 
 
 class _Op(NamedTuple):
@@ -58,7 +59,7 @@ class _Recorder(TorchDispatchMode):
     def _keep_what_is_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for at, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
-            if not written and argument.name not in _UNTOLD:
+            if not written and argument.name not in _UNDECLARED_WRITES:
                 continue
             value = args[at] if at < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
@@ -69,7 +70,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class EmulatedGraph:
-    """In the place of `CudaRecording`."""
+    """A replacement for `RecordedCudaGraph`."""
 
     def __init__(self, devices: Sequence[torch.device], pools: GraphMemoryPools) -> None:
         self._recorder = _Recorder()
@@ -98,7 +99,8 @@ class EmulatedGraph:
 
     def replay(self) -> None:
         self.replays += 1
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # what was cast is cast
+        # casts are part of the recording
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             self._again()
 
     def _again(self) -> None:
@@ -114,7 +116,7 @@ class EmulatedGraph:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """A graph knows addresses: who has the tensor may give it other memory."""
+    """Return an alias of the tensor: a graph knows addresses, and `.data` may be replaced later."""
     return tensor.detach() if tensor.layout is torch.strided else tensor
 
 

@@ -1,4 +1,4 @@
-"""A captured pipe beside one that runs step by step, on the host, with an emulated recording."""
+"""A pipe with captured steps beside an inline pipe, on the host, with an emulated graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runtime.cuda_graph.emulated import EmulatedGraph
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, record: Any = EmulatedGraph) -> None:
-    """Let pipes on the host capture."""
+    """Let pipes on the host capture their steps with an emulated graph."""
     monkeypatch.setattr(local_engine, "_find_graph_obstacle", lambda places, replicas: None)
     monkeypatch.setattr(graph_cache.GraphCache.__init__, "__defaults__", (record,))
 
@@ -36,7 +36,7 @@ def batch(seed: int, rows: int = 11, size: int = 8, out: int = 4) -> tuple[Tenso
 
 
 def stack(*between: nn.Module) -> nn.Sequential:
-    """Four linear layers, and others between them."""
+    """Return four linear layers, with other layers after the first."""
     torch.manual_seed(0)
     sizes = [(8, 8), (8, 8), (8, 8), (8, 4)]
     first, *rest = [nn.Linear(*size) for size in sizes]
@@ -49,7 +49,7 @@ def captures_of(pipe: Pipe) -> graph_cache.GraphCache:
 
 
 def recordings(pipe: Pipe) -> list[int]:
-    """How often each recording was replayed."""
+    """Return how often each recorded graph was replayed."""
     return [one.replay_count for one in captures_of(pipe)._history.graphs.values()]
 
 
@@ -66,7 +66,7 @@ def same_value(found: Any, expected: Any) -> None:
 
 
 def same_state(pipe: nn.Module, other: nn.Module) -> None:
-    """Parameters, gradients and buffers, to the bit."""
+    """Check that parameters, gradients and buffers are bit-identical."""
     for (name, a), (_, b) in zip(pipe.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
         assert (a.grad is None) == (b.grad is None), name
@@ -76,8 +76,8 @@ def same_state(pipe: nn.Module, other: nn.Module) -> None:
 
 
 @dataclass
-class Twins:
-    """The same model twice."""
+class PipePair:
+    """Two pipes over copies of one model: one with captured steps, and one inline."""
 
     graph: Pipe
     inline: Pipe
@@ -98,7 +98,7 @@ class Twins:
         before: Callable[[], object] = lambda: None,
         **named: Any,
     ) -> StepResult:
-        """Both take it, and come to the same."""
+        """Take the same step with both pipes, and check that results, state and RNG are equal."""
         before()
         torch.manual_seed(seed)
         found = self.graph.step(*pytree.tree_map_only(Tensor, _copy, inputs), **named)
@@ -119,7 +119,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor if tensor.requires_grad else tensor.clone()
 
 
-def twins(model: nn.Module, runtime: str = "graph", **options: Any) -> Twins:
+def pipe_pair(model: nn.Module, runtime: str = "graph", **options: Any) -> PipePair:
     given: dict[str, Any] = {
         "chunks": 4,
         "stages": 4,
@@ -128,11 +128,11 @@ def twins(model: nn.Module, runtime: str = "graph", **options: Any) -> Twins:
     } | options
     given.setdefault("devices", ["cpu"] * given["stages"])
     pipes = [Pipe(copy.deepcopy(model), runtime=how, **given) for how in (runtime, "inline")]
-    return Twins(*pipes)
+    return PipePair(*pipes)
 
 
-def steps(pair: Twins, runtimes: str, text: str, **named: Any) -> None:
-    """One after the other, g in a graph and t in threads; warned of once."""
+def steps(pair: PipePair, runtimes: str, text: str, **named: Any) -> None:
+    """Take one step per letter, g in a graph and t in threads, and expect one such warning."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for number, runtime in enumerate(runtimes):

@@ -1,4 +1,4 @@
-"""The watch by itself: `meta` is the device that is captured, the host is the host."""
+"""The capture guard by itself: `meta` is the captured device, and `cpu` is the host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def there(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-def watched(do: Callable[[], Any], kinds: frozenset[str] = META) -> Any:
+def guarded(do: Callable[[], Any], kinds: frozenset[str] = META) -> Any:
     with ConstantFillMode(kinds), CaptureGuard(kinds):
         return do()
 
@@ -70,8 +70,8 @@ on_the_host = torch.ones(3)
         ),
     ],
 )
-def test_what_a_replay_repeats(do: Callable[[], Any]) -> None:
-    made = watched(do)
+def test_capture_guard_accepts_operations_that_a_replay_repeats(do: Callable[[], Any]) -> None:
+    made = guarded(do)
     assert made is None or made.device.type == "meta"
 
 
@@ -105,36 +105,38 @@ def test_what_a_replay_repeats(do: Callable[[], Any]) -> None:
         ),
     ],
 )
-def test_what_it_would_not_repeat(do: Callable[[], Any], text: str) -> None:
+def test_capture_guard_refuses_operations_that_a_replay_would_not_repeat(
+    do: Callable[[], Any], text: str
+) -> None:
     with pytest.raises(CaptureError, match=text):
-        watched(do)
+        guarded(do)
 
 
-def test_numbers_are_written_there() -> None:
-    """Each by itself, in the right place and kind."""
+def test_constant_fill_mode_creates_tensors_from_python_numbers() -> None:
+    """Each number is filled in separately, with the right position and dtype."""
     for made, expected in (
         (lambda: torch.tensor([[1, 2], [3, 4]], device="cpu"), torch.tensor([[1, 2], [3, 4]])),
         (lambda: torch.tensor(0.5, device="cpu", dtype=torch.float64), torch.tensor(0.5).double()),
         (lambda: torch.tensor([True, False], device="cpu"), torch.tensor([True, False])),
         (lambda: torch.tensor([], device="cpu"), torch.tensor([])),
     ):
-        found = watched(made, HOST)
+        found = guarded(made, HOST)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
     like = torch.ones(2, dtype=torch.float64)
-    made_like = watched(lambda: like.new_tensor([1, 2]), HOST)
+    made_like = guarded(lambda: like.new_tensor([1, 2]), HOST)
     assert torch.equal(made_like, torch.tensor([1.0, 2.0], dtype=torch.float64))
-    learned = watched(lambda: torch.tensor([1.0], device="cpu", requires_grad=True), HOST)
+    learned = guarded(lambda: torch.tensor([1.0], device="cpu", requires_grad=True), HOST)
     assert learned.requires_grad
     assert learned.is_leaf
 
 
-def test_lent_generators_and_those_it_knows() -> None:
-    watch, mine = CaptureGuard(HOST), torch.Generator()
-    watch.register_generator(mine)
-    with watch:
+def test_capture_guard_allows_registered_and_shared_generators() -> None:
+    guard, mine = CaptureGuard(HOST), torch.Generator()
+    guard.register_generator(mine)
+    with guard:
         torch.rand(3, generator=mine)
-        with watch.allow_shared_generator():
+        with guard.allow_shared_generator():
             torch.rand(3)
         with pytest.raises(CaptureError, match="draws random numbers"):
             torch.rand(3)
@@ -142,7 +144,7 @@ def test_lent_generators_and_those_it_knows() -> None:
     assert not is_capturing()
 
 
-def test_the_layer_and_the_line() -> None:
+def test_capture_error_names_the_layer_and_the_line() -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * x.sum().item()
@@ -192,7 +194,7 @@ def test_errors_of_the_capture_itself_are_not_transient(
     assert caught.value.is_transient == is_transient
 
 
-def test_the_hosts_own_generators() -> None:
+def test_host_rng_guard_detects_and_restores_random_and_numpy() -> None:
     for draw, name in ((random.random, "random"), (np.random.rand, "numpy.random")):
         host = HostRngGuard()
         host.check_unchanged()

@@ -1,4 +1,4 @@
-"""What layers compute in a captured step: state, random numbers, precision."""
+"""Captured steps compute what inline steps compute: module state, random numbers, precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
-from tests.runtime.cuda_graph.support import batch, emulate, recordings, stack, twins
+from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings, stack
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +18,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_batchnorm(checkpoint: str) -> None:
-    pair = twins(stack(nn.BatchNorm1d(8)), checkpoint=checkpoint)
+def test_captured_batchnorm(checkpoint: str) -> None:
+    pair = pipe_pair(stack(nn.BatchNorm1d(8)), checkpoint=checkpoint)
     for number in range(5):
         x, y = batch(number)
         pair.step(x, target=y)
@@ -29,8 +29,8 @@ def test_batchnorm(checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_deferred_batchnorm_also_if_chunks_change(checkpoint: str) -> None:
-    pair = twins(stack(DeferredStatsBatchNorm(8)), checkpoint=checkpoint)
+def test_captured_deferred_batchnorm_when_chunks_change(checkpoint: str) -> None:
+    pair = pipe_pair(stack(DeferredStatsBatchNorm(8)), checkpoint=checkpoint)
     for number in range(8):
         pair.each(lambda pipe: setattr(pipe, "chunks", 2 if number in (3, 4, 6) else 4))  # noqa: B023
         pair.step(*batch(number)[:1], target=batch(number)[1])
@@ -38,8 +38,8 @@ def test_deferred_batchnorm_also_if_chunks_change(checkpoint: str) -> None:
     assert sum(recordings(pair.graph)) == 6
 
 
-def test_autocast() -> None:
-    pair = twins(stack().float(), checkpoint="always")
+def test_captured_autocast() -> None:
+    pair = pipe_pair(stack().float(), checkpoint="always")
     for number in range(4):
         x, y = batch(number)
         with torch.autocast("cpu", torch.bfloat16):
@@ -53,9 +53,12 @@ def test_autocast() -> None:
     assert sum(recordings(pair.graph)) == 3
 
 
-def test_within_one_autocast_region_weights_are_cast_in_every_replay() -> None:
-    """PyTorch keeps casts until the region ends: none of them may be part of a recording."""
-    pair = twins(stack().float())
+def test_captured_autocast_casts_weights_in_every_replay() -> None:
+    """PyTorch caches casts until the autocast region ends.
+
+    A recording must not use a cached one.
+    """
+    pair = pipe_pair(stack().float())
     batches = [[t.float() for t in batch(number)] for number in range(4)]
     found, expected = [], []
     with torch.autocast("cpu", torch.bfloat16):
@@ -75,9 +78,9 @@ def test_within_one_autocast_region_weights_are_cast_in_every_replay() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_dropout(checkpoint: str, p: float) -> None:
-    """`step` of the twins compares the caller's generator, too."""
-    pair = twins(stack(nn.Dropout(p)), checkpoint=checkpoint)
+def test_captured_dropout(checkpoint: str, p: float) -> None:
+    """`step` of the pair also compares the caller's generator."""
+    pair = pipe_pair(stack(nn.Dropout(p)), checkpoint=checkpoint)
     x, y = batch(0)
     losses = [pair.step(x, target=y, seed=number).loss for number in range(4)]
     assert len(set(map(float, losses))) == (4 if p else 1)
@@ -87,8 +90,8 @@ def test_dropout(checkpoint: str, p: float) -> None:
     assert (one != two) == bool(p)
 
 
-def test_dropout_that_is_set_otherwise_comes_back() -> None:
-    pair = twins(stack(nn.Dropout(0.4)))
+def test_captured_dropout_when_its_rate_or_the_training_mode_changes() -> None:
+    pair = pipe_pair(stack(nn.Dropout(0.4)))
     for number, p in enumerate([0.4, 0.4, 0.4, 0.8, 0.8, 0.8, 0.4, 0.0, 0.0, 0.8]):
         for pipe in pair.both:
             pipe[1].p = p
@@ -102,7 +105,7 @@ def test_dropout_that_is_set_otherwise_comes_back() -> None:
 
 
 class Mean(nn.Module):
-    """Rebinds a buffer, a plain tensor, or both."""
+    """A layer that rebinds a buffer, a plain tensor, or both."""
 
     mean: Tensor
 
@@ -121,10 +124,10 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_tensor_that_a_layer_replaces(plain: bool) -> None:
-    pair = twins(stack(Mean(plain)))
+def test_captured_layer_that_rebinds_a_buffer_or_tensor_attribute(plain: bool) -> None:
+    pair = pipe_pair(stack(Mean(plain)))
     for number in range(6):
-        if number == 4:  # by the user, too
+        if number == 4:  # the user replaces it, too
             for pipe in pair.both:
                 pipe[1].mean = torch.ones(8, dtype=torch.float64)
         x, y = batch(number)
@@ -133,8 +136,8 @@ def test_a_tensor_that_a_layer_replaces(plain: bool) -> None:
     assert recordings(pair.graph) == [5]
 
 
-def test_it_goes_on_after_steps_of_another_kind() -> None:
-    pair = twins(stack(Mean(True)))
+def test_captured_rebound_tensors_across_alternating_batch_sizes() -> None:
+    pair = pipe_pair(stack(Mean(True)))
     for number, rows in enumerate([11, 11, 11, 8, 11, 8, 8, 11]):
         x, y = batch(number, rows)
         pair.step(x, target=y)
@@ -142,8 +145,8 @@ def test_it_goes_on_after_steps_of_another_kind() -> None:
     assert sorted(recordings(pair.graph)) == [2, 4]
 
 
-def test_what_a_layer_has_seen_is_not_written_into() -> None:
-    """The tensor that it keeps is the caller's batch."""
+def test_input_kept_by_a_layer_is_not_overwritten_by_replays() -> None:
+    """The layer keeps a view of the caller's batch."""
 
     class Keeps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +154,7 @@ def test_what_a_layer_has_seen_is_not_written_into() -> None:
             return x
 
     model = nn.Sequential(Keeps(), *stack())
-    pair = twins(model, chunks=1)
+    pair = pipe_pair(model, chunks=1)
     batches = [batch(number) for number in range(5)]
     kept = [x.clone() for x, _ in batches]
     for x, y in batches:
@@ -166,7 +169,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_layers_that_draw_themselves(checkpoint: str) -> None:
+def test_captured_layers_that_draw_random_numbers(checkpoint: str) -> None:
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True).double()
 
     class Rows(nn.Module):
@@ -177,7 +180,7 @@ def test_layers_that_draw_themselves(checkpoint: str) -> None:
         def forward(self, x: Tensor) -> Any:
             return self.inner(x[:, None])[:, 0]
 
-    pair = twins(stack(Noisy(), Rows()), checkpoint=checkpoint)
+    pair = pipe_pair(stack(Noisy(), Rows()), checkpoint=checkpoint)
     for number in range(4):
         x, y = batch(number)
         pair.step(x, target=y, seed=number)

@@ -1,4 +1,4 @@
-"""What is seen at a glance: every change of layers that a replay would not follow."""
+"""The fingerprint of modules detects every change that a replay would not follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.runtime.cuda_graph.fingerprint import (
     fingerprint_tensors_and_hooks,
     fingerprint_tensors_by_column,
 )
-from tests.runtime.cuda_graph.support import batch, emulate, recordings, stack, twins
+from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings, stack
 
 
 def chosen_by(way: dict[str, int]) -> Callable[[], int]:
@@ -28,7 +28,7 @@ def chosen_by(way: dict[str, int]) -> Callable[[], int]:
 
 
 def nothing(*_: Any) -> None:
-    """A hook."""
+    """Do nothing, as a hook."""
 
 
 class Layer(nn.Module):
@@ -69,49 +69,53 @@ def transposed(layer: Layer) -> None:
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
     "a number": lambda m: setattr(m, "rate", 0.25),
-    "a number that is equal, of another kind": lambda m: setattr(m, "rate", torch.tensor(0.5)),
+    "an equal number of another type": lambda m: setattr(m, "rate", torch.tensor(0.5)),
     "a tuple": lambda m: setattr(m, "shape", (2, (3, "b"))),
     "a new attribute": lambda m: setattr(m, "more", None),
-    "one less": lambda m: delattr(m, "rate"),
-    "the same by another name": rename,
-    "in a list": lambda m: m.sizes[1].append(3),
-    "in an object": lambda m: m.options.deep.update(a=2),
-    "in what a function has around it": lambda m: m.way.update(at=2),
-    "in what was given to a function": lambda m: m.part.args[0].append(1),
+    "a removed attribute": lambda m: delattr(m, "rate"),
+    "a renamed attribute": rename,
+    "a value in a list": lambda m: m.sizes[1].append(3),
+    "a value in an object": lambda m: m.options.deep.update(a=2),
+    "a value in a closure": lambda m: m.way.update(at=2),
+    "an argument of a partial": lambda m: m.part.args[0].append(1),
     "a tensor in a list": lambda m: m.masks.__setitem__(0, torch.ones(2)),
     "a tensor": lambda m: setattr(m, "mask", torch.ones(2)),
     "a buffer": lambda m: setattr(m.norm, "running_mean", torch.zeros(2)),
     "a parameter": lambda m: setattr(m.norm, "weight", nn.Parameter(torch.ones(2))),
-    "no parameter": lambda m: setattr(m.norm, "weight", None),
-    "its memory": other_memory,
-    "its strides": transposed,
-    "whether it learns": lambda m: m.norm.weight.requires_grad_(False),
-    "the mode": lambda m: m.norm.eval(),
-    "a layer": lambda m: m.inner.__setitem__(1, nn.ReLU()),
-    "one more layer": lambda m: m.inner.append(nn.ReLU()),
+    "a parameter set to None": lambda m: setattr(m.norm, "weight", None),
+    "the memory of a parameter": other_memory,
+    "the strides of a parameter": transposed,
+    "requires_grad of a parameter": lambda m: m.norm.weight.requires_grad_(False),
+    "the training mode": lambda m: m.norm.eval(),
+    "a replaced layer": lambda m: m.inner.__setitem__(1, nn.ReLU()),
+    "an added layer": lambda m: m.inner.append(nn.ReLU()),
     "a first hook": lambda m: m.norm.register_forward_pre_hook(nothing),
     "another hook": another_hook,
-    "a table of hooks": lambda m: setattr(m.norm, "_forward_hooks", OrderedDict({0: nothing})),
+    "a replaced dict of hooks": lambda m: setattr(
+        m.norm, "_forward_hooks", OrderedDict({0: nothing})
+    ),
     "a first hook on a parameter": lambda m: m.norm.weight.register_hook(nothing),
     "one more hook on a parameter": lambda m: m.linear.weight.register_hook(nothing),
-    "a hook after a gradient": lambda m: m.norm.weight.register_post_accumulate_grad_hook(nothing),
+    "a post-accumulate-grad hook": lambda m: m.norm.weight.register_post_accumulate_grad_hook(
+        nothing
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_seen(change: str) -> None:
+def test_module_snapshot_detects_change(change: str) -> None:
     layer = Layer()
     modules = list(layer.modules())
-    glance = ModuleSnapshot(modules)
-    assert glance.is_unchanged()
+    snapshot = ModuleSnapshot(modules)
+    assert snapshot.is_unchanged()
     CHANGES[change](layer)
-    assert not glance.is_unchanged()
+    assert not snapshot.is_unchanged()
 
 
-def test_numbers_in_tensors_may_change() -> None:
+def test_fingerprint_ignores_values_in_tensors() -> None:
     layer = Layer()
     modules = list(layer.modules())
-    glance, told = (
+    snapshot, fingerprints = (
         ModuleSnapshot(modules),
         (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)),
     )
@@ -119,8 +123,8 @@ def test_numbers_in_tensors_may_change() -> None:
         for tensor in (*layer.parameters(), *layer.buffers(), layer.mask, *layer.masks):
             tensor.add_(1)
     layer.norm.weight.grad = torch.ones(2)
-    assert glance.is_unchanged()
-    assert (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)) == told
+    assert snapshot.is_unchanged()
+    assert (fingerprint_tensors_and_hooks(modules), fingerprint_attributes(modules)) == fingerprints
 
 
 class Scaled(nn.Module):
@@ -132,11 +136,11 @@ class Scaled(nn.Module):
         return x * self.by[0]
 
 
-def test_a_replay_follows_what_is_changed_inside_between_steps(
+def test_change_inside_an_attribute_selects_another_recording(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     emulate(monkeypatch)
-    pair = twins(stack(Scaled()))
+    pair = pipe_pair(stack(Scaled()))
     for number, by in enumerate([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0, 2.0]):
         for pipe in pair.both:
             pipe[1].by[0] = by
@@ -146,7 +150,7 @@ def test_a_replay_follows_what_is_changed_inside_between_steps(
 
 
 def twice(_: Any, given: Any, *made: Any) -> Any:
-    """Of what a hook may replace: what comes last of a forward, what comes first of a backward."""
+    """Double what a hook may replace: the output of a forward, or the gradients of a backward."""
     if made and isinstance(made[0], Tensor):
         return made[0] * 2
     return tuple(None if one is None else one * 2 for one in given)
@@ -154,17 +158,19 @@ def twice(_: Any, given: Any, *made: Any) -> Any:
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "forward": for_all.register_module_forward_hook,
-    "before it": for_all.register_module_forward_pre_hook,
+    "forward pre": for_all.register_module_forward_pre_hook,
     "backward": for_all.register_module_full_backward_hook,
-    "before that": for_all.register_module_full_backward_pre_hook,
+    "backward pre": for_all.register_module_full_backward_pre_hook,
 }
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("which", HOOKS)
-def test_a_replay_follows_hooks_on_all_modules(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_module_hooks_select_another_recording(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emulate(monkeypatch)
-    pair = twins(stack())
+    pair = pipe_pair(stack())
     for number in range(6):
         handle = HOOKS[which](twice) if number > 2 else None
         try:
@@ -175,7 +181,7 @@ def test_a_replay_follows_hooks_on_all_modules(which: str, monkeypatch: pytest.M
                 handle.remove()
 
 
-def test_places_in_columns_are_the_places() -> None:
+def test_fingerprint_tensors_by_column_matches_fingerprint_tensor() -> None:
     tensors = [torch.zeros(3, 4), torch.zeros(4, 3).t(), nn.Parameter(torch.zeros(2).double())]
     assert [*zip(*fingerprint_tensors_by_column(tensors), strict=True)] == [
         *map(fingerprint_tensor, tensors)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.cuda_graph.support import (
-    Twins,
+    PipePair,
     batch,
     captures_of,
     emulate,
+    pipe_pair,
     recordings,
     same_state,
     stack,
-    twins,
 )
 
 
@@ -25,15 +25,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
 
 
-def some_steps(pair: Twins, first: int, count: int = 1, **named: Any) -> None:
+def some_steps(pair: PipePair, first: int, count: int = 1, **named: Any) -> None:
     for number in range(first, first + count):
         x, y = batch(number)
         pair.step(x, target=y, seed=number, **named)
 
 
 @pytest.mark.parametrize("zero", ["none", "to_none", "to_zero"])
-def test_zeroed_or_added_up(zero: str) -> None:
-    pair = twins(stack())
+def test_captured_gradients_are_zeroed_or_accumulated(zero: str) -> None:
+    pair = pipe_pair(stack())
     for number in range(5):
         if zero != "none":
             pair.each(lambda pipe: pipe.zero_grad(set_to_none=zero == "to_none"))
@@ -41,24 +41,27 @@ def test_zeroed_or_added_up(zero: str) -> None:
     assert recordings(pair.graph) == [4]
 
 
-def test_a_gradient_that_nobody_else_knows_is_at_home_where_it_is() -> None:
-    """It was copied before each replay, and back, where PyTorch counts holders in another way."""
-    pair = twins(stack())
+def test_gradient_without_other_references_becomes_the_grad_buffer() -> None:
+    """Such a gradient was copied before and after each replay.
+
+    That happened on PyTorch versions that count references differently.
+    """
+    pair = pipe_pair(stack())
     some_steps(pair, 0)
     kept = pair.graph[0].weight.grad
     places = [p.grad.data_ptr() for p in pair.graph.parameters() if p.grad is not None]
     some_steps(pair, 1, 2)
     (captured,) = captures_of(pair.graph)._history.graphs.values()
-    homes = [captured.grad_buffers[p].tensor for p in pair.graph.parameters()]
-    assert [home.data_ptr() == place for home, place in zip(homes, places, strict=True)] == [
+    buffers = [captured.grad_buffers[p].tensor for p in pair.graph.parameters()]
+    assert [buffer.data_ptr() == place for buffer, place in zip(buffers, places, strict=True)] == [
         p.grad is not kept for p in pair.graph.parameters()
     ]
     assert pair.graph[0].weight.grad is kept
 
 
 @pytest.mark.parametrize("since", [0, 1, 3])
-def test_the_callers_own_tensor_stays(since: int) -> None:
-    pair = twins(stack())
+def test_grad_tensor_assigned_by_the_caller_is_kept(since: int) -> None:
+    pair = pipe_pair(stack())
     some_steps(pair, 0, since)
     own = {}
     for pipe in pair.both:
@@ -80,8 +83,8 @@ def test_the_callers_own_tensor_stays(since: int) -> None:
     assert all(p.grad is views[p] for p in pair.graph.parameters())
 
 
-def test_gradients_that_were_kept_do_not_change() -> None:
-    pair = twins(stack())
+def test_gradients_kept_by_the_caller_are_not_overwritten() -> None:
+    pair = pipe_pair(stack())
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
     for number in range(6):
         pair.each(nn.Module.zero_grad)
@@ -93,8 +96,8 @@ def test_gradients_that_were_kept_do_not_change() -> None:
     assert recordings(pair.graph) == [5]
 
 
-def test_gradients_of_the_first_step_kept_and_then_let_go() -> None:
-    pair = twins(stack())
+def test_gradients_of_an_early_step_kept_by_the_caller_are_not_overwritten() -> None:
+    pair = pipe_pair(stack())
     for number in range(5):
         some_steps(pair, number)
         if number == 1:
@@ -106,9 +109,9 @@ def test_gradients_of_the_first_step_kept_and_then_let_go() -> None:
 
 @pytest.mark.parametrize("view", [Tensor.detach, lambda g: g[:1], lambda g: g.numpy()])
 @pytest.mark.parametrize("since", [0, 2])
-def test_views_of_gradients_that_were_kept_do_not_change(view: Any, since: int) -> None:
-    """Their memory is theirs from then on; what is taken without them is replayed again."""
-    pair = twins(stack())
+def test_views_of_gradients_kept_by_the_caller_are_not_overwritten(view: Any, since: int) -> None:
+    """The views own their memory from then on; later steps are captured again and replayed."""
+    pair = pipe_pair(stack())
     kept: list[Any] = []
     for number in range(8):
         pair.each(nn.Module.zero_grad)
@@ -129,15 +132,15 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-def test_parameters_that_learn_nothing_have_no_gradient() -> None:
-    pair = twins(stack(Unused().double()))
+def test_unused_parameters_have_no_gradient() -> None:
+    pair = pipe_pair(stack(Unused().double()))
     some_steps(pair, 0, 4)
     names = [name for name, p in pair.graph.named_parameters() if p.grad is None]
     assert names == ["1.unused.weight", "1.unused.bias"]
 
 
-def test_frozen_and_thawed() -> None:
-    pair = twins(stack())
+def test_freezing_parameters_between_captured_steps() -> None:
+    pair = pipe_pair(stack())
     for number, frozen in enumerate([False, False, True, True, True, False, True, False]):
         for pipe in pair.both:
             pipe[1].weight.requires_grad_(not frozen)
@@ -147,8 +150,8 @@ def test_frozen_and_thawed() -> None:
     assert len(recordings(pair.graph)) == 2
 
 
-def test_parameters_that_move() -> None:
-    pair = twins(stack())
+def test_replacing_parameter_data_or_parameters_between_captured_steps() -> None:
+    pair = pipe_pair(stack())
     for number in range(8):
         if number == 3:
             for pipe in pair.both:
@@ -161,8 +164,8 @@ def test_parameters_that_move() -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict(assign: bool) -> None:
-    pair = twins(stack(nn.BatchNorm1d(8)))
+def test_load_state_dict_between_captured_steps(assign: bool) -> None:
+    pair = pipe_pair(stack(nn.BatchNorm1d(8)))
     some_steps(pair, 0, 3)
     torch.manual_seed(5)
     other = {
@@ -176,8 +179,8 @@ def test_load_state_dict(assign: bool) -> None:
     assert len(recordings(pair.graph)) == 1 + assign
 
 
-def test_cast_and_back() -> None:
-    pair = twins(stack())
+def test_casting_the_pipe_between_captured_steps() -> None:
+    pair = pipe_pair(stack())
     some_steps(pair, 0, 2)
     pair.each(lambda pipe: pipe.float())
     pair.each(nn.Module.zero_grad)
@@ -189,8 +192,8 @@ def test_cast_and_back() -> None:
     some_steps(pair, 2, 3)
 
 
-def test_a_layer_inside_that_is_replaced_or_comes_later() -> None:
-    pair = twins(stack(Unused().double()))
+def test_replacing_a_submodule_between_captured_steps() -> None:
+    pair = pipe_pair(stack(Unused().double()))
     some_steps(pair, 0, 3)
     for pipe in pair.both:
         torch.manual_seed(3)
@@ -199,9 +202,9 @@ def test_a_layer_inside_that_is_replaced_or_comes_later() -> None:
     assert sum(recordings(pair.graph)) == 5
 
 
-def test_hooks_on_parameters_see_what_they_see_step_by_step() -> None:
-    """Once for each micro-batch: the sum of what is cut off is not what is cut off of the sum."""
-    pair = twins(stack())
+def test_captured_parameter_hooks_run_per_micro_batch() -> None:
+    """A hook runs once per micro-batch: the sum of clamped gradients is not the clamped sum."""
+    pair = pipe_pair(stack())
     some_steps(pair, 0, 2)
     for pipe in pair.both:
         pipe[1].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
@@ -212,8 +215,8 @@ def test_hooks_on_parameters_see_what_they_see_step_by_step() -> None:
     assert len(recordings(pair.graph)) == 3
 
 
-def test_after_the_step_the_optimizer_goes_on() -> None:
-    pair = twins(stack())
+def test_optimizer_step_after_captured_steps() -> None:
+    pair = pipe_pair(stack())
     optimizers = [torch.optim.Adam(pipe.parameters(), 0.01) for pipe in pair.both]
     for number in range(5):
         some_steps(pair, number)
@@ -223,9 +226,9 @@ def test_after_the_step_the_optimizer_goes_on() -> None:
         same_state(*pair.both)
 
 
-def test_pipes_that_share_a_model() -> None:
+def test_captured_pipes_that_share_parameters() -> None:
     model = stack()
-    one, two = twins(model), twins(model, chunks=2)
+    one, two = pipe_pair(model), pipe_pair(model, chunks=2)
     shared = type(one)(one.graph, one.inline)
     again = two.graph
     for name in "0123":
@@ -241,18 +244,18 @@ def test_pipes_that_share_a_model() -> None:
     assert recordings(one.graph) == recordings(two.graph) == [5]
 
 
-def test_tied_over_ranks() -> None:
+def test_captured_tied_weights_over_ranks() -> None:
     model = stack()
     model[2].weight = model[1].weight
-    pair = twins(model)
+    pair = pipe_pair(model)
     some_steps(pair, 0, 3)
     pair.each(nn.Module.zero_grad)
     some_steps(pair, 3, 2)
     assert recordings(pair.graph) == [4]
 
 
-def test_other_runtimes_and_the_other_door_in_between() -> None:
-    pair = twins(stack(nn.BatchNorm1d(8)))
+def test_captured_steps_mixed_with_other_runtimes_and_pipe_calls() -> None:
+    pair = pipe_pair(stack(nn.BatchNorm1d(8)))
     for number, runtime in enumerate(["graph", "graph", "threads", "graph", "inline", "graph"]):
         pair.graph.runtime = runtime
         x, y = batch(number)

@@ -1,4 +1,4 @@
-"""A captured step against one that is not: on the host, with an emulated recording."""
+"""Captured steps equal inline steps under every schedule, on the host with an emulated graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.schedules import FAMILIES
 from tests.gpu.parts import Bottom, Top
-from tests.runtime.cuda_graph.support import batch, emulate, recordings, twins
+from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings
 
 SCHEDULES = [name for name, family in FAMILIES.items() if family.trains]
 
@@ -29,11 +29,13 @@ def layers(dropout: float = 0.0) -> nn.Sequential:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_same_as_step_by_step(schedule: str, mode: str, dropout: float) -> None:
+def test_captured_steps_equal_inline_steps_under_every_schedule(
+    schedule: str, mode: str, dropout: float
+) -> None:
     ranks = 4 // FAMILIES[schedule].stages_per_rank
-    pair = twins(layers(dropout), schedule=schedule, checkpoint=mode, devices=["cpu"] * ranks)
+    pair = pipe_pair(layers(dropout), schedule=schedule, checkpoint=mode, devices=["cpu"] * ranks)
     for number in range(5):
-        if number != 3:  # in one, they add up
+        if number != 3:  # gradients accumulate once
             pair.each(nn.Module.zero_grad)
         x, y = batch(number)
         pair.step(x, target=y, seed=number)

@@ -1,7 +1,7 @@
-"""On a device that has no numbers at all, the pipe itself asks the host for nothing in a capture.
+"""On the meta device, the pipe itself reads nothing from the device during a capture.
 
-All ranks are on `meta`: an operation that reads a number fails, and one that takes a tensor of the
-host's is found by the watch, as it would be beside a GPU.
+All ranks are on `meta`: an operation that reads a value fails, and the capture guard finds one that
+takes a tensor of the host, as it would beside a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from tests.runtime.cuda_graph.test_lifetimes import Computed
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, Computed)
-    asked = torch.is_autocast_enabled  # which does not know meta
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind != "meta" and asked(kind))
+    is_autocast_enabled = torch.is_autocast_enabled  # it does not know the meta device
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda kind: kind != "meta" and is_autocast_enabled(kind)
+    )
 
 
 class Adds(nn.Linear):
@@ -58,7 +60,7 @@ def layers() -> list[nn.Module]:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_step(schedule: str, loss: str, checkpoint: str) -> None:
+def test_captured_step_on_the_meta_device(schedule: str, loss: str, checkpoint: str) -> None:
     model = nn.Sequential(*layers(), nn.Linear(8, 4))
     pipe = pipe_of(model, schedule, LOSSES[loss], checkpoint)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
@@ -70,7 +72,7 @@ def test_a_step(schedule: str, loss: str, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tied_weights(schedule: str) -> None:
+def test_captured_tied_weights_on_the_meta_device(schedule: str) -> None:
     linears = [nn.Linear(8, 8) for _ in range(8)]
     pipe = pipe_of(nn.Sequential(*linears), schedule, nn.MSELoss(), "never")
     linears[6].weight = linears[1].weight
@@ -80,7 +82,7 @@ def test_tied_weights(schedule: str) -> None:
     assert recordings(pipe) == [2]
 
 
-def test_a_tensor_of_the_hosts_is_found() -> None:
+def test_capture_refuses_a_host_tensor() -> None:
     class Forgotten(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,7 +101,7 @@ def test_a_tensor_of_the_hosts_is_found() -> None:
 
 
 def pipe_of(model: nn.Sequential, schedule: str, loss_fn: Any, checkpoint: str) -> Pipe:
-    """It is cut on the host, and then its ranks forget where they are."""
+    """Split the model on the host, then move its layers and ranks to the meta device."""
     places = [Cpu() for _ in range(4 // FAMILIES[schedule].stages_per_rank)]
     pipe = Pipe(
         model,

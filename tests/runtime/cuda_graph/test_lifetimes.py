@@ -1,4 +1,4 @@
-"""What lives how long: loans within a capture, and recordings with their pipe."""
+"""Lifetimes: borrowed storage within a capture, and recorded graphs with their pipe."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from penstock.runtime.cuda_graph.capture_transport import BorrowedStorage, Captu
 from penstock.runtime.cuda_graph.recorded_graph import GraphMemoryPools
 from penstock.stage.payload import Payload
 from tests.runtime.cuda_graph.emulated import EmulatedGraph
-from tests.runtime.cuda_graph.support import batch, captures_of, emulate, recordings, stack, twins
+from tests.runtime.cuda_graph.support import (
+    batch,
+    captures_of,
+    emulate,
+    pipe_pair,
+    recordings,
+    stack,
+)
 
 Made = TypeVar("Made")
 
 
 class Computed(EmulatedGraph):
-    """Records nothing, and so keeps nothing."""
+    """A graph that records nothing, and so keeps nothing alive."""
 
     def capture(self, body: Callable[[], Made]) -> Made:
         return body()
@@ -34,7 +41,7 @@ class Computed(EmulatedGraph):
 
 @pytest.fixture
 def most(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many loans there were at most."""
+    """Record the largest number of borrowed storages, and the number of sends."""
     found = {"loans": 0, "sent": 0}
 
     class Counted(CaptureTransport):
@@ -50,7 +57,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def after_two_steps(chunks: int, **options: Any) -> None:
     layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
-    pair = twins(layers.double(), chunks=chunks, **options)
+    pair = pipe_pair(layers.double(), chunks=chunks, **options)
     for number in range(2):
         x, y = batch(number, 2 * chunks, out=8)
         pair.graph.step(x, target=y)
@@ -59,7 +66,7 @@ def after_two_steps(chunks: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
-def test_loans_do_not_grow_with_the_micro_batches(
+def test_borrowed_storage_does_not_grow_with_micro_batches(
     schedule: str, checkpoint: str, most: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate(monkeypatch, Computed)
@@ -68,22 +75,22 @@ def test_loans_do_not_grow_with_the_micro_batches(
     after_two_steps(8, **options)
     few, sent = most["loans"], most["sent"]
     after_two_steps(32, **options)
-    assert most["sent"] > 4 * sent  # of both
+    assert most["sent"] > 4 * sent  # the sum over both runs
     assert most["loans"] <= few + 2
     assert few < sent / 2
 
 
-def test_a_loan_is_returned_when_its_reader_has_dropped_it() -> None:
-    lending = CaptureTransport([Cpu(), Cpu()], [0, 1])
-    parcel = Payload((torch.ones(3), None))
-    loan = BorrowedStorage(parcel)
-    assert not loan.is_released
-    view = parcel.tensors[0].view(1, 3)  # type: ignore[union-attr]
-    del parcel
-    assert not loan.is_released
+def test_borrowed_storage_is_released_when_its_reader_has_dropped_it() -> None:
+    transport = CaptureTransport([Cpu(), Cpu()], [0, 1])
+    payload = Payload((torch.ones(3), None))
+    borrowed = BorrowedStorage(payload)
+    assert not borrowed.is_released
+    view = payload.tensors[0].view(1, 3)  # type: ignore[union-attr]
+    del payload
+    assert not borrowed.is_released
     del view
-    assert loan.is_released
-    assert lending.take_released(0, 1) == []
+    assert borrowed.is_released
+    assert transport.take_released(0, 1) == []
     assert BorrowedStorage(Payload((None,))).is_released
 
 
@@ -91,14 +98,14 @@ def refs_of(pipe: Any) -> list[weakref.ref[Any]]:
     made = captures_of(pipe)
     found: list[Any] = [made, *made._history.graphs.values()]
     found += [one.graph for one in made._history.graphs.values()]
-    found += [home.tensor for home in made._grad_buffers._buffers.values()]
+    found += [buffer.tensor for buffer in made._grad_buffers._buffers.values()]
     return [weakref.ref(one) for one in found]
 
 
-def test_recordings_end_with_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once: the memory of a GPU does not wait for the collector."""
+def test_recorded_graphs_are_freed_with_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are freed at once: GPU memory must not wait for the garbage collector."""
     emulate(monkeypatch)
-    pair = twins(stack(nn.Dropout(0.2), nn.BatchNorm1d(8)))
+    pair = pipe_pair(stack(nn.Dropout(0.2), nn.BatchNorm1d(8)))
     for number, rows in enumerate([11, 11, 11, 8, 8]):
         x, y = batch(number, rows)
         pair.step(x, target=y)
@@ -114,11 +121,11 @@ def test_recordings_end_with_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None
         gc.enable()
 
 
-def test_a_recording_keeps_no_batch_and_no_loss_of_the_callers(
+def test_recorded_graph_keeps_no_batch_and_no_loss_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     emulate(monkeypatch)
-    pair = twins(stack())
+    pair = pipe_pair(stack())
     kept: list[weakref.ref[Any]] = []
     for number in range(4):
         x, y = batch(number)
@@ -130,9 +137,9 @@ def test_a_recording_keeps_no_batch_and_no_loss_of_the_callers(
     assert [ref() for ref in kept if ref() is not None] == []
 
 
-def test_kinds_that_were_seen_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_keys_keep_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    pair = twins(stack(), loss_fn=None)
+    pair = pipe_pair(stack(), loss_fn=None)
     kept: list[weakref.ref[Tensor]] = []
     alive: list[Tensor] = []
     for number in range(4):
@@ -147,7 +154,7 @@ def test_kinds_that_were_seen_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch
             assert kept[-1]() is None or number == 3
 
 
-def test_a_failed_capture_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_capture_keeps_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     made: list[weakref.ref[Tensor]] = []
 
@@ -157,7 +164,7 @@ def test_a_failed_capture_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None
             made.append(weakref.ref(y))
             return y * float(y.detach().sum())
 
-    pair = twins(stack(Asks()), "auto")
+    pair = pipe_pair(stack(Asks()), "auto")
     x, y = batch(0)
     pair.step(x, target=y)
     with pytest.warns(match="it waits"):
@@ -166,7 +173,9 @@ def test_a_failed_capture_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert [ref() for ref in made if ref() is not None] == []
 
 
-def test_other_recordings_go_before_a_new_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_graphs_are_dropped_before_a_new_one_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     living: list[weakref.ref[Any]] = []
     most = 0
 
@@ -179,7 +188,7 @@ def test_other_recordings_go_before_a_new_one_is_made(monkeypatch: pytest.Monkey
 
     emulate(monkeypatch, Noted)
     monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 2)
-    pair = twins(stack())
+    pair = pipe_pair(stack())
     for rows in (8, 8, 9, 9, 10, 10, 11, 11):
         x, y = batch(rows, rows)
         pair.step(x, target=y)
@@ -188,9 +197,9 @@ def test_other_recordings_go_before_a_new_one_is_made(monkeypatch: pytest.Monkey
     assert most == 2
 
 
-def test_every_replay_has_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_has_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    pair = twins(stack())
+    pair = pipe_pair(stack())
     results = []
     for number in range(4):
         x, y = batch(number)

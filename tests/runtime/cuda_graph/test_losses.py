@@ -1,4 +1,4 @@
-"""Losses, weights, metrics, outputs and scalers of captured steps."""
+"""Losses, weights, metrics, outputs and grad scalers of captured steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import add_loss
-from tests.runtime.cuda_graph.support import batch, emulate, recordings, same_state, stack, twins
+from tests.runtime.cuda_graph.support import (
+    batch,
+    emulate,
+    pipe_pair,
+    recordings,
+    same_state,
+    stack,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +31,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def classes(seed: int, rows: int = 11) -> tuple[Tensor, Tensor]:
-    """Some of the targets are ignored, other ones in each batch."""
+    """Return a batch with some ignored targets, which differ from batch to batch."""
     x, _ = batch(seed, rows)
     made = torch.Generator().manual_seed(seed)
     target = torch.randint(4, (rows,), generator=made)
@@ -34,8 +41,8 @@ def classes(seed: int, rows: int = 11) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 0.5, 0.1], dtype=torch.float64)])
-def test_cross_entropy_with_ignored_targets(weight: Tensor | None, schedule: str) -> None:
-    pair = twins(stack(), loss_fn=nn.CrossEntropyLoss(weight), schedule=schedule)
+def test_captured_cross_entropy_with_ignored_targets(weight: Tensor | None, schedule: str) -> None:
+    pair = pipe_pair(stack(), loss_fn=nn.CrossEntropyLoss(weight), schedule=schedule)
     for number in range(5):
         x, target = classes(number)
         pair.step(x, target=target)
@@ -56,8 +63,8 @@ def counted(output: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_weights_and_metrics(checkpoint: str) -> None:
-    pair = twins(stack(), loss_fn=counted, checkpoint=checkpoint)
+def test_captured_loss_weights_and_metrics(checkpoint: str) -> None:
+    pair = pipe_pair(stack(), loss_fn=counted, checkpoint=checkpoint)
     kept: list[tuple[Any, Any]] = []
     for number in range(5):
         if number == 3:
@@ -71,8 +78,8 @@ def test_weights_and_metrics(checkpoint: str) -> None:
         assert all(map(torch.equal, found, copies))
 
 
-def test_a_sum() -> None:
-    pair = twins(stack(), loss_fn=nn.MSELoss(reduction="sum"))
+def test_captured_sum_reduction() -> None:
+    pair = pipe_pair(stack(), loss_fn=nn.MSELoss(reduction="sum"))
     for number in range(4):
         x, y = batch(number)
         pair.step(x, target=y)
@@ -91,16 +98,16 @@ class Penalised(nn.Linear):
 
 
 @pytest.mark.parametrize("loss_fn", [functional.mse_loss, nn.CrossEntropyLoss()])
-def test_what_layers_add(loss_fn: Any) -> None:
-    pair = twins(stack(Penalised(8, 8).double()), loss_fn=loss_fn, checkpoint="except_last")
+def test_captured_auxiliary_losses(loss_fn: Any) -> None:
+    pair = pipe_pair(stack(Penalised(8, 8).double()), loss_fn=loss_fn, checkpoint="except_last")
     for number in range(4):
         x, y = batch(number) if loss_fn is functional.mse_loss else classes(number)
         pair.step(x, target=y)
     assert recordings(pair.graph) == [3]
 
 
-def test_a_scaler() -> None:
-    pair = twins(stack().float())
+def test_captured_grad_scaler() -> None:
+    pair = pipe_pair(stack().float())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for number in range(5):
         pair.each(nn.Module.zero_grad)
@@ -112,8 +119,8 @@ def test_a_scaler() -> None:
     assert recordings(pair.graph) == [4]
 
 
-def test_losses_that_are_made_anew_for_each_step() -> None:
-    """A method, a partial and a lambda are other objects each time."""
+def test_captured_loss_fn_recreated_for_each_step() -> None:
+    """A bound method, a partial and a lambda are new objects in each step."""
 
     class Trainer:
         factor = 2.0
@@ -121,7 +128,7 @@ def test_losses_that_are_made_anew_for_each_step() -> None:
         def loss(self, output: Tensor, target: Tensor) -> Tensor:
             return self.factor * functional.mse_loss(output, target)
 
-    pair, trainer = twins(stack()), Trainer()
+    pair, trainer = pipe_pair(stack()), Trainer()
     for number in range(4):
         x, y = batch(number)
         pair.step(x, target=y, loss_fn=trainer.loss)
@@ -134,8 +141,8 @@ def test_losses_that_are_made_anew_for_each_step() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, torch.tensor(2.0, dtype=torch.float64)])
-def test_what_a_loss_closes_over(factor: Any) -> None:
-    pair = twins(stack())
+def test_captured_loss_fn_with_closure_values(factor: Any) -> None:
+    pair = pipe_pair(stack())
     for number in range(6):
         if number >= 3:
             factor = factor + 1 if number == 3 else factor
@@ -145,16 +152,16 @@ def test_what_a_loss_closes_over(factor: Any) -> None:
     assert sum(recordings(pair.graph)) == 4
 
 
-def test_a_target_in_the_closure() -> None:
-    """Another tensor each time: never replayed with an old one."""
-    pair = twins(stack(), loss_fn=None)
+def test_captured_loss_fn_with_a_target_in_its_closure() -> None:
+    """The tensor is a new one in each step; no step may be replayed with an old one."""
+    pair = pipe_pair(stack(), loss_fn=None)
     for number in range(6):
         x, y = batch(number, 12)
         rows = y[:3]
         pair.step(x, loss_fn=lambda o: functional.mse_loss(o, rows))  # noqa: B023
 
 
-def test_a_loss_that_is_a_module_and_set_otherwise() -> None:
+def test_captured_loss_module_whose_attributes_change() -> None:
     class Scaled(nn.Module):
         weight: Tensor
 
@@ -167,7 +174,7 @@ def test_a_loss_that_is_a_module_and_set_otherwise() -> None:
             return ((output - target).abs() ** self.power * self.weight).mean()
 
     loss_fn = Scaled()
-    pair = twins(stack(), loss_fn=loss_fn)
+    pair = pipe_pair(stack(), loss_fn=loss_fn)
     for number in range(8):
         loss_fn.power = 3 if number in (3, 4, 6) else 2
         loss_fn.weight.mul_(1.1)
@@ -177,7 +184,7 @@ def test_a_loss_that_is_a_module_and_set_otherwise() -> None:
 
 
 class Follows(nn.Module):
-    """Keeps a mean of its losses, in a buffer that it replaces."""
+    """A loss that keeps a mean of its values in a buffer that it replaces."""
 
     mean: Tensor
 
@@ -192,7 +199,7 @@ class Follows(nn.Module):
 
 
 class Counts(nn.Module):
-    """Goes by a number in Python."""
+    """A loss that depends on a Python number which it changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,9 +227,9 @@ class Learns(nn.Module):
         (Learns, "gtttt", "a layer uses a tensor of shape .. that requires grad but"),
     ],
 )
-def test_a_loss_with_a_state_of_its_own(make: type[nn.Module], ran: str, text: str) -> None:
-    """What it replaced was not given a place: each capture was of use once, and no longer."""
-    pair, losses = twins(stack(), "auto", loss_fn=None, chunks=1), (make(), make())
+def test_captured_loss_module_with_state(make: type[nn.Module], ran: str, text: str) -> None:
+    """A buffer that the loss replaced had no static tensor, so each capture was used only once."""
+    pair, losses = pipe_pair(stack(), "auto", loss_fn=None, chunks=1), (make(), make())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for number, runtime in enumerate(ran):
@@ -239,8 +246,8 @@ def test_a_loss_with_a_state_of_its_own(make: type[nn.Module], ran: str, text: s
     assert recordings(pair.graph) == ([] if text else [4])
 
 
-def test_what_a_loss_replaces_is_not_kept_longer_than_the_loss() -> None:
-    pair = twins(stack(), loss_fn=None)
+def test_captured_loss_modules_are_freed() -> None:
+    pair = pipe_pair(stack(), loss_fn=None)
     kept = []
     for number in range(4):
         loss_fn = Follows()
@@ -248,11 +255,12 @@ def test_what_a_loss_replaces_is_not_kept_longer_than_the_loss() -> None:
         x, y = batch(number)
         pair.graph.step(x, target=y, loss_fn=loss_fn)
     gc.collect()
-    assert [ref() is None for ref in kept] == [True, True, True, False]  # the last is looked at
+    # the last one is still part of the snapshot
+    assert [ref() is None for ref in kept] == [True, True, True, False]
 
 
-def test_without_gradients() -> None:
-    pair = twins(stack(nn.Dropout(0.3)))
+def test_captured_steps_without_gradients() -> None:
+    pair = pipe_pair(stack(nn.Dropout(0.3)))
     for number in range(7):
         x, y = batch(number)
         with torch.set_grad_enabled(number % 2 == 0):

@@ -1,4 +1,4 @@
-"""An optimizer's step as a part of a captured one."""
+"""The optimizer step as a part of a captured step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock import Pipe
-from tests.runtime.cuda_graph.support import Twins, batch, emulate, recordings, stack, twins
+from tests.runtime.cuda_graph.support import PipePair, batch, emulate, pipe_pair, recordings, stack
 from tests.runtime.cuda_graph.test_grad_buffers import Unused
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -20,12 +20,13 @@ Make = Callable[[Any], torch.optim.Optimizer]
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    adam = import_module("torch.optim.adam")  # where AdamW is, too; on the host it is not meant to
+    # It also contains AdamW. PyTorch does not support capturable optimizers on the host.
+    adam = import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
 
 
 def trained(
-    pair: Twins, optimizers: Sequence[torch.optim.Optimizer], first: int, count: int
+    pair: PipePair, optimizers: Sequence[torch.optim.Optimizer], first: int, count: int
 ) -> None:
     for number in range(first, first + count):
         x, y = batch(number)
@@ -57,8 +58,8 @@ MAKES: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_the_same_as_after_the_step(name: str) -> None:
-    pair = twins(stack(Unused().double(), nn.Dropout(0.1)))
+def test_captured_optimizer_equals_inline_optimizer(name: str) -> None:
+    pair = pipe_pair(stack(Unused().double(), nn.Dropout(0.1)))
     optimizers = [MAKES[name](pipe.parameters()) for pipe in pair.both]
     trained(pair, optimizers, 0, 6)
     assert sum(recordings(pair.graph)) >= 4
@@ -66,9 +67,9 @@ def test_the_same_as_after_the_step(name: str) -> None:
     assert str(states[0]) == str(states[1])
 
 
-def test_a_learning_rate_that_changes() -> None:
-    """As a tensor it is a number like any other; as a number, another recording has it."""
-    pair = twins(stack())
+def test_captured_optimizer_with_a_changing_learning_rate() -> None:
+    """A tensor learning rate needs no new recording; a Python number selects another one."""
+    pair = pipe_pair(stack())
     optimizers = [
         torch.optim.AdamW(pipe.parameters(), lr(0.1), capturable=True, foreach=False)
         for pipe in pair.both
@@ -87,8 +88,8 @@ def test_a_learning_rate_that_changes() -> None:
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_state_that_is_replaced(loaded: bool) -> None:
-    pair = twins(stack())
+def test_captured_optimizer_whose_state_is_replaced(loaded: bool) -> None:
+    pair = pipe_pair(stack())
     optimizers = [MAKES["sgd"](pipe.parameters()) for pipe in pair.both]
     trained(pair, optimizers, 0, 4)
     for optimizer in optimizers:
@@ -100,9 +101,9 @@ def test_state_that_is_replaced(loaded: bool) -> None:
     trained(pair, optimizers, 4, 3)
 
 
-def test_gradients_that_were_there_before() -> None:
-    """A parameter that learns nothing, and has a gradient: the optimizer goes on with it."""
-    pair = twins(stack(Unused().double()))
+def test_captured_optimizer_uses_gradients_set_by_the_caller() -> None:
+    """An unused parameter has a gradient that the caller set; the optimizer must use it."""
+    pair = pipe_pair(stack(Unused().double()))
     optimizers = [MAKES["sgd"](pipe.parameters()) for pipe in pair.both]
     for number in range(7):
         if number > 2:
@@ -112,7 +113,7 @@ def test_gradients_that_were_there_before() -> None:
         trained(pair, optimizers, number, 1)
 
 
-def test_an_optimizer_that_counts_in_python() -> None:
+def test_captured_optimizer_with_python_state_falls_back_to_threads() -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -120,7 +121,7 @@ def test_an_optimizer_that_counts_in_python() -> None:
                     self.state[p]["times"] = self.state[p].get("times", 0) + 1
             return super().step(closure)
 
-    pair = twins(stack(), "auto")
+    pair = pipe_pair(stack(), "auto")
     optimizers = [Counting(pipe.parameters(), 0.1) for pipe in pair.both]
     ran = []
 
@@ -140,7 +141,7 @@ def test_an_optimizer_that_counts_in_python() -> None:
     assert all(map(torch.equal, pair.graph.parameters(), pair.inline.parameters()))
 
 
-def test_without_gradients_or_with_a_scaler_it_is_not_asked_for() -> None:
+def test_step_with_optimizer_is_refused_without_gradients_or_with_a_scaler() -> None:
     pipe = Pipe(stack(), chunks=2, stages=2, devices=["cpu"] * 2, loss_fn=nn.MSELoss())
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     x, y = batch(0)

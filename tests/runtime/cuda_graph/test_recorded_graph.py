@@ -1,4 +1,4 @@
-"""How a capture ends that the driver has given up, with a graph that does as PyTorch's does."""
+"""A capture that the driver has invalidated is ended, shown with a fake of PyTorch's graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.runtime.cuda_graph import recorded_graph
 from penstock.runtime.cuda_graph.recorded_graph import GraphMemoryPools, RecordedCudaGraph
 
 DEVICE = torch.device("cuda", 0)
-capturing: list[bool] = []  # the stream, if it is captured: is the capture whole?
-at_work: set[int] = set()  # pools that the allocators think are recorded to
+capturing: list[bool] = []  # one entry per capture in progress, False once it is invalid
+at_work: set[int] = set()  # memory pools that the allocator believes are in use by a capture
 
 
 class Graph:
@@ -59,7 +59,7 @@ def raises() -> None:
 
 
 def gives_up() -> None:
-    """As the driver does, if the body waits; PyTorch raises then and there."""
+    """Invalidate the capture as the driver does when the body waits; PyTorch raises at once."""
     capturing[-1] = False
     raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -69,7 +69,7 @@ def gives_up_quietly() -> None:
 
 
 @pytest.mark.parametrize("body", [raises, gives_up, gives_up_quietly])
-def test_a_capture_that_fails_is_ended(body: Callable[[], None]) -> None:
+def test_failed_capture_is_ended(body: Callable[[], None]) -> None:
     pools = GraphMemoryPools()
     for _ in range(3):
         with pytest.raises((LookupError, RuntimeError)):
@@ -79,7 +79,7 @@ def test_a_capture_that_fails_is_ended(body: Callable[[], None]) -> None:
     RecordedCudaGraph([DEVICE], pools).capture(lambda: None)
 
 
-def test_a_pool_is_shared_as_long_as_somebody_uses_it() -> None:
+def test_graph_memory_pool_is_shared_while_in_use() -> None:
     pools = GraphMemoryPools()
     with pytest.raises(LookupError):
         RecordedCudaGraph([DEVICE], pools).capture(raises)
@@ -90,6 +90,4 @@ def test_a_pool_is_shared_as_long_as_somebody_uses_it() -> None:
     del first
     assert pools.get_first_device_pool() == 2
     del second
-    assert (
-        pools.get_first_device_pool() == 3
-    )  # of one that nobody uses any more, PyTorch wants to hear nothing
+    assert pools.get_first_device_pool() == 3  # PyTorch refuses a pool that no graph uses any more

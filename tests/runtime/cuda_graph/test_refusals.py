@@ -1,4 +1,4 @@
-"""What cannot be captured: found, named, warned of once; and the pipe goes on."""
+"""Models that cannot be captured are detected and named in one warning, and the pipe works on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
 from tests.runtime.cuda_graph.support import (
     batch,
     emulate,
+    pipe_pair,
     recordings,
     same_state,
     same_value,
     stack,
     steps,
-    twins,
 )
 
 FILE = "test_refusals.py"
@@ -92,9 +92,9 @@ FOUND_AT_CAPTURE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", FOUND_AT_CAPTURE)
-def test_found_at_capture_one_warning_and_the_pipe_goes_on(name: str) -> None:
+def test_uncapturable_layer_warns_once_and_falls_back_to_threads(name: str) -> None:
     make, text = FOUND_AT_CAPTURE[name]
-    pair = twins(stack(make(), nn.BatchNorm1d(8)), "auto", checkpoint="never")
+    pair = pipe_pair(stack(make(), nn.BatchNorm1d(8)), "auto", checkpoint="never")
     own = torch.ones_like(pair.graph[0].weight)
     pair.graph[0].weight.grad, pair.inline[0].weight.grad = own, own.clone()
     steps(pair, "gttt", text)
@@ -109,9 +109,9 @@ def test_found_at_capture_one_warning_and_the_pipe_goes_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["item", "branch", "mask", "nonzero", "generator"])
-def test_an_error_if_it_is_insisted_on(name: str) -> None:
+def test_uncapturable_layer_raises_under_runtime_graph(name: str) -> None:
     make, text = FOUND_AT_CAPTURE[name]
-    pair = twins(stack(make(), nn.BatchNorm1d(8), nn.Dropout(0.1)), checkpoint="never")
+    pair = pipe_pair(stack(make(), nn.BatchNorm1d(8), nn.Dropout(0.1)), checkpoint="never")
     x, y = batch(0)
     pair.step(x, target=y)
     gradients = [p.grad for p in pair.graph.parameters()]
@@ -127,8 +127,8 @@ def test_an_error_if_it_is_insisted_on(name: str) -> None:
     pair.step(x, target=y, ran="threads")
 
 
-def test_what_a_layer_raises_by_itself_is_raised_as_it_is() -> None:
-    """A batch that it refuses is no reason not to capture the next one."""
+def test_layer_error_during_capture_is_raised_unchanged() -> None:
+    """A batch that a layer refuses does not prevent the capture of the next one."""
 
     class Refuses(nn.Module):
         bad = False
@@ -139,7 +139,7 @@ def test_what_a_layer_raises_by_itself_is_raised_as_it_is() -> None:
             return x
 
     for runtime in ("graph", "auto"):
-        pair = twins(stack(Refuses()), runtime)
+        pair = pipe_pair(stack(Refuses()), runtime)
         x, y = batch(0)
         pair.step(x, target=y)
         Refuses.bad = True
@@ -155,7 +155,7 @@ def test_what_a_layer_raises_by_itself_is_raised_as_it_is() -> None:
         assert recordings(pair.graph) == [2]
 
 
-def test_it_is_not_tried_for_ever() -> None:
+def test_failing_capture_is_retried_only_once() -> None:
     tried = 0
 
     class Fails(nn.Module):
@@ -166,13 +166,13 @@ def test_it_is_not_tried_for_ever() -> None:
                 raise KeyError("never works")
             return x
 
-    pair = twins(stack(Fails()), "auto")
+    pair = pipe_pair(stack(Fails()), "auto")
     steps(pair, "gtttt", "KeyError: 'never works'")
     assert tried == 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interrupted(error: type[BaseException]) -> None:
+def test_interrupt_during_capture(error: type[BaseException]) -> None:
     class Interrupted(nn.Module):
         seen: Tensor
         times = 0
@@ -188,7 +188,7 @@ def test_interrupted(error: type[BaseException]) -> None:
                 raise error
             return x
 
-    pair = twins(stack(Interrupted()))
+    pair = pipe_pair(stack(Interrupted()))
     x, y = batch(0)
     pair.step(x, target=y)
     with pytest.raises(error):
@@ -202,7 +202,7 @@ def test_interrupted(error: type[BaseException]) -> None:
 
 
 class Script(nn.Module):
-    """Scripted, its attributes are torch's, and the table of its buffers is no dict."""
+    """A layer to be scripted, which moves its attributes and buffers out of Python dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,13 +216,13 @@ class Script(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_a_script_counts_unseen() -> None:
-    pair = twins(stack(torch.jit.script(Script())), "auto")
+def test_script_module_is_not_captured() -> None:
+    pair = pipe_pair(stack(torch.jit.script(Script())), "auto")
     steps(pair, "tttt", r"layer 1 \(RecursiveScriptModule\) is a ScriptModule, whose changes")
 
 
-def test_modes_that_no_replay_knows() -> None:
-    pair = twins(stack(), "auto")
+def test_inference_mode_and_saved_tensor_hooks_are_not_captured() -> None:
+    pair = pipe_pair(stack(), "auto")
     x, y = batch(0)
     with torch.inference_mode(), pytest.warns(match="inference_mode. Use torch.no_grad"):
         pair.graph.step(x, target=y)
@@ -234,8 +234,8 @@ def test_modes_that_no_replay_knows() -> None:
         pair.graph.step(x, target=y)
 
 
-def test_steps_that_are_all_of_another_kind() -> None:
-    pair = twins(stack())
+def test_steps_with_ever_new_shapes_warn_once() -> None:
+    pair = pipe_pair(stack())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for rows in range(4, 24):

@@ -1,4 +1,4 @@
-"""When a replay did what: by the times that it has written, of devices whose clocks differ."""
+"""The timeline of a replay, from timestamps of devices whose clocks differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("apart", [0, 10**15])  # nanoseconds between the clocks
-def test_each_replay_has_its_own_times(apart: int) -> None:
+def test_replay_timeline_with_different_device_clocks(apart: int) -> None:
     program = lower(schedules.gpipe(ranks=2, chunks=1))
     marks = [
         [

@@ -1,4 +1,4 @@
-"""What a layer does beside computing: numbers in Python, tensors that come and go, hooks."""
+"""Side effects of layers in captured steps: Python state, tensors that come and go, hooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_pre_hook
 
 from penstock.runtime.cuda_graph.capture_guard import is_capturing
-from tests.runtime.cuda_graph.support import batch, emulate, recordings, stack, steps, twins
+from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings, stack, steps
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +40,14 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["attribute", "dict", "list", "random"])
-def test_numbers_in_python(where: str) -> None:
-    pair = twins(stack(Counts(where)), "auto", chunks=1)
+def test_python_state_changed_in_every_step_falls_back_to_threads(where: str) -> None:
+    pair = pipe_pair(stack(Counts(where)), "auto", chunks=1)
     names = {"attribute": "'calls'", "dict": "'table'", "list": "'log'"}
     what = f"layer 1 .Counts.: it changes its attribute {names.get(where)}"
     steps(pair, "ggtt", "draws from random" if where == "random" else what)
 
 
-def test_a_number_that_a_layer_counts_only_at_times_is_counted_once() -> None:
+def test_python_state_changed_by_a_failed_capture_is_restored() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -58,7 +58,7 @@ def test_a_number_that_a_layer_counts_only_at_times_is_counted_once() -> None:
                 self.calls += 1
             return x
 
-    pair = twins(stack(Sometimes()), "auto", chunks=1)
+    pair = pipe_pair(stack(Sometimes()), "auto", chunks=1)
     x, y = batch(0)
     pair.step(x, target=y)
     with pytest.warns(match=r"layer 1 \(Sometimes\): it changes its attribute 'calls'"):
@@ -101,17 +101,19 @@ class Unregistered(nn.Module):
         (Unregistered, "a layer uses a tensor of shape .8,. that requires grad but is not"),
     ],
 )
-def test_tensors_that_no_replay_would_make(make: Callable[[], nn.Module], text: str) -> None:
-    pair = twins(stack(make()), "auto")
+def test_tensors_that_a_replay_cannot_update_fall_back_to_threads(
+    make: Callable[[], nn.Module], text: str
+) -> None:
+    pair = pipe_pair(stack(make()), "auto")
     steps(pair, "gttt" if make is Unregistered else "ggtt", text)
     if make is Unregistered:
         assert torch.equal(pair.graph[1].hidden[0].grad, pair.inline[1].hidden[0].grad)
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_sparse_gradients(zero: bool) -> None:
+def test_sparse_gradients_fall_back_to_threads(zero: bool) -> None:
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), *stack()).double()
-    pair = twins(model, "auto")
+    pair = pipe_pair(model, "auto")
     text = "the gradient of 0.weight is a Tensor with layout torch.sparse"
     for number in range(4):
         if zero:
@@ -126,9 +128,9 @@ def test_sparse_gradients(zero: bool) -> None:
         assert torch.equal(mine.to_dense(), other.to_dense())
 
 
-def test_a_hook_that_takes_the_gradient_away() -> None:
-    """As one does that lets an optimizer step while the backward goes on."""
-    pair = twins(stack(), "auto")
+def test_captured_hook_that_consumes_the_gradient() -> None:
+    """The hook updates the parameter during the backward, as an optimizer in the backward does."""
+    pair = pipe_pair(stack(), "auto")
 
     def take(p: Tensor) -> None:
         with torch.no_grad():
@@ -142,8 +144,8 @@ def test_a_hook_that_takes_the_gradient_away() -> None:
         pair.step(x, target=y)
 
 
-def test_a_hook_that_takes_it_away_only_at_times() -> None:
-    pair = twins(stack(), "auto")
+def test_hook_that_consumes_the_gradient_only_during_capture_falls_back_to_threads() -> None:
+    pair = pipe_pair(stack(), "auto")
 
     def take(p: Tensor) -> None:
         if is_capturing():
@@ -158,10 +160,11 @@ def doubled(_: nn.Module, gradients: Any) -> Any:
     return tuple(2 * gradient for gradient in gradients)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for the first layer
-def test_a_hook_on_all_modules_makes_another_kind() -> None:
-    """One that is called before a backward was not looked for, and replays did without it."""
-    pair = twins(stack())
+# PyTorch warns for the first layer
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_global_backward_pre_hook_selects_another_recording() -> None:
+    """The fingerprint did not include hooks that run before a backward, so replays ignored them."""
+    pair = pipe_pair(stack())
     for number in range(7):
         x, y = batch(number)
         if number == 3:
@@ -172,8 +175,8 @@ def test_a_hook_on_all_modules_makes_another_kind() -> None:
     assert sorted(recordings(pair.graph)) == [2, 3]
 
 
-def test_what_layers_make_in_their_first_step() -> None:
-    """A table for the longest input so far, say: later steps are captured."""
+def test_layer_that_builds_a_table_in_its_first_step_is_captured_later() -> None:
+    """The layer caches a table for the longest input so far; later steps are captured."""
 
     class Lazy(nn.Module):
         def __init__(self) -> None:
@@ -186,7 +189,7 @@ def test_what_layers_make_in_their_first_step() -> None:
                 self.table = torch.arange(len(x), dtype=x.dtype)
             return x + self.table[: len(x), None]
 
-    pair = twins(stack(Lazy()))
+    pair = pipe_pair(stack(Lazy()))
     for number in range(5):
         x, y = batch(number)
         pair.step(x, target=y)

@@ -1,4 +1,4 @@
-"""What captured steps are given: other shapes and kinds, shared memory, what learns before them."""
+"""Inputs of captured steps: other shapes and types, overlapping memory, inputs with gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Chunk, NoChunk, Pipe
-from tests.runtime.cuda_graph.support import batch, emulate, recordings, same_state, stack, twins
+from tests.runtime.cuda_graph.support import (
+    batch,
+    emulate,
+    pipe_pair,
+    recordings,
+    same_state,
+    stack,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +27,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
 
 
-def test_batch_sizes_come_back() -> None:
-    pair = twins(stack())
+def test_graph_cache_reuses_recordings_of_earlier_batch_sizes() -> None:
+    pair = pipe_pair(stack())
     for number, rows in enumerate([11, 11, 8, 11, 8, 5, 8, 11]):
         x, y = batch(number, rows)
         pair.step(x, target=y)
     assert recordings(pair.graph) == [2, 3]
 
 
-def test_settings_come_back() -> None:
-    pair = twins(stack(nn.Dropout(0.2)))
+def test_graph_cache_reuses_recordings_of_earlier_settings() -> None:
+    pair = pipe_pair(stack(nn.Dropout(0.2)))
     settings = [(4, "never"), (2, "never"), (4, "always")]
     for number in range(9):
         chunks, checkpoint = settings[number % 3]
@@ -40,8 +47,8 @@ def test_settings_come_back() -> None:
     assert recordings(pair.graph) == [2, 2, 2]
 
 
-def test_another_choice_of_kernels_is_another_kind_of_step() -> None:
-    pair = twins(stack())
+def test_deterministic_algorithms_select_another_recording() -> None:
+    pair = pipe_pair(stack())
     try:
         for number in range(6):
             torch.use_deterministic_algorithms(number > 2)
@@ -52,20 +59,21 @@ def test_another_choice_of_kernels_is_another_kind_of_step() -> None:
     assert recordings(pair.graph) == [2, 2]
 
 
-def test_so_many_are_kept_and_what_was_dropped_is_captured_again(
+def test_graph_cache_drops_old_recordings_and_captures_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("penstock.runtime.cuda_graph.graph_cache.MAX_GRAPHS", 2)
-    pair = twins(stack())
+    pair = pipe_pair(stack())
     for number, rows in enumerate([8, 8, 9, 9, 10, 10, 8, 8, 10]):
         x, y = batch(number, rows)
         pair.step(x, target=y)
         assert len(recordings(pair.graph)) <= 2
-    assert recordings(pair.graph) == [2, 2]  # of 8, which was dropped, and of 10
+    # for 8 rows, recorded again after it was dropped, and for 10
+    assert recordings(pair.graph) == [2, 2]
 
 
-def test_a_layer_before_it_learns() -> None:
-    pair = twins(stack())
+def test_captured_gradients_flow_to_a_layer_before_the_pipe() -> None:
+    pair = pipe_pair(stack())
     torch.manual_seed(1)
     before = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
     before[1].load_state_dict(before[0].state_dict())
@@ -78,8 +86,8 @@ def test_a_layer_before_it_learns() -> None:
     assert recordings(pair.graph) == [3]
 
 
-def test_inputs_that_learn_themselves() -> None:
-    pair = twins(stack(), chunks=1)
+def test_captured_input_that_is_a_parameter() -> None:
+    pair = pipe_pair(stack(), chunks=1)
     x, y = batch(0)
     learned = [nn.Parameter(x.clone()) for _ in pair.both]
     for _ in range(4):
@@ -93,10 +101,10 @@ def test_inputs_that_learn_themselves() -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("alias", [False, True])
-def test_inputs_that_the_first_layer_changes(checkpoint: str, alias: bool) -> None:
-    """If the target is in the same memory, it has changed, too, as in the unsplit model."""
+def test_captured_input_changed_in_place_by_the_first_layer(checkpoint: str, alias: bool) -> None:
+    """If the target shares the memory of the input, it changes too, as in the unsplit model."""
     model = nn.Sequential(nn.ReLU(inplace=True), *list(stack())[:3])
-    pair = twins(model, checkpoint=checkpoint)
+    pair = pipe_pair(model, checkpoint=checkpoint)
     for number in range(4):
         x, y = batch(number, 12, out=8)
         mine, other = x.clone(), x.clone()
@@ -110,9 +118,9 @@ def test_inputs_that_the_first_layer_changes(checkpoint: str, alias: bool) -> No
     assert recordings(pair.graph) == [3]
 
 
-def test_inputs_that_lie_across_each_other() -> None:
-    """In one micro-batch: of several, threads change and read the same rows in no order."""
-    pair = twins(nn.Sequential(nn.ReLU(inplace=True), *list(stack())[:3]), "auto", chunks=1)
+def test_overlapping_inputs_fall_back_to_threads() -> None:
+    """With several micro-batches, threads would write and read the same rows in any order."""
+    pair = pipe_pair(nn.Sequential(nn.ReLU(inplace=True), *list(stack())[:3]), "auto", chunks=1)
     for number in range(4):
         x, _ = batch(number, 13)
         wide = [x.clone(), x.clone()]
@@ -129,9 +137,9 @@ class Added(nn.Module):
         return x.relu_() + other
 
 
-def test_inputs_that_lie_across_each_other_from_some_step_on() -> None:
-    """Each is alike for itself: what was recorded before would not follow."""
-    pair = twins(nn.Sequential(Added(), *list(stack())[:3]), "auto")
+def test_overlapping_inputs_in_a_later_step_fall_back_to_threads() -> None:
+    """Each input looks as before by itself, but an earlier recording would not see the overlap."""
+    pair = pipe_pair(nn.Sequential(Added(), *list(stack())[:3]), "auto")
     for number in range(5):
         x, _ = batch(number, 13)
         results = []
@@ -146,9 +154,9 @@ def test_inputs_that_lie_across_each_other_from_some_step_on() -> None:
         same_state(*pair.both)
 
 
-def test_numbers_that_are_turned_where_they_are_read() -> None:
-    """They lie in the same memory, just so, and are others."""
-    pair = twins(nn.Sequential(*list(stack())[:3], nn.Tanh()))
+def test_captured_conjugated_and_negated_views() -> None:
+    """Both views have the same memory layout, but different values."""
+    pair = pipe_pair(nn.Sequential(*list(stack())[:3], nn.Tanh()))
     for number in range(4):
         x, y = batch(number, 12, out=8)
         both = torch.complex(x, y)
@@ -167,9 +175,9 @@ class Sided(nn.Module):
         return self.linear(x) * mask * scale
 
 
-def test_side_inputs() -> None:
+def test_captured_side_inputs() -> None:
     model = stack(Sided(), Sided())
-    pair = twins(model)
+    pair = pipe_pair(model)
     for number in range(8):
         x, y = batch(number)
         mask = torch.rand(8, generator=torch.Generator().manual_seed(number)).double()
@@ -187,8 +195,8 @@ class Columns(nn.Module):
         return self.linear(x) + y.T
 
 
-def test_inputs_on_another_dim() -> None:
-    pair = twins(nn.Sequential(Columns(), *stack()))
+def test_captured_inputs_chunked_on_another_dim() -> None:
+    pair = pipe_pair(nn.Sequential(Columns(), *stack()))
     for number in range(4):
         x, y = batch(number, 12)
         other = torch.randn(8, 12, generator=torch.Generator().manual_seed(number)).double()
@@ -196,7 +204,7 @@ def test_inputs_on_another_dim() -> None:
     assert recordings(pair.graph) == [3]
 
 
-def test_numbers_of_tokens_and_what_is_no_tensor() -> None:
+def test_captured_integer_and_non_tensor_inputs() -> None:
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,7 +213,7 @@ def test_numbers_of_tokens_and_what_is_no_tensor() -> None:
         def forward(self, ids: Tensor, how: dict[str, Any]) -> Any:
             return self.table(ids) * how["factor"] if how["on"] else self.table(ids)
 
-    pair = twins(nn.Sequential(Tokens(), *stack()))
+    pair = pipe_pair(nn.Sequential(Tokens(), *stack()))
     for number in range(8):
         _, y = batch(number)
         ids = torch.randint(10, (11,), generator=torch.Generator().manual_seed(number))
@@ -214,17 +222,19 @@ def test_numbers_of_tokens_and_what_is_no_tensor() -> None:
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(4, 2), (1, 1)])
-def test_fewer_ranks(stages: int, ranks: int) -> None:
+def test_captured_steps_with_fewer_ranks_than_stages(stages: int, ranks: int) -> None:
     schedule = "interleaved" if (stages, ranks) == (4, 2) else "1f1b"
-    pair = twins(stack(nn.Dropout(0.2)), stages=stages, devices=["cpu"] * ranks, schedule=schedule)
+    pair = pipe_pair(
+        stack(nn.Dropout(0.2)), stages=stages, devices=["cpu"] * ranks, schedule=schedule
+    )
     for number in range(4):
         x, y = batch(number)
         pair.step(x, target=y, seed=number)
     assert recordings(pair.graph) == [3]
 
 
-def test_copies_record_anew() -> None:
-    pair = twins(stack(nn.BatchNorm1d(8)))
+def test_deepcopy_and_pickle_of_a_pipe_drop_its_recordings() -> None:
+    pair = pipe_pair(stack(nn.BatchNorm1d(8)))
     for number in range(3):
         x, y = batch(number)
         pair.step(x, target=y)
@@ -243,7 +253,7 @@ def test_copies_record_anew() -> None:
     assert recordings(pair.graph) == [3]
 
 
-def test_a_pipe_in_a_layer_of_another() -> None:
+def test_captured_nested_pipe() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,7 +264,7 @@ def test_a_pipe_in_a_layer_of_another() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.pipe(x)
 
-    pair = twins(stack(Inner()))
+    pair = pipe_pair(stack(Inner()))
     for number in range(4):
         x, y = batch(number, 16)
         pair.step(x, target=y)
@@ -262,7 +272,7 @@ def test_a_pipe_in_a_layer_of_another() -> None:
 
 
 class Model(nn.Module):
-    """Its head is tied, it scores itself, and it looks at its inputs on the host."""
+    """A model with a tied head that computes its own loss and reads its mask on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +293,7 @@ class Model(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def test_any_model() -> None:
+def test_captured_traced_model() -> None:
     torch.manual_seed(0)
 
     def inputs(seed: int, whole: bool) -> dict[str, Any]:
@@ -300,7 +310,7 @@ def test_any_model() -> None:
         "loss_fn": None,
         "chunks": 2,
     }
-    pair = twins(Model().double(), **options)
+    pair = pipe_pair(Model().double(), **options)
     for number in range(10):
         if number % 3 == 0:
             pair.each(nn.Module.zero_grad)

@@ -27,7 +27,7 @@ def batch(rows: int = 4, seed: int = 1) -> Tensor:
 
 
 def disagrees(what: str) -> tuple[str, str, float]:
-    """One rank does something else; then all do the same, and the pipe goes on."""
+    """Make a different call on one rank, then the same step on all; return error and loss."""
     odd = dist.get_rank() == 1
     pipe = piped()
     x = batch()
@@ -76,7 +76,7 @@ def disagrees(what: str) -> tuple[str, str, float]:
         ("autocast", "autocast: none on rank 0; cpu torch.bfloat16 on rank 1"),
     ],
 )
-def test_ranks_that_disagree_are_told_how(what: str, said: str) -> None:
+def test_disagreeing_step_calls_raise_an_error_that_says_how(what: str, said: str) -> None:
     (kind, text, loss), (other, same, also) = ranks(2).run(disagrees, what)
     assert kind == other == "disagreed"
     assert text.splitlines()[1:] == same.splitlines()[1:]
@@ -99,7 +99,7 @@ def made_differently(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["chunks", "schedule", "data", "checkpoint"])
-def test_ranks_that_make_different_pipes_are_told_how(what: str) -> None:
+def test_different_pipe_options_raise_an_error_that_says_how(what: str) -> None:
     for text in ranks(2).run(made_differently, what):
         assert "the ranks disagree about making the pipe" in text
         assert what in text
@@ -114,12 +114,12 @@ def other_layers() -> str:
     return str(error.value)
 
 
-def test_ranks_that_have_different_models_are_told_how() -> None:
+def test_different_models_raise_an_error_that_names_the_layer() -> None:
     for text in ranks(2).run(other_layers):
         assert "layer 2: Linear" in text
 
 
-def test_a_sample_tells_batches_apart_and_is_short() -> None:
+def test_sample_tensors_distinguishes_batches_and_is_short() -> None:
     one, other = torch.randn(1000, 100), torch.randn(1000, 100)
     assert sample_tensors([one]) != sample_tensors([other])
     assert sample_tensors([one]) == sample_tensors([one.clone()])

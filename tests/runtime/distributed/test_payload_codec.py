@@ -36,19 +36,19 @@ VALUES: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("values", VALUES, ids=str)
-def test_what_is_around_tensors_comes_back(values: tuple[Any, ...]) -> None:
+def test_payload_spec_round_trip_restores_containers(values: tuple[Any, ...]) -> None:
     tensors, layout = flatten_values(values)
-    parcel = Payload(tuple(tensors), layout, tuple(bool(i % 2) for i in range(len(tensors))))
-    meta = decode_spec(encode_spec(PayloadSpec.from_payload(parcel)))
-    assert meta == PayloadSpec.from_payload(parcel)
+    payload = Payload(tuple(tensors), layout, tuple(bool(i % 2) for i in range(len(tensors))))
+    meta = decode_spec(encode_spec(PayloadSpec.from_payload(payload)))
+    assert meta == PayloadSpec.from_payload(payload)
     back = unflatten_values(tensors, meta.layout)
     assert str(back) == str(values)
     assert [type(value) for value in back] == [type(value) for value in values]
 
 
-def test_gradients_that_are_not_there() -> None:
-    parcel = Payload((None, torch.zeros(2), None))
-    meta = decode_spec(encode_spec(PayloadSpec.from_payload(parcel)))
+def test_payload_spec_round_trip_with_missing_gradients() -> None:
+    payload = Payload((None, torch.zeros(2), None))
+    meta = decode_spec(encode_spec(PayloadSpec.from_payload(payload)))
     assert [shape is None for shape in meta.tensor_specs] == [True, False, True]
     assert str(meta) == "none, float32[2], none"
 
@@ -72,8 +72,8 @@ TENSORS: list[Tensor] = [
 @pytest.mark.parametrize(
     "tensor", TENSORS, ids=lambda t: f"{t.dtype} {tuple(t.shape)} {t.stride()}"
 )
-def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
-    """The numbers go as they stand in memory; the order of dims stays, holes do not."""
+def test_tensor_survives_the_wire_format(tensor: Tensor) -> None:
+    """Values are sent in memory order; the order of dims is kept, gaps are not."""
     there = WireTensorSpec.from_tensor(tensor).allocate("cpu")
     flatten_dense(there).copy_(flatten_dense(tensor).reshape(flatten_dense(there).shape))
     assert torch.equal(there, tensor)
@@ -85,7 +85,7 @@ class Odd:
     pass
 
 
-def test_what_cannot_go_is_named() -> None:
+def test_payload_spec_refuses_unknown_types() -> None:
     tensors, layout = flatten_values((torch.zeros(1), Odd()))
     with pytest.raises(PenstockTypeError, match="a Odd cannot be sent to another process"):
         encode_spec(PayloadSpec.from_payload(Payload(tuple(tensors), layout, (False,))))

@@ -12,14 +12,14 @@ FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_receives_come_up_to_two_computations_earlier(name: str, ranks: int) -> None:
+def test_prefetch_receives_moves_them_past_at_most_two_computations(name: str, ranks: int) -> None:
     program = lower(schedules.make(name, ranks, 2 * ranks))
     lanes = []
     for rank in range(ranks):
         before = bind_lane(program, rank)
         after = prefetch_receives(before)
         assert sorted(step.lane_index for step in after) == [step.lane_index for step in before]
-        for kind in (Recv, Send, Compute):  # each keeps its order
+        for kind in (Recv, Send, Compute):  # each kind of action keeps its order
             kept = [step for step in after if isinstance(step.action, kind)]
             assert kept == [step for step in before if isinstance(step.action, kind)]
         for step in before:
@@ -27,10 +27,10 @@ def test_receives_come_up_to_two_computations_earlier(name: str, ranks: int) -> 
                 passed = set(before[: step.lane_index]) - set(after[: after.index(step)])
                 assert sum(isinstance(other.action, Compute) for other in passed) <= 2
         lanes.append(tuple(step.action for step in after))
-    play(Program(program.schedule, program.graph, tuple(lanes)))  # and it ends
+    play(Program(program.schedule, program.graph, tuple(lanes)))  # the program does not deadlock
 
 
-def test_small_lanes() -> None:
+def test_prefetch_receives_in_small_1f1b_lanes() -> None:
     program = lower(schedules.make("1f1b", 2, 4))
     first, second = (prefetch_receives(bind_lane(program, rank)) for rank in range(2))
     assert " ".join(str(step.action) for step in first) == (

@@ -1,4 +1,4 @@
-"""A store for a pipe, whatever the process group was made with."""
+"""The store of a pipe, whatever the process group was created with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.runtime.distributed.store import open_shared_store
 from tests.distributed.ranks import ranks
 
 
-def told_by_others(path: Path) -> tuple[bool, int | None, bytes]:
+def exchanged(path: Path) -> tuple[bool, int | None, bytes]:
     world = PrefixStore("world", FileStore(str(path), dist.get_world_size()))
     store, host = open_shared_store(range(dist.get_world_size()), "pipe0", world)
     assert isinstance(store, PrefixStore)
@@ -22,8 +22,8 @@ def told_by_others(path: Path) -> tuple[bool, int | None, bytes]:
     return isinstance(store.underlying_store, TCPStore), host, found
 
 
-def test_a_file_leads_to_a_store_that_threads_can_clone(tmp_path: Path) -> None:
-    for rank, (over_tcp, host, found) in enumerate(ranks(3).run(told_by_others, tmp_path / "f")):
+def test_shared_store_is_over_tcp_for_a_file_store(tmp_path: Path) -> None:
+    for rank, (over_tcp, host, found) in enumerate(ranks(3).run(exchanged, tmp_path / "f")):
         assert over_tcp
         assert host == 0
         assert found == f"from {2 - rank}".encode()

@@ -1,4 +1,4 @@
-"""Who is to blame: from signs of life alone, without processes."""
+"""The failure detector decides which rank failed from heartbeats alone, without processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.runtime.distributed.failure.detector import (
 from penstock.runtime.distributed.failure.report import Failure
 
 PATIENCE = Timeouts(10.0)
-LONG = 9.8  # nearly a heartbeat: it is told before it is over
+LONG = 9.8  # nearly a heartbeat, because a failure is reported just before it is over
 
 
 def at(what: str, quiet: float = 0.0, still: float = 0.0) -> PeerStatus:
@@ -39,114 +39,114 @@ def outside(
     return PeerStatus(Heartbeat(1, 1, mode, "step 3"), quiet, still)
 
 
-def blamed(*sights: PeerStatus, suspicious: bool = False, me: int = 0) -> str:
-    found = diagnose(me, dict(enumerate(sights)), PATIENCE, suspicious)
+def diagnosed(*statuses: PeerStatus, suspicious: bool = False, me: int = 0) -> str:
+    found = diagnose(me, dict(enumerate(statuses)), PATIENCE, suspicious)
     return "nobody" if found is None else f"{found.rank} {found.kind}"
 
 
 @pytest.mark.parametrize(
-    ("sights", "found"),
+    ("statuses", "found"),
     [
-        # While all beat and come on, nobody.
+        # While all ranks send heartbeats and make progress, nobody has failed.
         ([waits("1>0:0", 1), at("1F0"), at("2F0", still=LONG)], "nobody"),
-        # Only the one waited for.
+        # Only the rank that is waited for is checked.
         ([waits("1>0:0", 1), at("1F0", still=LONG), at("2F0", still=LONG)], "1 stalled"),
         ([waits("1>0:0", 1), at("1F0", quiet=LONG, still=LONG), at("2F0")], "1 died"),
         ([waits("1>0:0", 1), at("1F0"), at("2F0", quiet=LONG)], "nobody"),
         ([at("0F0"), at("1F0", quiet=LONG, still=LONG), at("2F0")], "nobody"),
-        # Whoever waits for long itself is not blamed: those whom it waits for are, and by it.
+        # A rank that waits for another is not at fault; it diagnoses the other itself.
         ([waits("1>0:0", 1), waits("2>1:0", 2, still=15), at("2F0", still=LONG)], "nobody"),
-        # All are waited for: those who have come are not blamed.
+        # All ranks are waited for: those that have arrived are not diagnosed.
         ([waits("step 4"), waits("step 4", still=15), outside(still=LONG)], "2 stalled"),
         ([waits("step 4"), waits("step 4"), outside(mode=RankState.LEFT, still=1)], "2 left"),
-        # The caller's own time counts only from when somebody waits.
+        # Time outside of calls counts only from when some rank waits.
         ([waits("step 4", still=1), outside(still=3600), outside()], "nobody"),
-        # What was sent before it left may be on its way.
+        # A message sent before the rank left may still be in flight.
         ([waits("1>0:0", 1), outside(mode=RankState.LEFT, still=0.1), at("2F0")], "nobody"),
-        # A rank that has not come yet has a minute.
+        # A rank that has not started yet has a minute.
         ([waits("step 4"), outside(30, 30, RankState.NOT_STARTED), outside()], "nobody"),
         ([waits("step 4"), outside(61, 61, RankState.NOT_STARTED), outside()], "1 died"),
-        # Some are waited for: others may do as they like.
+        # Only some ranks are waited for: the others are ignored.
         ([waits("the end", (0, 1)), at("1F0"), outside(still=LONG)], "nobody"),
         ([waits("the end", (0, 2)), at("1F0", still=LONG), outside(still=LONG)], "2 stalled"),
         ([waits("the end", (0, 1)), waits("the end", (0, 1)), outside(still=LONG)], "nobody"),
-        # The worst comes first.
+        # The most severe failure comes first.
         ([waits("step 4"), at("1F0", still=LONG), at("2F0", quiet=LONG, still=LONG)], "2 died"),
     ],
 )
-def test_who_is_blamed(sights: list[PeerStatus], found: str) -> None:
-    assert blamed(*sights) == found
+def test_diagnose_names_the_failed_rank(statuses: list[PeerStatus], found: str) -> None:
+    assert diagnosed(*statuses) == found
 
 
-def test_a_lost_connection_makes_suspicious() -> None:
-    sights = [waits("1>0:0", 1, still=1), at("1F0"), at("2F0", quiet=2.1)]
-    assert blamed(*sights) == "nobody"
-    assert blamed(*sights, suspicious=True) == "2 died"
-    sights[1] = at("1F0", quiet=1.05)  # alive, and late on a busy machine
-    assert blamed(*sights, suspicious=True) == "2 died"
+def test_diagnose_dead_rank_sooner_after_a_lost_connection() -> None:
+    statuses = [waits("1>0:0", 1, still=1), at("1F0"), at("2F0", quiet=2.1)]
+    assert diagnosed(*statuses) == "nobody"
+    assert diagnosed(*statuses, suspicious=True) == "2 died"
+    statuses[1] = at("1F0", quiet=1.05)  # alive, but late on a busy machine
+    assert diagnosed(*statuses, suspicious=True) == "2 died"
 
 
-def test_most_likely_it_is_the_one_that_is_waited_for() -> None:
-    sights = [waits("1>0:0", 1, still=1), at("1F0", quiet=1.1), at("2F0", quiet=1.3)]
-    assert blamed(*sights) == "nobody"
-    assert blamed(*sights, suspicious=True) == "1 died"
+def test_diagnose_prefers_the_awaited_rank_after_a_lost_connection() -> None:
+    statuses = [waits("1>0:0", 1, still=1), at("1F0", quiet=1.1), at("2F0", quiet=1.3)]
+    assert diagnosed(*statuses) == "nobody"
+    assert diagnosed(*statuses, suspicious=True) == "1 died"
 
 
-def test_some_work_may_take_several_heartbeats() -> None:
+def test_diagnose_allows_slow_actions_several_heartbeats() -> None:
     def compiles(still: float) -> PeerStatus:
         return PeerStatus(
             Heartbeat(1, 1, RankState.COMPUTING, "step 4", "1F0", None, 6.0), 0.0, still
         )
 
-    assert blamed(waits("1>0:0", 1, still=80), compiles(59)) == "nobody"
-    assert blamed(waits("1>0:0", 1, still=80), compiles(60)) == "1 stalled"
+    assert diagnosed(waits("1>0:0", 1, still=80), compiles(59)) == "nobody"
+    assert diagnosed(waits("1>0:0", 1, still=80), compiles(60)) == "1 stalled"
     slow = PeerStatus(Heartbeat(1, 1, RankState.WAITING, "saving", "all", None, 60.0), 0.0, 100.0)
-    assert blamed(slow, slow) == "nobody"  # a copy of the pipe may write for long
+    assert diagnosed(slow, slow) == "nobody"  # a replica may take long to write
 
 
-def test_ranks_that_wait_for_one_another() -> None:
-    sights = [waits("1>0:0", 1, still=21), waits("0>1:3", 0, still=21), at("2F0")]
-    assert blamed(*sights) == blamed(*sights, me=1).replace("1", "0") == "0 stalled"
-    found = diagnose(0, dict(enumerate(sights)), PATIENCE, False)
+def test_diagnose_ranks_that_wait_for_each_other() -> None:
+    statuses = [waits("1>0:0", 1, still=21), waits("0>1:3", 0, still=21), at("2F0")]
+    assert diagnosed(*statuses) == diagnosed(*statuses, me=1).replace("1", "0") == "0 stalled"
+    found = diagnose(0, dict(enumerate(statuses)), PATIENCE, False)
     assert found is not None
     assert (
         "rank 0 in step 4, waiting for 1>0:0 from rank 1; rank 1 in step 4, waiting"
         in found.message
     )
-    sights[1] = waits("0>1:3", 0, still=19)
-    assert blamed(*sights) == "nobody"
+    statuses[1] = waits("0>1:3", 0, still=19)
+    assert diagnosed(*statuses) == "nobody"
 
 
-def test_whoever_is_seen_by_others_alone_is_blamed_by_them() -> None:
-    sights = [waits("1>0:0", 1, still=21), waits("9>1:3", 9, still=21), at("2F0")]
-    assert blamed(*sights) == "nobody"
-    sights[1] = waits("2>1:3", 2, still=21)  # a third one computes, and may yet come
-    assert blamed(*sights) == "nobody"
-    assert blamed(*[waits("the end", still=21)] * 3) == "0 stalled"
+def test_diagnose_leaves_a_waiting_rank_to_the_ranks_that_see_its_peer() -> None:
+    statuses = [waits("1>0:0", 1, still=21), waits("9>1:3", 9, still=21), at("2F0")]
+    assert diagnosed(*statuses) == "nobody"
+    statuses[1] = waits("2>1:3", 2, still=21)  # a third rank computes, and may still send
+    assert diagnosed(*statuses) == "nobody"
+    assert diagnosed(*[waits("the end", still=21)] * 3) == "0 stalled"
 
 
-def test_time_counts_only_while_one_looks() -> None:
-    """A process, or a store, that was held up for long has not seen what others did meanwhile."""
-    sightings = HeartbeatTracker(max_gap=0.5)
-    sign = Heartbeat(1, 1, RankState.COMPUTING, "step 4", "1F0")
-    assert sightings.update({1: sign}, 100.0)[1] == PeerStatus(sign, 0.0, 0.0)
-    assert sightings.update({1: sign}, 100.25)[1] == PeerStatus(sign, 0.25, 0.25)
-    assert sightings.update({1: sign}, 160.25)[1] == PeerStatus(sign, 0.75, 0.75)
-    beaten = Heartbeat(2, 1, RankState.COMPUTING, "step 4", "1F0")
-    assert sightings.update({1: beaten}, 160.5)[1] == PeerStatus(beaten, 0.0, 1.0)
-    moved = Heartbeat(3, 2, RankState.COMPUTING, "step 4", "1F1")
-    assert sightings.update({1: moved}, 160.75)[1] == PeerStatus(moved, 0.0, 0.0)
+def test_heartbeat_tracker_ignores_time_in_which_it_did_not_look() -> None:
+    """A process or a store that was held up has not seen what others did in the meantime."""
+    tracker = HeartbeatTracker(max_gap=0.5)
+    heartbeat = Heartbeat(1, 1, RankState.COMPUTING, "step 4", "1F0")
+    assert tracker.update({1: heartbeat}, 100.0)[1] == PeerStatus(heartbeat, 0.0, 0.0)
+    assert tracker.update({1: heartbeat}, 100.25)[1] == PeerStatus(heartbeat, 0.25, 0.25)
+    assert tracker.update({1: heartbeat}, 160.25)[1] == PeerStatus(heartbeat, 0.75, 0.75)
+    second_heartbeat = Heartbeat(2, 1, RankState.COMPUTING, "step 4", "1F0")
+    assert tracker.update({1: second_heartbeat}, 160.5)[1] == PeerStatus(second_heartbeat, 0.0, 1.0)
+    with_progress = Heartbeat(3, 2, RankState.COMPUTING, "step 4", "1F1")
+    assert tracker.update({1: with_progress}, 160.75)[1] == PeerStatus(with_progress, 0.0, 0.0)
 
 
-def test_signs_and_causes_go_through_json() -> None:
-    sign = Heartbeat(3, 2, RankState.WAITING, "step 4", "1>0:0", 1, 6.0)
-    assert Heartbeat.from_json(sign.to_json()) == sign
+def test_heartbeat_and_failure_survive_json() -> None:
+    heartbeat = Heartbeat(3, 2, RankState.WAITING, "step 4", "1>0:0", 1, 6.0)
+    assert Heartbeat.from_json(heartbeat.to_json()) == heartbeat
     where = ErrorLocation(1, ("a", "b"), 3, "1F3", "stage 1 (layers a to b: Linear)")
     cause = Failure("wrong", "raised", 1, "in step 4, at 1F3", where, "Traceback: \ud800")
     assert Failure.from_json(cause.to_json()) == cause
 
 
-def test_an_error_can_be_pickled() -> None:
+def test_remote_error_can_be_pickled() -> None:
     where = ErrorLocation(1, ("a", "b"), 3, "1F3", "stage 1 (layers a to b: Linear)")
     error = Failure("wrong", "raised", 1, "in step 4, at 1F3", where, "Traceback").to_error()
     error.add_note("here")
@@ -156,7 +156,7 @@ def test_an_error_can_be_pickled() -> None:
     assert vars(copy) == vars(error)
 
 
-def test_an_error_that_cannot_be_written_is_published_all_the_same() -> None:
+def test_describe_exception_whose_str_fails() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError
