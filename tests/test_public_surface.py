@@ -32,7 +32,7 @@ def signature_of(value: Any) -> str:
 def describe(value: Any) -> Any:
     """Return the signature of a function; for a class also its public members."""
     if isinstance(value, EnumMeta):  # the signature of Enum itself differs between versions
-        return [member.name for member in value]
+        return list(value.__members__)
     if not inspect.isclass(value):
         return signature_of(value) if callable(value) else type(value).__name__
     members = {

@@ -225,7 +225,7 @@ class Pipe(nn.Module):
         self._modules.update(
             self._placed_partition.partition.children(self._placed_partition.local_stages)
         )
-        self._placed_partition.partition.begin()
+        self._placed_partition.partition.record_members()
         # Parameters and buffers of the model itself, outside of any child. The dictionaries are
         # shared with the model, so that both see later changes.
         registries = ("_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -253,7 +253,7 @@ class Pipe(nn.Module):
         first_schedule = self._schedule_choice(self.chunks)
         check_has_backward(first_schedule, self._schedule_choice.name)
         require_sound(first_schedule, graph)
-        self._replicas = Replicas(self._placed_partition.partition.computing())
+        self._replicas = Replicas(self._placed_partition.partition.compute_modules())
         return PreparedPipe(
             self._placed_partition,
             ProgramCache(self._schedule_choice, graph),
@@ -360,7 +360,11 @@ class Pipe(nn.Module):
     ) -> Batch:
         targets = () if target is None else (target,)
         # A model that computes its own loss may have an input called "target".
-        if targets and request.loss_fn is None and self._placed_partition.partition.takes("target"):
+        if (
+            targets
+            and request.loss_fn is None
+            and self._placed_partition.partition.has_input("target")
+        ):
             keyword_inputs, targets = {**keyword_inputs, "target": target}, ()
         return Batch(inputs, keyword_inputs, targets, uses_model_loss=request.loss_fn is None)
 
@@ -637,7 +641,7 @@ class Pipe(nn.Module):
             The pipe.
         """
         super().train(mode)
-        for module in self._placed_partition.partition.around:
+        for module in self._placed_partition.partition.wrapper_modules:
             module.training = mode
         return self
 

@@ -573,8 +573,8 @@ def call_without_dispatch(
 
     A composite such as `F.multi_head_attention_forward` dispatches to the subclass before it
     reaches `F.linear`, which is the function that has to see the subclass. Its code runs here with
-    a `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches as
-    before, and its weights get their gradients in I.
+    a `has_torch_function` that says no. If PyTorch renames that function, the composite dispatches
+    as before, and its weights get their gradients in I.
     """
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     undispatched = FunctionType(

@@ -113,7 +113,9 @@ def test_check_names_the_line_that_prevents_a_cut() -> None:
                 x = x if x.mean() > 0 else -x
             return x
 
-    with pytest.raises(CutError, match=r"test_any_model\.py:\d+, in forward, __bool__ reads a value"):
+    with pytest.raises(
+        CutError, match=r"test_any_model\.py:\d+, in forward, __bool__ reads a value"
+    ):
         checked(Decides(), torch.randn(6, 6))
 
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from penstock.compat.fairscale.nn import Pipe
+from penstock.compat.fairscale.nn.pipe import balance, batchnorm, skip
 from torch import nn
 
 from penstock.compat import fairscale
-from penstock.compat.fairscale.nn import Pipe
-from penstock.compat.fairscale.nn.pipe import balance, batchnorm, skip
 from penstock.compat.torchgpipe import GPipe
 
 

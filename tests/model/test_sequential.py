@@ -24,8 +24,8 @@ def on(device: torch.device) -> nn.Module:
 
 
 def _routes(partition: Partition) -> tuple[Any, ...]:
-    assert isinstance(partition.how, SequentialLayout)
-    return partition.how.skip_routes
+    assert isinstance(partition.layout, SequentialLayout)
+    return partition.layout.skip_routes
 
 
 # ---- children -----------------------------------------------------------------------------

@@ -187,12 +187,28 @@ CHAIN = tuple(UnitOutput(at, (at + 1,), 1) for at in range(7))
         (CutProblem(EVEN, (DeviceCapacity(memory=30), DeviceCapacity()), in_flight=(1, 1)), (2, 6)),
         (CutProblem(EVEN, (DeviceCapacity(memory=36), DeviceCapacity()), in_flight=(1, 1)), (3, 5)),
         (CutProblem(EVEN, (DeviceCapacity(),) * 2, in_flight=(8, 1)), (4, 4)),
-        (CutProblem(EVEN, (DeviceCapacity(memory=48),) * 2, placement=(0, 1, 0, 1), in_flight=(1,) * 4),
-         (2, 2, 2, 2)),
-        (CutProblem((*EVEN[:3], UnitLoad(1.0, joined_to_previous=True), *EVEN[4:]), (DeviceCapacity(),) * 4), (2, 2, 2, 2)),
-        (CutProblem((*EVEN[:2], UnitLoad(1.0, joined_to_previous=True), *EVEN[3:]), (DeviceCapacity(),) * 4), (3, 2, 2, 1)),
+        (
+            CutProblem(
+                EVEN, (DeviceCapacity(memory=48),) * 2, placement=(0, 1, 0, 1), in_flight=(1,) * 4
+            ),
+            (2, 2, 2, 2),
+        ),
+        (
+            CutProblem(
+                (*EVEN[:3], UnitLoad(1.0, joined_to_previous=True), *EVEN[4:]),
+                (DeviceCapacity(),) * 4,
+            ),
+            (2, 2, 2, 2),
+        ),
+        (
+            CutProblem(
+                (*EVEN[:2], UnitLoad(1.0, joined_to_previous=True), *EVEN[3:]),
+                (DeviceCapacity(),) * 4,
+            ),
+            (3, 2, 2, 1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_find_best_cut_examples(task: CutProblem, counts: tuple[int, ...]) -> None:
     assert find_best_cut(task).counts == counts
 

@@ -252,7 +252,7 @@ class CheckedModel:
 
         The targets are those of `loss_fn`, or those of a loss that the model computes itself.
         """
-        target_counter, implementation = self.loss_reduction.target_counter, self.partition.how
+        target_counter, implementation = self.loss_reduction.target_counter, self.partition.layout
         if target_counter is not None and arguments.target is not None:
             return target_counter(arguments.target)
         if (

@@ -101,8 +101,8 @@ class CellRngEmulator:
 def _find_unit_stages(partition: Partition) -> dict[str, list[int]]:
     """Return the stages of the calls of each unit, in the order of the calls."""
     stages_by_unit: dict[str, list[int]] = {}
-    if isinstance(partition.how, TracedPartition):
-        for call, stage in partition.how.ownership.call_stages.items():
+    if isinstance(partition.layout, TracedPartition):
+        for call, stage in partition.layout.ownership.call_stages.items():
             stages_by_unit.setdefault(call.unit, []).append(stage)
         return stages_by_unit
     return {name: [stage.index] for stage in partition.stages for name in stage.names}
@@ -111,8 +111,8 @@ def _find_unit_stages(partition: Partition) -> dict[str, list[int]]:
 def _find_function_stages(partition: Partition) -> FunctionStages:
     """Return the stages of the operations between units, by function."""
     function_stages: dict[Any, list[int | None]] = {}
-    if isinstance(partition.how, TracedPartition):
-        assignment = partition.how.summary.assignment
+    if isinstance(partition.layout, TracedPartition):
+        assignment = partition.layout.summary.assignment
         for index, node in enumerate(assignment.trace.nodes):
             if node.kind is not NodeKind.UNIT:
                 stage = assignment.node_stages.get(index)

@@ -1,7 +1,7 @@
 """`Partition`: a model cut into stages, with the graph of which stage feeds which.
 
-There are two kinds. A Sequential is cut between its layers, and `Partition.how` is a
-`SequentialLayout`. Any other model is traced, and `Partition.how` is a `TracedPartition`.
+There are two kinds. A Sequential is cut between its layers, and `Partition.layout` is a
+`SequentialLayout`. Any other model is traced, and `Partition.layout` is a `TracedPartition`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Partition:
     Attributes:
         stages: The stages in topological order.
         graph: The edges between stages, skip connections included.
-        how: The details of the cut, which depend on the kind of model.
+        layout: The details of the cut, which depend on the kind of model.
         outline: A summary in plain numbers, for reports and pictures.
 
     >>> import torch
@@ -56,7 +56,7 @@ class Partition:
 
     stages: tuple[Stage, ...]
     graph: StageGraph
-    how: SequentialLayout | TracedPartition
+    layout: SequentialLayout | TracedPartition
     outline: ModelSummary
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Partition:
         """
         chain(self.outline, path, title=title)
 
-    def computing(self) -> list[nn.Module]:
+    def compute_modules(self) -> list[nn.Module]:
         """Return the layers of all stages, and the modules that the user put around them."""
         return [module for stage in self.stages for module in (*stage.wrappers, *stage.layers)]
 
@@ -91,7 +91,10 @@ class Partition:
 
     def roots(self) -> list[nn.Module]:
         """Return the outermost modules, which contain all modules that compute."""
-        return [*self.around, *(self.computing() if self.model is None else [self.model])]
+        return [
+            *self.wrapper_modules,
+            *(self.compute_modules() if self.model is None else [self.model]),
+        ]
 
     def modules(self) -> list[nn.Module]:
         """Return all modules that compute, each once."""
@@ -114,14 +117,14 @@ class Partition:
         for prefix, root in roots:
             for name, module in root.named_modules(prefix=prefix):
                 names.setdefault(module, name)
-        for module in self.around:
+        for module in self.wrapper_modules:
             names.setdefault(module, type(module).__name__)
         return names
 
     def children(self, stages: Sequence[Stage]) -> dict[str, nn.Module | None]:
         """Return the child modules of a pipe of these stages, under the model's names."""
-        if isinstance(self.how, TracedPartition):
-            return self.how.children
+        if isinstance(self.layout, TracedPartition):
+            return self.layout.children
         return {
             name: layer
             for stage in stages
@@ -130,37 +133,37 @@ class Partition:
 
     def root(self, model: nn.Module) -> nn.Module:
         """Return the module whose direct parameters and buffers a pipe of the model has."""
-        return self.how.model if isinstance(self.how, TracedPartition) else model
+        return self.layout.model if isinstance(self.layout, TracedPartition) else model
 
     @property
     def model(self) -> nn.Module | None:
         """The traced model, or None for a Sequential."""
-        return self.how.model if isinstance(self.how, TracedPartition) else None
+        return self.layout.model if isinstance(self.layout, TracedPartition) else None
 
-    def begin(self) -> None:
+    def record_members(self) -> None:
         """Record the modules around the units, so that later changes to them can be reported."""
-        if isinstance(self.how, TracedPartition):
-            self.how.check_unchanged()
+        if isinstance(self.layout, TracedPartition):
+            self.layout.check_unchanged()
 
-    def takes(self, name: str) -> bool:
+    def has_input(self, name: str) -> bool:
         """Return whether the forward of a traced model has a parameter of this name."""
         model = self.model
         return model is not None and name in inspect.signature(model.forward).parameters
 
     @property
-    def around(self) -> list[nn.Module]:
+    def wrapper_modules(self) -> list[nn.Module]:
         """The modules that compute and are not among the children of a pipe."""
         root = [] if self.model is None else [self.model]
-        if isinstance(self.how, TracedPartition) and self.how.local_model is not None:
+        if isinstance(self.layout, TracedPartition) and self.layout.local_model is not None:
             root += [
-                module for unit in self.how.local_model.remote_units for module in unit.modules()
+                module for unit in self.layout.local_model.remote_units for module in unit.modules()
             ]
         return root + [module for stage in self.stages for module in stage.wrappers]
 
     def refresh(self, cast: TensorCast) -> None:
         """Apply a cast of the pipe, such as `pipe.half()`, to tensors outside of its children."""
-        if isinstance(self.how, TracedPartition):
-            self.how.apply_cast(cast)
+        if isinstance(self.layout, TracedPartition):
+            self.layout.apply_cast(cast)
         for stage in self.stages:
-            if isinstance(stage.compute, StageForward) and isinstance(self.how, TracedPartition):
-                stage.compute.refresh_buffers(self.how.devices[stage.index])
+            if isinstance(stage.compute, StageForward) and isinstance(self.layout, TracedPartition):
+                stage.compute.refresh_buffers(self.layout.devices[stage.index])

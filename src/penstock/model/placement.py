@@ -482,7 +482,7 @@ def describe_placement(placed_partition: PlacedPartition) -> list[str]:
             lines.append(
                 f"{stage} in the process of rank {placed_partition.placement[stage.index]}"
             )
-    how = placed_partition.partition.how
+    how = placed_partition.partition.layout
     routes = how.skip_routes if isinstance(how, SequentialLayout) else ()
     skips = Counter((key.name, src, dst) for key, src, dst in routes)
     for (name, src, dst), times in skips.items():

@@ -45,7 +45,7 @@ def wrap_stages(
         if not any(map(is_fsdp_module, modules)):
             return partition
         stage_fn = _identity_stage_fn
-    if isinstance(partition.how, TracedPartition):
+    if isinstance(partition.layout, TracedPartition):
         return _mark_resharding_modules(partition, stage_fn)
     tied_locations = [
         locations

@@ -364,7 +364,7 @@ class LocalEngine:
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        stage_modules = self._placed_partition.partition.computing()
+        stage_modules = self._placed_partition.partition.compute_modules()
         return list(
             dict.fromkeys(
                 module for stage_module in stage_modules for module in stage_module.modules()

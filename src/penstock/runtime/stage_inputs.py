@@ -121,9 +121,9 @@ def build_stage_inputs(
 ) -> StageInputs:
     """Split a batch into micro-batches and assign its tensors to stages."""
     check_inputs(batch.inputs, batch.keyword_inputs.values(), device_of_stage(0))
-    if isinstance(partition.how, TracedPartition):
-        return _build_traced_inputs(partition, partition.how, chunks, batch, device_of_stage)
-    return _build_sequential_inputs(partition, partition.how, chunks, batch, device_of_stage)
+    if isinstance(partition.layout, TracedPartition):
+        return _build_traced_inputs(partition, partition.layout, chunks, batch, device_of_stage)
+    return _build_sequential_inputs(partition, partition.layout, chunks, batch, device_of_stage)
 
 
 def _build_sequential_inputs(

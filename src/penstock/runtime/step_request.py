@@ -67,7 +67,7 @@ class PreparedPipe:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
         # A stage holds its layers. A layer that the user puts into the pipe later would be saved
         # and optimised, but it would not run.
-        layout = self.placed_partition.partition.how
+        layout = self.placed_partition.partition.layout
         if isinstance(layout, TracedPartition):
             layout.check_unchanged()
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CutError, Pipe
-from penstock.model.traced.traced_partition import MAX_TRACES_PER_KIND, TracedPartition
+from penstock.model.traced.traced_partition import MAX_TRACES_PER_KEY, TracedPartition
 from tests.model.traced.splitting import Four, assert_same, batches, made, piped
 from tests.models.architecture import squares
 
@@ -139,15 +139,15 @@ class Asking(Four):
 def test_trace_cache_is_bounded() -> None:
     """One trace was kept for every number that a forward had ever read."""
     model = made(Asking)
-    example, *rest = batches(*[3] * (MAX_TRACES_PER_KIND + 3))
+    example, *rest = batches(*[3] * (MAX_TRACES_PER_KEY + 3))
     pipe = piped(model, example, 2)
     for batch in rest:
         torch.testing.assert_close(
             pipe(batch), torch.cat([model(piece) for piece in batch.chunk(2)])
         )
-    whole = pipe._placed_partition.partition.how
+    whole = pipe._placed_partition.partition.layout
     assert isinstance(whole, TracedPartition)
-    assert [len(ways) for ways in whole._trace_cache.values()] == [MAX_TRACES_PER_KIND] * len(
+    assert [len(ways) for ways in whole._trace_cache.values()] == [MAX_TRACES_PER_KEY] * len(
         whole._trace_cache
     )
 

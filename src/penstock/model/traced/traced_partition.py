@@ -88,8 +88,8 @@ class CutSummary:
 # ---- the partition -------------------------------------------------------------------------------
 
 # Limits of the trace cache. The oldest keys go first; of one key, the oldest traces.
-MAX_INPUT_KINDS = 64  # cache keys: shapes of micro-batches, training and eval mode, ...
-MAX_TRACES_PER_KIND = 16  # traces of one key: their guards had different results
+MAX_CACHE_KEYS = 64  # cache keys: shapes of micro-batches, training and eval mode, ...
+MAX_TRACES_PER_KEY = 16  # traces of one key: their guards had different results
 
 
 @dataclass(frozen=True)
@@ -340,8 +340,8 @@ class TracedPartition:
         # The newest first: the next micro-batches are probably like this one.
         traces = self._trace_cache.setdefault(key, [])
         traces.insert(0, compiled)
-        del traces[MAX_TRACES_PER_KIND:]
-        if len(self._trace_cache) > MAX_INPUT_KINDS:
+        del traces[MAX_TRACES_PER_KEY:]
+        if len(self._trace_cache) > MAX_CACHE_KEYS:
             self._trace_cache.popitem(last=False)
         return compiled
 

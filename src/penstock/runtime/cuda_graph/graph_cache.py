@@ -85,7 +85,7 @@ class CapturedStep:
     static_inputs: StaticInputs
     grad_buffers: GradBufferMap
     generators: GraphGenerators
-    clocks: GraphTimestamps  # the graph writes its timestamps here
+    timestamps: GraphTimestamps  # the graph writes its timestamps here
     result: StepResult  # the graph writes the loss, outputs and metrics into its tensors
     measured: MeasuredRun
     keep_alive: Any  # the bound inputs: their tensors must live as long as the graph
@@ -106,7 +106,7 @@ class CapturedStep:
             loss=self.result.loss.clone(),
             outputs=_clone_tensors(self.result.outputs),
             metrics=_clone_tensors(self.result.metrics),
-            measured=_ReplayMeasurement(self.measured, self.clocks.snapshot()),
+            measured=_ReplayMeasurement(self.measured, self.timestamps.snapshot()),
         )
 
 

@@ -189,7 +189,7 @@ class CallSetup:
             placed_partition,
             data_policy,
         )
-        self._is_traced = isinstance(placed_partition.partition.how, TracedPartition)
+        self._is_traced = isinstance(placed_partition.partition.layout, TracedPartition)
         self._data_rank = placed_partition.placement[0]
 
     @property

@@ -105,7 +105,7 @@ def describe_layers(module: nn.Module) -> dict[str, str]:
 
 def _describe_stages(placed_partition: PlacedPartition) -> dict[str, str]:
     """Return the facts that describe how a traced model is divided. Empty for a Sequential."""
-    traced = placed_partition.partition.how
+    traced = placed_partition.partition.layout
     if not isinstance(traced, TracedPartition):
         return {}
     units_by_stage = {
