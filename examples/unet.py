@@ -5,9 +5,10 @@
     level 2       4C  ────────── skip 2 ─────────▶   2C
                     4C ─▶ 8C ─▶ ··· ─▶ 8C ─▶ 4C
 
-A level of the way down stashes what its twin on the way up pops, in a namespace of their own. The
-Sequential is flat, one convolution a child, so it can be cut between any two of them; a skip then
-goes straight from the stage that stashes to the stage that pops.
+A level on the way down stashes its result, and the same level on the way up pops it. Each level has
+a namespace of its own. The Sequential is flat, with one convolution per child, so it can be cut
+between any two of them. A skip then goes straight from the stage that stashes it to the stage that
+pops it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from penstock import Namespace, pop, skippable, stash
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Keep a level's result for its twin, and pass it on."""
+    """Keep a level's result for the same level on the way up, and pass it on."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         yield stash("skip", x)
@@ -35,7 +36,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Join(nn.Module):
-    """Upsample to the size of the twin's result, and put both side by side."""
+    """Upsample to the size of the stashed result, and concatenate both."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         skip = yield pop("skip")

@@ -428,9 +428,9 @@ COST = "such as F=1,I=1,W=1,send=0, not"
         ),
         (
             "show 1f1b -p 2 -m 2 --checkpoint often",
-            "checkpoint is one of always, except_last, never, not 'often'",
+            "checkpoint must be one of always, except_last, never, not 'often'",
         ),
-        ("show fit -p 2 -m 2 --placement w", "--placement is loop or v, not 'w'"),
+        ("show fit -p 2 -m 2 --placement w", "--placement must be loop or v, not 'w'"),
         (
             "show fit -p 2 -m 2 --placement v -v 3",
             "--placement v needs --stages-per-rank 2, not 3",
@@ -453,12 +453,13 @@ def test_memory_cap_below_one_microbatch_is_refused(run: Run, command: str) -> N
 def test_unknown_schedule_name_suggests_a_close_one(run: Run) -> None:
     names = ", ".join([*schedules.FAMILIES, "fit"])
     assert refused(run("show 1f2b -p 2 -m 2")) == (
-        f"there is no schedule '1f2b'; did you mean 1f1b? There are: {names}"
+        f"there is no schedule '1f2b'; did you mean 1f1b? The schedules are: {names}"
     )
 
 
 def test_unknown_schedule_name_without_a_close_one(run: Run) -> None:
-    assert refused(run("show qqq -p 2 -m 2")).startswith("there is no schedule 'qqq'. There are: ")
+    message = refused(run("show qqq -p 2 -m 2"))
+    assert message.startswith("there is no schedule 'qqq'. The schedules are: ")
 
 
 def test_show_save_into_a_missing_directory(run: Run) -> None:
@@ -663,7 +664,7 @@ def test_check_exits_with_1_if_numbers_differ(run: Run, given: str) -> None:
     assert answer.code == 1
     assert "NOT equal, in 2 of 2 runs:\n" in answer.out
     assert " apart (gpipe, checkpoint never, inline, and 1 more)\n" in answer.out
-    assert "hint: layer '4' (Across) returns other rows when the batch is split" in answer.out
+    assert "hint: layer '4' (Across) returns different rows when the batch is split" in answer.out
 
 
 def test_check_prints_json(run: Run, given: str) -> None:

@@ -206,7 +206,7 @@ def test_fractions_are_shares_of_the_rows(rows: int, chunks: int, expected: list
     [((), "nothing"), ((1, "a"), "int, str"), (([1, 2], None), "list, NoneType")],
 )
 def test_check_inputs_refuses_inputs_without_a_tensor(inputs: tuple[Any, ...], kinds: str) -> None:
-    message = f"a pipe needs a tensor among its inputs, and got {kinds}"
+    message = f"a pipe needs a tensor among its inputs, but got {kinds}"
     with pytest.raises(TypeError, match=message):
         check_inputs(inputs, (), CPU)
 

@@ -39,7 +39,7 @@ def check_choices(**options: Any) -> None:
     for name, value in options.items():
         if value not in _ALLOWED_VALUES[name]:
             listed = ", ".join(repr(allowed) for allowed in _ALLOWED_VALUES[name])
-            raise ArgumentError(f"{name} is one of {listed}, not {value!r}")
+            raise ArgumentError(f"{name} must be one of {listed}, not {value!r}")
 
 
 def check_loss_fn(loss_fn: Any) -> None:

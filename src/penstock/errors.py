@@ -10,8 +10,8 @@
     │   └── RemoteError                         a rank failed; every rank raises the same error
     ├── FormatError            (ValueError)     a text is not a schedule
     ├── InvalidScheduleError   (ValueError)     a schedule must not run; lists every problem
-    ├── Mismatch               (AssertionError) a pipe computes something else than the model
-    ├── Deadlock               (RuntimeError)   ranks of a schedule wait for each other for ever
+    ├── Mismatch               (AssertionError) a pipe and the model compute different results
+    ├── Deadlock               (RuntimeError)   ranks of a schedule wait for each other forever
     └── MissingExtra           (ImportError)    an optional library is not installed
 
 Each class also inherits from the built-in error in brackets, so `except ValueError` works, too.

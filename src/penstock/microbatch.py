@@ -1,4 +1,4 @@
-"""Splitting a batch into micro-batches, and joining the outputs of the micro-batches.
+"""Split a batch into micro-batches, and join the outputs of the micro-batches.
 
     scatter   (x, mask, flag), chunks=2   ->   [(x[:3], mask[:3], flag), (x[3:], mask[3:], flag)]
     gather    [output 0, output 1]        ->   torch.cat([output 0, output 1])
@@ -121,7 +121,7 @@ def check_inputs(inputs: Sequence[Any], side: Iterable[Any], device: torch.devic
     tensors = _list_tensors(list(inputs))
     if not tensors and not _list_tensors(list(side)):
         kinds = ", ".join(type(value).__name__ for value in (*inputs, *side)) or "nothing"
-        raise PenstockTypeError(f"a pipe needs a tensor among its inputs, and got {kinds}")
+        raise PenstockTypeError(f"a pipe needs a tensor among its inputs, but got {kinds}")
     wrong = sorted({str(t.device) for t in tensors if t.device != device})
     if wrong and device is not None:
         raise ArgumentError(

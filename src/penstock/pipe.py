@@ -323,7 +323,7 @@ class Pipe(nn.Module):
             target: The target, split like the inputs and moved to the last stage. Without a
                 `loss_fn`, it is the model's own input of that name, if it has one.
             outputs: Whether the result has the outputs of the model.
-            loss_fn: A loss for this step, in the place of the pipe's. Without any, the model
+            loss_fn: A loss for this step, in place of the pipe's. Without any, the model
                 computes the loss itself.
             scaler: A GradScaler. It scales the gradients, not the loss of the result.
             optimizer: An optimizer whose `step()` is called after the backwards. With
@@ -674,7 +674,7 @@ class Pipe(nn.Module):
         raise build_move_error()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Pipe:
-        """Apply a conversion such as `half()`, also if a module around the pipe was converted."""
+        """Apply a conversion such as `half()`, of the pipe or of a module that contains it."""
         check_keeps_device(fn, self._placed_partition.devices.values())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._placed_partition.partition.refresh(fn)

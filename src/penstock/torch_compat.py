@@ -81,8 +81,8 @@ REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
 def is_dynamo_loaded() -> bool:
     """Return whether the compiler has been imported.
 
-    Importing it takes seconds. Where nobody has imported it, nothing is compiled, and none of the
-    precautions for compiled code is needed.
+    Importing it takes seconds. As long as no code has imported it, no module is compiled, and
+    Penstock skips its precautions for compiled code.
     """
     return "torch._dynamo" in sys.modules
 
@@ -165,7 +165,7 @@ def is_python_node(grad_fn: Any) -> bool:
 def keeps_graph() -> bool:
     """Return whether the backward that is running was called with `retain_graph=True`.
 
-    A `torch.autograd.Function` is not told otherwise.
+    A `torch.autograd.Function` cannot find out through the public API.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
@@ -187,9 +187,8 @@ def get_saved_tensor_hooks() -> tuple[Any, Any] | None:
 
     `torch.autograd.graph.saved_tensors_hooks` can set them, and nothing public can read them.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    found: tuple[Any, Any] | None = hooks
-    return found
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def are_checkpoint_hooks(hooks: tuple[Any, Any] | None) -> bool:
@@ -338,7 +337,7 @@ def get_global_hook_ids() -> list[tuple[int, ...]]:
 def get_function_modes() -> list[TorchFunctionMode]:
     """Return the function modes of this thread, the innermost last.
 
-    Only the innermost one is called by PyTorch, and it can ask for the others in no public way.
+    PyTorch calls only the innermost one, which has no public way to find the others.
     """
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(index) for index in range(count)]
@@ -415,7 +414,7 @@ class CompileFriendlyDispatchMode(EagerDispatchMode):
     """A dispatch mode under which compiled modules stay compiled.
 
     Without this method, a compiled module that was called once under the mode runs as written from
-    then on. What it does inside is seen only when it is done.
+    then on. With it, the mode does not see the operations that the compiler has fused.
     """
 
     @classmethod
@@ -426,17 +425,17 @@ class CompileFriendlyDispatchMode(EagerDispatchMode):
 
 # ---- calls that a function mode does not see -----------------------------------------------------
 #
-# A TorchFunctionMode is not told of `torch.autograd.Function.apply`, of scripted functions, of
-# `vmap` and of `torch.utils.checkpoint`. While a thread traces a model or runs a stage of it, these
-# four are replaced by functions that ask for the handler of their thread. When the last thread
-# is done, PyTorch's own objects are put back, so nothing is patched between calls of the library.
+# A TorchFunctionMode does not see calls of `torch.autograd.Function.apply`, scripted functions,
+# `vmap` and `torch.utils.checkpoint`. While a thread traces a model or runs a stage of it, these
+# four are replaced by functions that call the handler of their thread. The last thread to finish
+# restores PyTorch's own objects, so nothing is patched between calls of the library.
 #
-# (The replacements cost nothing to speak of: a stage of a traced model installs and removes them
+# (The replacements cost next to nothing: a stage of a traced model installs and removes them
 # around every micro-batch.)
 
 
 class CallHandler:
-    """Receives the calls that a function mode does not see."""
+    """The interface that receives the calls that a function mode does not see."""
 
     def handle_autograd_function(
         self,
@@ -499,7 +498,7 @@ def remove_call_handlers() -> None:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `torch.autograd.Function.apply`, as its handler wants it."""
+    """Run `torch.autograd.Function.apply` through the handler of this thread, if there is one."""
     # `apply` is a classmethod: of Python up to 2.14, of C since then. Both kinds have `__get__`.
     original = _originals["apply"].__get__(None, cls)
     handler = _find_handler()
@@ -620,7 +619,7 @@ DDP_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 
 
 def get_replicate_module() -> Any:
-    """Return the module of `replicate`, or None if nobody has imported it."""
+    """Return the module of `replicate`, or None if no code has imported it."""
     return sys.modules.get("torch.distributed._composable.replicate")
 
 
@@ -681,5 +680,5 @@ def get_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def connect_nccl_eagerly(group: Any, device: torch.device) -> None:
-    """Open the communicator now. Otherwise the first collective of a step does, in its own time."""
+    """Open the communicator now. Otherwise the first collective opens it and delays its step."""
     group.eager_connect_single_device(device)

@@ -96,7 +96,7 @@ def test_check_finds_a_layer_that_mixes_rows(more: Sequence[nn.Module]) -> None:
     report = checked(four(Do(lambda x: x - x.mean(0)), *more))
     assert {"eval"} <= wrong_kinds(report)
     assert ("outputs" in wrong_kinds(report)) == (not more)
-    assert "layer '2' (Do) returns other rows when the batch is split" in hints(report)
+    assert "layer '2' (Do) returns different rows when the batch is split" in hints(report)
 
 
 def test_check_names_a_nested_layer() -> None:
@@ -196,7 +196,7 @@ def test_check_finds_a_buffer_that_counts_calls() -> None:
 def test_check_finds_randomness_outside_of_torch() -> None:
     before = random.getstate()
     report = checked(four(Do(lambda x: x * (1 + random.random()))))
-    assert "layer '2' (Do) returns another result each time" in hints(report)
+    assert "layer '2' (Do) returns a different result each time" in hints(report)
     assert "outside of torch's generator" in hints(report)
     assert not report.ok
     assert random.getstate() == before

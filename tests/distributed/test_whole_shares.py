@@ -102,7 +102,7 @@ def with_other_blocks() -> None:
 def test_different_models_on_ranks_are_refused() -> None:
     for answer in ranks(2).answers(with_other_blocks):
         assert isinstance(answer, Raised)
-        assert "the model calls other units than on rank 0" in answer.traceback
+        assert "the model calls different units on this rank than on rank 0" in answer.traceback
 
 
 class Chooser(Speaker):

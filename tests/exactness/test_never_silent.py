@@ -184,7 +184,7 @@ def test_parameter_data_replaced_before_backward_is_refused() -> None:
 def test_layer_added_after_the_pipe_was_made_is_refused() -> None:
     pipe = Pipe(nn.Sequential(linear(), linear()), 2, stages=2)
     pipe.add_module("2", linear())
-    with pytest.raises(RunError, match="made of the layers 0, 1, but now has 0, 1, 2"):
+    with pytest.raises(RunError, match="made from the layers 0, 1, but now has 0, 1, 2"):
         pipe(rows())
 
 

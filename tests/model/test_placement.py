@@ -84,7 +84,7 @@ def test_stages_are_balanced_by_time_with_an_example() -> None:
     [
         (
             {"stages": 2, "balance": "luck"},
-            "balance is one of time, memory, parameters, not 'luck'",
+            "balance must be one of time, memory, parameters, not 'luck'",
         ),
         ({"stages": 2, "balance": "time"}, "balance='time' measures the layers on a batch"),
         ({"stages": 2, "balance": "memory"}, "balance='memory' measures the layers on a batch"),

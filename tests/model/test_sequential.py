@@ -33,7 +33,7 @@ def _routes(partition: Partition) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.ReLU()]), None, [nn.ReLU()]])
 def test_check_children_refuses_other_modules(module: Any) -> None:
-    with pytest.raises(TypeError, match=f"an nn.Sequential, not of {type(module).__name__}"):
+    with pytest.raises(TypeError, match=f"an nn.Sequential, not {type(module).__name__}"):
         check_children(module)
 
 

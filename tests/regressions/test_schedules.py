@@ -113,7 +113,7 @@ def test_mismatched_schedule_graph_and_cost_are_refused() -> None:
         lower(schedule, StageGraph(((0, 9),)))
     with pytest.raises(ArgumentError, match="the cost is for 1 stages, but there are 2"):
         simulate(lower(schedule), Cost.even((0,)))
-    with pytest.raises(ArgumentError, match="the program has 3 lanes, its schedule 2"):
+    with pytest.raises(ArgumentError, match="the program has 3 lanes, but its schedule has 2"):
         Program(schedule, StageGraph.chain(2), ((), (), ()))
     with pytest.raises(ArgumentError, match="1F0 names a stage that does not exist"):
         list(play(loads("placement: 0 \n 0F0 1F0")))

@@ -153,7 +153,7 @@ def test_make_suggests_names_for_an_unknown_schedule() -> None:
     with pytest.raises(ArgumentError) as refusal:
         schedules.make("zbv", 4, 8)
     assert str(refusal.value) == (
-        "there is no schedule 'zbv'; did you mean zb-v? There are: naive, gpipe, 1f1b, "
+        "there is no schedule 'zbv'; did you mean zb-v? The schedules are: naive, gpipe, 1f1b, "
         "eager-1f1b, interleaved, looped-bfs, interleaved-zb, zb-h1, zb-h2, zb-v, v-half, v-min, "
         "dualpipe-v, forward-only, fit"
     )

@@ -221,7 +221,9 @@ def test_recompute_overlaps_with_waiting_for_the_gradient() -> None:
 def test_recompute_mode_refuses_an_unknown_mode() -> None:
     with pytest.raises(ArgumentError) as error:
         recompute_mode("sometimes", chunks=3)
-    assert str(error.value) == ("checkpoint is one of always, except_last, never, not 'sometimes'")
+    assert str(error.value) == (
+        "checkpoint must be one of always, except_last, never, not 'sometimes'"
+    )
 
 
 # ---- passes for pipe(x) -------------------------------------------------------------------

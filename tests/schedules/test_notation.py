@@ -259,7 +259,7 @@ def test_loads_reports_headers_and_actions_together() -> None:
 @pytest.mark.parametrize(("line", "count"), [("chunks:", 0), ("chunks: 1 2", 2)])
 def test_loads_refuses_chunks_that_are_not_one_number(line: str, count: int) -> None:
     assert complaint(f"{line} \n 0F0 0F3") == (
-        f"this is not a schedule:\n  chunks is one number, not {count}: write 'chunks: 4'"
+        f"this is not a schedule:\n  chunks must be one number, not {count}: write 'chunks: 4'"
     )
 
 

@@ -364,7 +364,7 @@ def count_ranks(schedule: str | Schedule, stages: int) -> int:
 def default_loss(output: Any) -> Tensor:
     """Return a loss for a model that has none: the mean of a function of every output.
 
-    It is a mean over rows, on whichever dimension these are, so it can be split by rows.
+    It is a mean over rows, whichever dimension they are on, so it can be split by rows.
     """
     total = torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):

@@ -139,7 +139,7 @@ def _name_schedules(schedules: str | Sequence[ScheduleLike]) -> list[tuple[str, 
         schedules = _list_training_schedules() if schedules == "all" else [schedules]
     if not schedules:
         raise ArgumentError(
-            f"schedules is empty. Give 'all', or some of {', '.join(_list_training_schedules())}."
+            f"schedules is empty. Pass 'all', or some of {', '.join(_list_training_schedules())}."
         )
     return [_name_schedule(requested) for requested in schedules]
 
@@ -163,7 +163,7 @@ def _list_training_schedules() -> list[str]:
 def _check_choices(option: str, choices: Sequence[str], allowed: Sequence[str]) -> None:
     if isinstance(choices, str) or not choices or not set(choices) <= set(allowed):
         listed = ", ".join(repr(choice) for choice in allowed)
-        raise ArgumentError(f"{option} is a list of some of {listed}, not {choices!r}")
+        raise ArgumentError(f"{option} must be a list of some of {listed}, not {choices!r}")
 
 
 def _prepare_reference(checked: CheckedModel) -> tuple[ReferenceOutcomes, CheckedModel]:
@@ -241,7 +241,7 @@ def _describe_model(checked: CheckedModel) -> str:
 
 @contextmanager
 def _preserve_global_state() -> Iterator[None]:
-    """Restore random states and thread count afterwards. Enable gradients meanwhile."""
+    """Enable gradients inside the context. Restore random states and thread count afterwards."""
     numpy = sys.modules.get("numpy")  # not imported: a model that does not use it needs no state
     states = random.getstate(), numpy and numpy.random.get_state()
     threads = torch.get_num_threads()

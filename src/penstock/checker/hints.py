@@ -1,7 +1,7 @@
 """Hints: why a pipe differs from the unsplit model.
 
-Most differences come from the model: it computes something else when the batch is split. A few more
-runs of the unsplit model, recorded layer by layer, tell. In this order, and the first cause wins:
+Most differences come from the model: its results change when the batch is split. A few more runs of
+the unsplit model, recorded layer by layer, find the cause. The first that applies is reported:
 
     1. two equal runs differ                   random numbers from outside of torch, a clock
     2. a run on micro-batches fails            an input that should not be split, or the model
@@ -9,7 +9,7 @@ runs of the unsplit model, recorded layer by layer, tell. In this order, and the
     4. whole batch and micro-batches differ    an input that should not be split; else the first
                                                layer whose rows differ; else the loss, a backward,
                                                or a buffer
-    5. nothing of this                         the pipe: name the setting that the bad runs share
+    5. none of these                           the pipe: name the setting that the bad runs share
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _RecordedRun(NamedTuple):
 
 
 def find_hints(checked: CheckedModel, dependence: BatchDependence, report: Report) -> Iterator[str]:
-    """Yield the cause of the differences if one is found, and otherwise what bad runs share."""
+    """Yield the cause of the differences. If none is found, yield settings that bad runs share."""
     try:
         hints = list(_find_causes(checked, dependence, report.tolerance))
     except Exception as error:  # the report is worth more than a hint
@@ -74,13 +74,13 @@ def _find_causes(
     if layer is not None or run.outcome.differs_from(repeated.outcome, *kinds):
         where = f"layer {layer}" if layer else "the loss"
         yield (
-            f"{where} returns another result each time, with the same seed. It draws random "
-            "numbers outside of torch's generator (Python's random, NumPy), or reads a clock. Draw "
-            "with torch"
+            f"{where} returns a different result each time, with the same seed. It draws "
+            "random numbers outside of torch's generator (Python's random, NumPy), or reads a "
+            "clock. Draw with torch"
         )
         return
-    # With dropout or BatchNorm, training mode differs between whole batch and micro-batches by
-    # nature. Eval mode shows what else does.
+    # With dropout or BatchNorm, training mode always differs between whole batch and
+    # micro-batches. Eval mode shows any other difference.
     whole_run = (
         run
         if dependence.is_independent
@@ -127,8 +127,8 @@ def _explain_split_difference(
         yield input_hint
     elif layer is not None:
         yield (
-            f"layer {layer} returns other rows when the batch is split: it computes across the "
-            "rows of its micro-batch (equal with chunks=1)"
+            f"layer {layer} returns different rows when the batch is split: it computes across "
+            "the rows of its micro-batch (equal with chunks=1)"
         )
     elif any(d.kind == "loss" for d in numbers):
         yield (
@@ -152,7 +152,7 @@ def _explain_split_difference(
 def _find_common_setting(report: Report) -> Iterator[str]:
     """Yield the settings that all wrong runs share and no right run has.
 
-    The model is not the cause. Then it is the pipe, and its setting narrows it down.
+    If the model is not the cause, the pipe is, and a setting narrows it down.
     """
     wrong = list(dict.fromkeys(run for runs in report.problems.values() for run in runs))
     right = [r for r in report.rows if isinstance(r.result, Compared) and r not in wrong]
@@ -229,7 +229,7 @@ def _clone_tensors(values: Any) -> list[Tensor]:
 
 
 def _snapshot_attributes(model: nn.Module) -> dict[str, Any]:
-    """Return shallow copies of the plain Python attributes of all layers, by a description."""
+    """Return shallow copies of the plain Python attributes of all layers, by description."""
     module_attributes = {*nn.Module().__dict__, "training"}
     attributes = {}
     for name, module in model.named_modules():
@@ -269,7 +269,7 @@ def _merge_microbatch_calls(calls: Sequence[_RecordedCall]) -> list[_RecordedCal
 
 
 def _concat_rows(pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Concatenate tensors that have rows; of others, such as a scalar, return the first."""
+    """Concatenate pieces by rows. For values without rows, such as scalars, keep the first."""
     columns = zip(*pieces, strict=False)
     return [torch.cat(c) if c[0].dim() and _have_same_row_shape(c) else c[0] for c in columns]
 
@@ -281,7 +281,7 @@ def _have_same_row_shape(tensors: Sequence[Tensor]) -> bool:
 def _find_first_difference(
     first_calls: Sequence[_RecordedCall], second_calls: Sequence[_RecordedCall], tolerance: float
 ) -> str | None:
-    """Return the first module that got equal inputs in both runs and returned other outputs."""
+    """Return the first module that got equal inputs in both runs and returned different outputs."""
     # A module that is called several times is compared by its first call. A later call has other
     # inputs, and is skipped.
     by_name: dict[str, _RecordedCall] = {}
@@ -306,9 +306,9 @@ def _are_close(first: Sequence[Tensor], second: Sequence[Tensor], tolerance: flo
 def _find_wrongly_split_input(
     checked: CheckedModel, dependence: BatchDependence, expected: StepOutcome, tolerance: float
 ) -> str | None:
-    """Return a hint on an input that should not be split: without its split all is equal.
+    """Return a hint if the results are right once one of the inputs is not split.
 
-    A mask of shape (length, length) is an example. The first input is taken to be the batch.
+    A mask of shape (length, length) is such an input. The first input is assumed to be the batch.
     """
     named_tensors = list(checked.arguments.get_named_tensors().items())
     # One input at a time, with a run for each.
@@ -322,8 +322,8 @@ def _find_wrongly_split_input(
             continue
         if all(d.size <= tolerance for d in outcome.compare_to(expected) if d.kind != "buffers"):
             return (
-                f"{name}, of shape {tuple(tensor.shape)}, is split on dim 0 as if these were rows, "
-                "and all is equal if it is not. Wrap it in penstock.NoChunk"
+                f"{name}, of shape {tuple(tensor.shape)}, is split on dim 0 as if it had rows, and "
+                "the results are equal if it is not split. Wrap it in penstock.NoChunk"
             )
     return None
 

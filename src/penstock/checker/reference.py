@@ -1,9 +1,10 @@
 """The reference: what the unsplit model computes, and how outcomes are compared.
 
 Most models compute the same whether the batch is split or not, and their reference is a run on the
-whole batch. Two kinds of models do not, by nature: BatchNorm in training mode normalises the rows
-that it sees, and random numbers are drawn for each cell. Their reference is the unsplit model, run
-on one micro-batch after another, with the random numbers that the cells of a pipe would draw.
+whole batch. Two kinds of models cannot: BatchNorm in training mode normalises the rows that it
+sees, and a pipe draws random numbers separately for each cell. Their reference is the unsplit
+model, run on one micro-batch after another, with the random numbers that the cells of a pipe would
+draw.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class InterUnitRngMode(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class BatchDependence:
-    """The reasons why a model computes something else, by nature, when its batch is split."""
+    """The accepted reasons why the results of a model change when its batch is split."""
 
     uses_rng: bool
     batch_norms: tuple[str, ...]

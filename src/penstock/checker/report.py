@@ -180,7 +180,7 @@ class Report:
 
     @cached_property
     def worst(self) -> tuple[Run, Difference] | None:
-        """The largest difference of all with its run, also if it is within the tolerance."""
+        """The largest difference of all with its run, even if it is within the tolerance."""
         pairs = [
             (run, difference)
             for run in self.compared
@@ -207,7 +207,7 @@ class Report:
         }
 
     def raise_if_wrong(self) -> None:
-        """Raise unless all is equal.
+        """Raise unless every run equals the reference.
 
         Raises:
             Mismatch: Something differs or failed, or nothing ran. The message is the report.
@@ -303,7 +303,7 @@ def align_columns(table: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _find_problems(run: Run, kind: str, tolerance: float) -> Iterator[Difference]:
-    """Yield what is wrong with a run, of one kind.
+    """Yield the problems of one kind in a run.
 
     A failure and too much memory are differences of infinite size.
     """

@@ -128,7 +128,7 @@ def _derive_footprints(measurement: Memory) -> CellFootprints:
     """Return the footprints from a run with one stage per rank and one micro-batch.
 
     A sender keeps a message until the receiver takes it. At that moment the sender's bytes go down
-    by the size of the message. What a rank has besides its messages belongs to its one cell.
+    by the size of the message. All other bytes of a rank belong to its one cell.
     """
     graph, alive = measurement.program.graph, [reading.alive for reading in measurement.readings]
     actions = enumerate(reading.action for reading in measurement.readings)

@@ -93,7 +93,7 @@ def _revert_weight_conversion(model: Any, state: Mapping[str, Any]) -> dict[str,
     """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     saved_state = {name: value for name, value in state.items() if name not in ignored}
-    # The model exists, so transformers has been imported. This never imports it anew.
+    # The model exists, so transformers has been imported. This never imports it.
     loading = sys.modules.get("transformers.core_model_loading")
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:
@@ -114,7 +114,8 @@ def _write_adapters(model: Any, folder: Path, adapters: dict[str, torch.Tensor])
     """Let peft write its folder from the adapters of all ranks.
 
     `adapters` has the names that peft uses in files, but `save_pretrained` expects the names of the
-    model. Passing each name of the model through peft, with an empty tensor, shows which is which.
+    model. Passing each name of the model through peft, with an empty tensor, shows which names
+    belong together.
     """
     state: dict[str, torch.Tensor] = {}
     for name in model.state_dict():

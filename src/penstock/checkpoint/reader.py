@@ -127,7 +127,7 @@ def check_stored_names(
 ) -> None:
     """Raise if the checkpoint has tensors that the model lacks. `names` are those of all ranks."""
     if source.path.is_dir() and not source.prefix:
-        # Another program wrote it. Entries beside the model cannot be told from those of the model.
+        # Another program wrote it, and may have saved other entries beside those of the model.
         return
     if isinstance(source.reader, PretrainedReader):
         _check_pretrained_names(source, source.reader, names, tied_names)
@@ -197,7 +197,7 @@ def load_model(local_state: LocalState, source: CheckpointSource) -> None:
     stored = source.entries_under(source.prefix)
     state = local_state.unique_state()
     if isinstance(source.reader, PretrainedReader):
-        # `check_stored_names` allowed what is missing here, so it keeps its value.
+        # Tensors that the file lacks keep their values: `check_stored_names` has allowed that.
         state = {
             n: v for n, v in state.items() if any(o in stored for o in local_state.all_names(n))
         }
@@ -269,7 +269,7 @@ def _check_stored_shapes(
         )
     if mismatches:
         raise ArgumentError(
-            f"'{source.path}' has tensors of other shapes than the model: "
+            f"'{source.path}' has tensors of different shapes than the model: "
             f"{_format_names(mismatches)}. It was saved from another model."
         )
 

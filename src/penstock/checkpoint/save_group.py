@@ -97,7 +97,7 @@ def run_and_gather(save_group: SaveGroup, description: str, work: Callable[[], T
     # A single process raises its own exception, with its type and traceback, not a `RemoteError`.
     if isinstance(save_group, LocalSaveGroup):
         return [work()]
-    # A failure must not leave this rank out of the gather: the others would wait for it for ever.
+    # A failure must not leave this rank out of the gather: the others would wait for it forever.
     result, failure = None, None
     try:
         result = work()

@@ -200,8 +200,8 @@ class Saver:
         checkpoint = run_on_rank_zero(
             save_group, description, lambda: reader.find_checkpoint(Path(path).absolute())
         )
-        # One rank has only some of the names. Unknown names in the checkpoint can only be told
-        # from the names of other ranks if every rank knows the names of all.
+        # One rank has only some of the names. To tell unknown names in the checkpoint from the
+        # names of other ranks, every rank needs the names of all ranks.
         gathered = run_and_gather(save_group, description, lambda: list(local_state.unique_state()))
         names = [name for rank_names in gathered for name in rank_names]
 

@@ -75,7 +75,7 @@ def _exit_on_timeout(rank: int) -> None:
 
 
 def _exit_process(is_sound: bool) -> None:
-    """Exit at once: threads that wait for ever in a dead link would delay a normal exit."""
+    """Exit at once: threads that wait forever in a dead link would delay a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if is_sound else 1)

@@ -1,4 +1,4 @@
-"""Options that several commands share: their declarations, their parsing, and what they ask for."""
+"""Options that several commands share: their declarations, their parsing, and their use."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class ScheduleRequest:
         if placement_kind == "loop":
             return schedules.loop(self.ranks, 1 if per_rank is None else per_rank)
         if placement_kind != "v":
-            raise ArgumentError(f"--placement is loop or v, not '{placement_kind}'")
+            raise ArgumentError(f"--placement must be loop or v, not '{placement_kind}'")
         if per_rank not in (None, 2):
             raise ArgumentError(f"--placement v needs --stages-per-rank 2, not {per_rank}")
         return schedules.vee(self.ranks)

@@ -1,4 +1,4 @@
-"""The mirror of what `fairscale` has for pipelines, and of nothing else.
+"""The mirror of the pipeline parts of `fairscale`.
 
 Its `Pipe` is torchgpipe's `GPipe` under another name.
 """

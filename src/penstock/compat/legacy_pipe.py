@@ -188,7 +188,7 @@ def split_by_balance(
         what = "devices" if devices is not None else "GPUs, the default for devices"
         raise IndexError(
             f"balance={counts} makes {len(counts)} partitions, but there are {len(available)} "
-            f"{what}. Give a device for each, such as devices=['cpu'] * {len(counts)}."
+            f"{what}. Pass a device for each, such as devices=['cpu'] * {len(counts)}."
         )
     layers = iter(module._modules.items())
     parts = [nn.Sequential(OrderedDict(islice(layers, count))) for count in counts]

@@ -1,7 +1,7 @@
-"""Submodules of the mirrors, made from lists of what they hold.
+"""Submodules of the mirrors, created from lists of their names.
 
 The old libraries have modules such as `torchgpipe.balance` or `fairscale.nn.pipe.skip` with a few
-names each. A mirror says what each of them holds, and this module makes them; none needs a file.
+names each. A mirror lists the contents of each of them, and this module creates them without files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Average gradients over replicas, and broadcast tensors from the first replica.
+"""All-reduce of gradients: average them over replicas; broadcast tensors from the first replica.
 
 Both work on flat buckets, so that many small tensors travel in a few messages. A bucket of
 gradients ends with one flag per parameter:
@@ -49,9 +49,11 @@ def average_gradients(
 ) -> None:
     """Replace each `.grad` by the mean over all ranks of the group.
 
-    The mean of equal gradients is the same gradient, so steps that were reduced before may be
-    accumulated. A gradient that some ranks lack counts as 0 there. If all ranks lack it, it stays
-    None. Every rank of the group calls this with the same parameters in the same order.
+    The mean of equal gradients is the same gradient, so `.grad` may already contain the averaged
+    gradients of earlier steps. A gradient that some ranks lack counts as 0 there. If all ranks lack
+    it, it stays None.
+
+    Every rank of the group must call this with the same parameters in the same order.
     """
     if group.size() == 1:
         return
@@ -91,7 +93,7 @@ def _check_dense(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _bucket_key(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype of the gradient that a parameter has or would have.
+    """Return the device and dtype of the gradient that a parameter has or would have.
 
     The key must not depend on `.grad`: a rank without the gradient has to build the same buckets.
     """
@@ -102,7 +104,7 @@ def _bucket_key(parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
 def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Group parameters with the same bucket key, up to `BUCKET_BYTES` in each group."""
     # Several buckets fill at the same time, one for each key, so that parameters of mixed dtypes do
-    # not end up in many small ones.
+    # not end up in many small buckets.
     full: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

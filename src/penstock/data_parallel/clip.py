@@ -4,7 +4,7 @@ The norms are combined in three steps:
 
     1. in this process: the ordinary gradients, and the local shards of DTensors
     2. over the process groups along which a DTensor is sharded (tensor parallelism, FSDP)
-    3. over the ranks of the pipeline, each of which has other parameters
+    3. over the ranks of the pipeline, which all have different parameters
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _synced_buffers(wrapper: DistributedDataParallel) -> list[Tensor]:
 
 
 def _check_supported(wrapper: DistributedDataParallel) -> None:
-    """Raise if the wrapper asks for another reduction than one mean at the end of a step."""
+    """Raise if the wrapper needs anything but one mean at the end of a step."""
     options = {
         "static_graph=True": wrapper.static_graph,
         "a communication hook or mixed_precision": has_comm_hooks(wrapper),

@@ -36,7 +36,7 @@ def is_fsdp_module(module: nn.Module) -> bool:
 
 
 class FSDPModules:
-    """The modules among some on which `fully_shard` was called."""
+    """The modules, out of a list, on which `fully_shard` was called."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules: list[Any] = [module for module in modules if is_fsdp_module(module)]
@@ -97,9 +97,9 @@ class FSDPModules:
             module.set_is_last_backward(is_last_backward)
 
     def _find_root_states(self) -> list[Any]:
-        """Return the states of modules that are inside no other sharded module.
+        """Return the FSDP states of the outermost sharded modules.
 
-        A forward finds that out, so there are none before the first forward.
+        FSDP determines them in its first forward. Before that the list is empty.
         """
         return [state for state in get_fsdp_states(self._modules) if is_fsdp_root(state)]
 

@@ -45,6 +45,6 @@ def propagate_overflow(parameters: Sequence[nn.Parameter], ranks: PeerRanks | No
 
 
 def _get_local_values(gradient: Tensor) -> Tensor:
-    """Return the local shard of a gradient; of a sparse gradient, its values."""
+    """Return the local shard of a gradient, or the values of a sparse gradient."""
     gradient = to_local(gradient)
     return gradient if gradient.layout is torch.strided else gradient._values()

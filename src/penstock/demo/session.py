@@ -1,6 +1,6 @@
-"""The devices of the demo, and what it does with a pipe.
+"""The devices of the demo, and its uses of a pipe.
 
-It trains, generates text, measures steps, and compares gradients with the unsplit model.
+The demo trains, generates text, measures steps, and compares gradients with the unsplit model.
 """
 
 from __future__ import annotations

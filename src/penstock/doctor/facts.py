@@ -146,7 +146,7 @@ def _find_nccl_version() -> str | None:
 def _find_driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None.
 
-    nvidia-smi reports it also where torch finds no GPU, which may be because of the driver.
+    nvidia-smi reports it even if torch finds no GPU, which may be because of the driver.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

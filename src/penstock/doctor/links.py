@@ -54,7 +54,7 @@ class LinkEndpoint(Protocol):
 def pair_ranks_in_rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return rounds of pairs: every pair of ranks once, and no rank twice in a round.
 
-    It is the circle method for tournaments: the first seat is fixed, the others move on by one.
+    This is the circle method for tournaments: the first seat is fixed, the others rotate by one.
 
     >>> pair_ranks_in_rounds([0, 1, 2, 3])
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -193,7 +193,7 @@ def run_with_timeout(seconds: float, measure: Callable[[], Link]) -> Link:
         except Exception as error:  # raised again in the caller's thread
             outcomes.append(error)
 
-    # A daemon, so that a thread which waits for ever does not keep the process alive.
+    # A daemon, so that a thread which waits forever does not keep the process alive.
     thread = threading.Thread(target=run_in_thread, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -158,9 +158,9 @@ def _choose_grid(timeline: Timeline) -> _Grid:
 
 
 def _find_quantum(timeline: Timeline, least: float) -> float:
-    """Return the time of which every start and end is a multiple, or 0 if it is too small.
+    """Return the greatest common divisor of `least` and all times, or 0 if it is too small.
 
-    This is Euclid's algorithm for the greatest common divisor, on floats with a tolerance.
+    This is Euclid's algorithm on floats, with a tolerance.
     """
     quantum = least
     for lane in timeline.computes:

@@ -1,1 +1,1 @@
-"""From a model to its stages. The README of this folder says in which order to read it."""
+"""Cut a model into stages. The README of this folder says in which order to read it."""

@@ -1,4 +1,4 @@
-"""Cutting a model that is not an `nn.Sequential`: trace it, choose the cut, build the stages.
+"""Cut a model that is not an `nn.Sequential`: trace it, choose the cut, build the stages.
 
     example batch
         | ExampleMicrobatch.from_batch     the first micro-batch of the batch
@@ -104,7 +104,7 @@ def choose_unit_counts(
         return stages, []
     balance = balance or "time"
     if balance not in BALANCE_MODES:
-        raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
+        raise ArgumentError(f"balance must be one of {', '.join(BALANCE_MODES)}, not '{balance}'")
     units = [traced_model.units[call.unit] for call in calls]
     # With one stage there is nothing to choose, so nothing is measured.
     if balance == "parameters" or stages == 1:
@@ -199,7 +199,7 @@ def measure_devices(
     bounds = list(memory) if isinstance(memory, Sequence) else [memory] * count
     if len(bounds) != count:
         raise ArgumentError(
-            f"memory has {len(bounds)} entries, but there are {count} ranks. Give the bytes of "
+            f"memory has {len(bounds)} entries, but there are {count} ranks. Pass the bytes of "
             "each rank's device, or one number for all ranks."
         )
     slowest = max(range(len(costs)), key=lambda number: costs[number].seconds)
@@ -263,7 +263,7 @@ class ExampleMicrobatch:
     def from_batch(batch: Any, chunks: int) -> ExampleMicrobatch | TracedModel:
         """Return the first micro-batch of a batch: a tensor, a tuple of inputs or a dict of them.
 
-        A `TracedModel` in the place of the batch is returned as it is, so that a model that was
+        A `TracedModel` in place of the batch is returned as it is, so that a model that was
         traced before need not be traced again.
         """
         if isinstance(batch, TracedModel):

@@ -1,4 +1,4 @@
-"""Building the `ModelSummary` of a cut model, which is what the report and the picture show.
+"""Build the `ModelSummary` of a cut model, which the report and the picture show.
 
 A Sequential and a traced model are described by different functions, because the first is known
 layer by layer and the second through its trace. The summary is for people: nothing in the library

@@ -2,8 +2,8 @@
 
 Three things differ from other models:
 
-- They fill a cache of keys and values inside their layers unless they are told not to.
-- They install hooks lazily, in the first forward that wants hidden states or attentions.
+- They fill a cache of keys and values inside their layers unless `use_cache` is False.
+- They install hooks lazily, in the first forward that returns hidden states or attentions.
 - Some have a plan for pipeline parallelism, `_pp_plan`, which names good units.
 
 Models are recognized by their attributes, and transformers is never imported here.

@@ -1,4 +1,4 @@
-"""Running modules without leaving a trace: two ways, for two purposes.
+"""Run modules without side effects: two ways, for two purposes.
 
 | | `isolated_module` | `isolated_step` |
 |---|---|---|
@@ -56,7 +56,7 @@ class StructureCopier:
         return self._copies[id(value)][1]
 
     def keep_original(self, value: Any) -> None:
-        """Use this object itself in the place of a copy."""
+        """Use this object itself in place of a copy."""
         self._copies[id(value)] = value, value
 
     def _copy_value(self, value: Any) -> Any:
@@ -165,7 +165,7 @@ def isolated_module(module: nn.Module, device: DeviceLike) -> Iterator[nn.Module
             object.__setattr__(part, "__dict__", state)  # not through `nn.Module.__setattr__`
         for part in parts:
             if isinstance(part, nn.RNNBase):
-                part.flatten_parameters()  # cuDNN wants the copied weights in one block, too
+                part.flatten_parameters()  # cuDNN needs the copied weights in one block, too
         yield module
     finally:
         for part, kind, state in before:

@@ -1,4 +1,4 @@
-"""Giving memory to a model that was built on the `meta` device, for the layers of this process.
+"""Allocate the layers of this process for a model that was built on the `meta` device.
 
     on meta  --allocate-->  NaN  --reset_parameters / _init_weights-->  initial weights
                              |
@@ -84,7 +84,7 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def allocate_like(meta_tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor with memory, filled with NaN (integers: 0), in the place of one on `meta`."""
+    """Return a tensor with memory, filled with NaN (integers: 0), in place of one on `meta`."""
     with torch.no_grad():
         new = torch.empty_like(meta_tensor, device=device)
         new.fill_(torch.nan if new.is_floating_point() or new.is_complex() else 0)

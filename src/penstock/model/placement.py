@@ -1,4 +1,4 @@
-"""Cutting a model and placing its stages on devices: `place_model`, and `penstock.split`.
+"""Cut a model and place its stages on devices: `place_model`, and `penstock.split`.
 
 Four cases, by what the user gives:
 
@@ -79,8 +79,8 @@ def check_no_device_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def check_keeps_device(tensor_function: Any, devices: Iterable[Device]) -> None:
     """Raise if a function for `Module._apply` moves tensors to another device.
 
-    `pipe.cuda()` and a `to` of a module around the pipe end in `_apply` with a function that cannot
-    be inspected. So it is tried on an empty tensor of each device.
+    If a module that contains the pipe is moved, PyTorch calls `pipe._apply` with a function that
+    cannot be inspected. So this check calls the function with an empty tensor on each device.
     """
     for device in devices:
         try:
@@ -94,7 +94,7 @@ def check_keeps_device(tensor_function: Any, devices: Iterable[Device]) -> None:
 def build_move_error() -> PenstockTypeError:
     """Return the error for an attempt to move a pipe."""
     return PenstockTypeError(
-        "the stages of a pipe stay on their devices, so moving it is denied. Make another Pipe "
+        "the stages of a pipe stay on their devices, so it cannot be moved. Make another Pipe "
         "with other devices. (Casting is allowed, as in pipe.to(torch.float16).)"
     )
 
@@ -184,7 +184,7 @@ def place_model(
         if request.balance is not None or request.example is not None:
             raise ArgumentError(
                 "balance and example say how to cut, but without stages= or devices= the layers "
-                "stay where they are. Give one of these, too."
+                "stay where they are. Pass one of these, too."
             )
         if not is_plain_sequential(module):
             raise ArgumentError(
@@ -214,7 +214,7 @@ def check_split_request(request: SplitRequest) -> None:
             f"devices must be a list with one device for each rank, not their number, {devices}"
         )
     if devices is not None and not len(devices):
-        raise ArgumentError("devices is empty. Give at least one device, or leave it out.")
+        raise ArgumentError("devices is empty. Pass at least one device, or leave it out.")
 
 
 def _keep_user_placement(module: nn.Sequential) -> PlacedPartition:
@@ -416,7 +416,7 @@ def _list_default_devices(ranks: int) -> list[str]:
         if torch.cuda.device_count() < ranks:
             raise ArgumentError(
                 f"{ranks} ranks need {ranks} GPUs, but this machine has "
-                f"{torch.cuda.device_count()}. Give devices=, such as "
+                f"{torch.cuda.device_count()}. Pass devices=, such as "
                 f"penstock.virtual_devices('cuda:0', {ranks})."
             )
         return [f"cuda:{rank}" for rank in range(ranks)]
@@ -441,7 +441,7 @@ def _choose_layer_counts(
     # An example is given to be measured with. Without one, only parameters can be compared.
     balance = request.balance or ("parameters" if request.example is None else "time")
     if balance not in BALANCE_MODES:
-        raise ArgumentError(f"balance is one of {', '.join(BALANCE_MODES)}, not '{balance}'")
+        raise ArgumentError(f"balance must be one of {', '.join(BALANCE_MODES)}, not '{balance}'")
     if stages == 1:
         return (len(module),)
     if balance == "parameters":
@@ -482,8 +482,8 @@ def describe_placement(placed_partition: PlacedPartition) -> list[str]:
             lines.append(
                 f"{stage} in the process of rank {placed_partition.placement[stage.index]}"
             )
-    how = placed_partition.partition.layout
-    routes = how.skip_routes if isinstance(how, SequentialLayout) else ()
+    layout = placed_partition.partition.layout
+    routes = layout.skip_routes if isinstance(layout, SequentialLayout) else ()
     skips = Counter((key.name, src, dst) for key, src, dst in routes)
     for (name, src, dst), times in skips.items():
         lines.append(f"skip {name!r}: stage {src} to {dst}" + f", {times} times" * (times > 1))

@@ -74,8 +74,8 @@ def build_process_share(
     """
     counts, names, cost_rows = decided_cut
     ownership, assignment = _apply_decided_cut(traced_model, counts, names)
-    # Tied tensors are found by identity, and the local model below has proxies in the place of
-    # most tensors. So all stages are drafted first, from the complete model.
+    # Tied tensors are found by identity, and the local model below has proxies in place of
+    # most tensors. So this builds drafts of all stages first, from the complete model.
     devices = dict.fromkeys(range(len(counts)), device)
     parents = traced_model.find_parents()
     drafts = build_draft_stages(traced_model, ownership, assignment, devices, parents)
@@ -113,9 +113,9 @@ def _apply_decided_cut(
         additional = ", ".join(sorted(calls.keys() - set(call_names))[:4]) or "none"
         missing = ", ".join(sorted(set(call_names) - calls.keys())[:4]) or "none"
         raise CutError(
-            "traced on this rank, the model calls other units than on rank 0. Additional calls: "
+            "the model calls different units on this rank than on rank 0. Additional calls: "
             f"{additional}. Missing calls: {missing}. Build the same model on every rank, and "
-            "give the same example."
+            "pass the same example."
         )
     return assign_calls(traced_model, counts, [calls[name] for name in call_names])
 

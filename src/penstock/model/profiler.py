@@ -1,4 +1,4 @@
-"""Measuring one call of a module: seconds of F, I and W, and bytes.
+"""Measure one call of a module: seconds of F, I and W, and bytes.
 
     F  forward
     I  gradient of the inputs
@@ -259,9 +259,9 @@ def time_call(function: Callable[[], object], synchronize: Callable[[], None]) -
 
 
 class _CallProfiler:
-    """Runs an isolated module on copies of its arguments, and measures it.
+    """A profiler that runs an isolated module on copies of its arguments.
 
-    Forward and backward are run through the same classes as in a pipe (`CellGraph`,
+    Forward and backward run through the same classes as in a pipe (`CellGraph`,
     `WeightGradDeferral`), so that their overhead is part of the measurement.
     """
 

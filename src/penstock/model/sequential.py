@@ -1,4 +1,4 @@
-"""Cutting an `nn.Sequential` into stages.
+"""Cut an `nn.Sequential` into stages.
 
 Each child is a unit. A stage is a run of neighbouring children. A skip connection, which one layer
 stashes and a later layer pops, is an additional edge of the stage graph:
@@ -32,7 +32,7 @@ from penstock.stage.stage import Stage
 
 
 class PipeSequential(nn.Sequential):
-    """A Sequential that unpacks tuples, and passes inputs by name to the layers that want them.
+    """A Sequential that unpacks tuples, and passes inputs by name to the layers that take them.
 
     If a layer returns a tuple, the next layer gets its elements as separate arguments. An input
     that is given by name (a side input) goes to every layer whose forward has a parameter of that
@@ -182,7 +182,7 @@ def is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
 def check_model(module: nn.Module) -> None:
     """Raise if the argument is not a module, or is a Sequential that cannot be cut."""
     if not isinstance(module, nn.Module):
-        raise PenstockTypeError(f"a pipe is made of a module, not of {type(module).__name__}")
+        raise PenstockTypeError(f"a pipe needs an nn.Module, not {type(module).__name__}")
     if is_plain_sequential(module):
         check_children(module)
         verify_skippables(module)
@@ -192,7 +192,7 @@ def check_children(module: nn.Module) -> None:
     """Raise if the module is not a Sequential with children, each in one place."""
     if not isinstance(module, nn.Sequential):
         raise PenstockTypeError(
-            f"a pipe is made of an nn.Sequential, not of {type(module).__name__}. Write the model "
+            f"a pipe needs an nn.Sequential, not {type(module).__name__}. Write the model "
             "as nn.Sequential(layer, layer, ...), or use penstock.Pipe, which cuts any module."
         )
     if not is_plain_sequential(module):
@@ -229,7 +229,7 @@ def check_layers_unchanged(
     names = [name for stage in stages for name in stage.names]
     if list(children) != names:
         raise RunError(
-            f"the pipe was made of the layers {', '.join(names)}, but now has "
+            f"the pipe was made from the layers {', '.join(names)}, but now has "
             f"{', '.join(children)}. Make the Pipe after the change."
         )
     for stage in stages:

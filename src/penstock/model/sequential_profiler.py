@@ -1,4 +1,4 @@
-"""Measuring the layers of a Sequential: seconds, and bytes kept for the backward.
+"""Measure the layers of a Sequential: seconds, and bytes kept for the backward.
 
 The layers run one after the other on an example. Each layer is a copy, and its inputs are detached
 from the layers before it, as at the start of a stage:
@@ -203,7 +203,7 @@ class _LayerRun(Skips):
 def _iter_layer_runs(
     layers: Sequence[nn.Module], example: tuple[Any, ...], unpack: bool, device: DeviceLike
 ) -> Iterator[_LayerRun]:
-    """Yield a run for each layer. The caller runs it before it asks for the next.
+    """Yield a run for each layer. The caller must execute it before it takes the next one.
 
     A layer is copied only now, and its copy is dropped with the run, so that there is memory for
     one layer at a time.

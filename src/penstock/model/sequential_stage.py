@@ -208,7 +208,7 @@ class SequentialStage:
     outgoing_skip_counts: Mapping[int, int]  # number of skips, by destination stage
 
     def with_module(self, module: nn.Module) -> SequentialStage:
-        """Return the same stage with another module in the place of its layers."""
+        """Return the same stage with another module in place of its layers."""
         return replace(self, forward_fn=module)
 
     def __call__(

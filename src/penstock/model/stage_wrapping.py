@@ -1,9 +1,9 @@
-"""Applying `stage_fn`, by which the user wraps the layers of a stage.
+"""Apply `stage_fn`, with which the user wraps the layers of a stage.
 
 `stage_fn(module, index)` gets the layers of a stage as one module and returns the module that
 computes in their place: the same one after `fully_shard`, or a wrapper such as DDP or
-`torch.compile`. The pipe keeps the names, parameters and buffers of the unsplit model, so what
-`stage_fn` returns is checked for that.
+`torch.compile`. The pipe keeps the names, parameters and buffers of the unsplit model, so
+`wrap_stages` raises if `stage_fn` has changed them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def wrap_stages(
 
 
 def _mark_resharding_modules(partition: Partition, stage_fn: StageFn) -> Partition:
-    """Note the sharded modules of a traced model's stages.
+    """Return the partition of a traced model with the sharded modules of each stage marked.
 
     A stage of a traced model runs a part of the model's own forward, so there is no module that
     `stage_fn` could wrap. Units may have been wrapped before the model was cut.
@@ -126,7 +126,7 @@ def _wrap_stage(stage: Stage, stage_fn: StageFn) -> Stage:
     wrapped = stage_fn(compute.module.with_own_code(), stage.index)
     if not isinstance(wrapped, nn.Module):
         raise PenstockTypeError(
-            f"stage_fn returned {type(wrapped).__name__} for {stage}, and not a module. Return the "
+            f"stage_fn returned {type(wrapped).__name__} for {stage}, not a module. Return the "
             "module that computes in the stage's place, even if it is the one that was passed in."
         )
     if list(_iter_tensor_names(stage)) != names:
@@ -153,9 +153,9 @@ def _iter_tensor_names(stage: Stage) -> Iterator[str]:
 
 
 def _check_same_tensors(stage: Stage, wrapped_module: nn.Module) -> None:
-    """Raise if the wrapped module has other parameters and buffers than the stage's layers.
+    """Raise unless the wrapped module has exactly the parameters and buffers of the stage's layers.
 
-    A tensor that is missing would not be trained. An additional one would not be saved.
+    The pipe would not train a missing tensor, and would not save an additional one.
     """
     stage_tensors = {id(t): t for layer in stage.layers for t in list_module_tensors(layer)}
     wrapped_tensors = {id(t): t for t in list_module_tensors(wrapped_module)}
@@ -199,5 +199,5 @@ def check_separate_process_groups(partition: Partition, placement: Sequence[int]
                 f"the stages of ranks {', '.join(map(str, sorted(ranks)))} communicate in one "
                 "process group (fully_shard, tensor parallelism). Their threads run at once, so "
                 "the order of their collectives may differ between processes. Use "
-                "runtime='inline', or a mesh of its own for each rank."
+                "runtime='inline', or a separate mesh for each rank."
             )

@@ -1,4 +1,4 @@
-"""Finding tied tensors: parameters and buffers that several layers share.
+"""Find tied tensors: parameters and buffers that several layers share.
 
 In one process a tied tensor is one object, and stages on several devices use it where it is. Under
 torchrun each process has a tensor of its own, so the ranks that share one must keep their values

@@ -173,7 +173,7 @@ class AutogradCall:
             for cell in self._input_cells
             for gradient in cell_io.input_gradients.pop(cell).tensors
         ]
-        # A tied parameter may be on the device of another rank, which owns it. Autograd wants the
+        # A tied parameter may be on the device of another rank, which owns it. Autograd needs the
         # gradient on the parameter's device.
         parameter_gradients = [
             None if gradient is None else gradient.to(parameter.device)

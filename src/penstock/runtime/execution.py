@@ -62,7 +62,7 @@ class TiedWeights(Protocol):
         """The proxies that each stage computes with, by stage."""
 
     def accumulate_gradients(self) -> None:
-        """Add the gradients of the proxies to those of the parameters they stand for."""
+        """Add the gradients of the proxies to those of the original parameters."""
 
 
 class CellPolicy(NamedTuple):

@@ -62,7 +62,7 @@ class ReplicaShare:
     """The share that one replica of a pipe has in the global batch.
 
     Gradients of a replica are those of the global loss times the number of replicas. Their mean
-    over the replicas is then the global gradient, also if steps were accumulated before.
+    over the replicas is then the global gradient, even if steps were accumulated before.
     """
 
     replica_count: int = 1

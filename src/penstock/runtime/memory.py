@@ -276,7 +276,7 @@ class CudaAllocatorProbe:
             for rank, device in devices.items()
             if rank_counts[device.device] == 1
         }
-        # Ranks that share a GPU, such as virtual GPUs, are told apart by their streams.
+        # Ranks that share a GPU, such as virtual GPUs, are distinguished by their streams.
         self._rank_by_stream = {
             stream.cuda_stream: rank
             for rank, device in devices.items()

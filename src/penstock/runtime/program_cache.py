@@ -73,7 +73,7 @@ def is_backward(action: Action) -> bool:
 class ProgramKey(NamedTuple):
     """The key of a program: the number of micro-batches, and which of them are recomputed.
 
-    `checkpoint` is the option of the pipe. It counts only if `allow_recompute` is set.
+    `checkpoint` is the option of the pipe. It is used only if `allow_recompute` is set.
     """
 
     chunks: int

@@ -29,7 +29,7 @@ def _create_locked_lock() -> Lock:
 
 @dataclass
 class _PostedTransfer:
-    """A send or a receive that waits for its other end, or has met it."""
+    """A send or a receive, with or without its counterpart on the other rank."""
 
     action: Send | Recv
     delivery: InFlightPayload | None

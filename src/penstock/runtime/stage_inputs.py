@@ -94,7 +94,7 @@ class StageInputs:
         return total if outputs[0] is losses[0] else gather(outputs, self.rows, {loss_index: total})
 
     def split_alike(self, unsplit_tensors: Sequence[Tensor]) -> InputsByStage:
-        """Split other tensors in the place of `unsplit_tensors`, in the same way."""
+        """Split other tensors in place of `unsplit_tensors`, in the same way."""
         columns = [torch.split(whole, list(self.rows.counts)) for whole in unsplit_tensors]
         pieces, input_count = (
             list(zip(*columns, strict=True)),

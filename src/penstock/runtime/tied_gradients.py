@@ -1,4 +1,4 @@
-"""Tied weights among ranks of one process: owners, proxies, and the sum of their gradients.
+"""Gradients of tied weights among ranks of one process: owners, proxies, and the sum of gradients.
 
 A parameter that several stages share is owned by the rank of the first stage that has it. Stages of
 other ranks compute with proxies. After a run, the caller's thread adds the gradients of the proxies
@@ -67,7 +67,7 @@ class LocalTiedWeights:
         }
 
     def accumulate_gradients(self) -> None:
-        """Add the gradients of the proxies to the parameters they stand for, rank after rank."""
+        """Add the gradients of the proxies to those of the original parameters, rank after rank."""
         # One backward for all: the hooks of a parameter then see the sum of what the other ranks
         # add, once. The order of the ranks is fixed, so the sum is the same in every run.
         pairs = [pair for pool in self._proxy_pools for pair in pool.take_gradients()]

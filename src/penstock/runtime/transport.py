@@ -1,7 +1,7 @@
 """The interface that carries messages between ranks, and its implementation for one process.
 
-A `Worker` sends and receives through a `Transport` and knows nothing else of the other ranks. In
-one process that is a `Mailbox`; `runtime/distributed/` has one for processes, and
+A `Worker` sends and receives through a `Transport` and knows nothing else about the other ranks.
+In one process the transport is a `Mailbox`; `runtime/distributed/` has one for processes, and
 `runtime/cuda_graph/` one for captured steps.
 """
 

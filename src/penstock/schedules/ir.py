@@ -297,7 +297,8 @@ class Program:
     def __post_init__(self) -> None:
         if len(self.lanes) != self.schedule.ranks:
             raise ArgumentError(
-                f"the program has {len(self.lanes)} lanes, its schedule {self.schedule.ranks}"
+                f"the program has {len(self.lanes)} lanes, but its schedule has "
+                f"{self.schedule.ranks}"
             )
 
 

@@ -61,7 +61,9 @@ def recompute_mode(mode: str, chunks: int) -> RecomputePredicate:
         [True, True, True, False]
     """
     if mode not in CHECKPOINT_MODES:
-        raise ArgumentError(f"checkpoint is one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'")
+        raise ArgumentError(
+            f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, not '{mode}'"
+        )
     recomputed = _RECOMPUTED_COUNT[mode](chunks)
     return lambda stage, microbatch: microbatch < recomputed
 
@@ -79,7 +81,7 @@ def forwards_first(schedule: Schedule) -> Schedule:
 
 
 def join_split_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with a full backward in the place of each I, and without the Ws."""
+    """Return the schedule with a full backward in place of each I, and without the Ws."""
     lanes = [
         tuple(Compute(Op.B, *a[1:]) if a.op is Op.I else a for a in lane if a.op is not Op.W)
         for lane in schedule.lanes

@@ -153,7 +153,7 @@ def _build(headers: dict[str, str], lanes: tuple[tuple[Action, ...], ...]) -> Sc
     used = 1 + max((a.microbatch for lane in computes for a in lane), default=0)
     chunks = _parse_numbers(headers.get("chunks", str(used)))
     if len(chunks) != 1:
-        raise ArgumentError(f"chunks is one number, not {len(chunks)}: write 'chunks: {used}'")
+        raise ArgumentError(f"chunks must be one number, not {len(chunks)}: write 'chunks: {used}'")
     pairs = [word.split("+") for word in headers.get("overlaps", "").split()]
     overlaps = frozenset((_parse_compute(left), _parse_compute(right)) for left, right in pairs)
     schedule = Schedule(placement, chunks[0], computes, overlaps)

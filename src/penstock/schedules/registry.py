@@ -202,7 +202,7 @@ def family_of(name: str) -> Family:
     close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     names = ", ".join([*FAMILIES, "fit"])
-    raise ArgumentError(f"there is no schedule '{name}'{hint} There are: {names}")
+    raise ArgumentError(f"there is no schedule '{name}'{hint} The schedules are: {names}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def resolve_schedule(requested: ScheduleLike) -> str | Schedule | None:
         return schedule_of(requested)
     if not isinstance(requested, str | PathLike):
         raise ArgumentError(
-            f"schedule is a name, a Schedule or the path of a file, not {requested!r}"
+            f"schedule must be a name, a Schedule or the path of a file, not {requested!r}"
         )
     # A string with a suffix, such as "mine.txt", is a path. Any other string is a name, so that a
     # misspelt name gets the error that lists the names.

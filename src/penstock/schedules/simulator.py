@@ -83,7 +83,7 @@ class Wait:
 
 
 class Deadlock(PenstockError, RuntimeError):
-    """An error raised when some ranks would wait for ever.
+    """An error raised when some ranks would wait forever.
 
     Attributes:
         waits: One `Wait` for each rank that is stuck.
@@ -99,7 +99,7 @@ class Deadlock(PenstockError, RuntimeError):
 
 
 def check_stages_match(placement: Sequence[int], graph: StageGraph, cost: Cost) -> None:
-    """Raise if a graph or a cost is for another number of stages than the placement has."""
+    """Raise if a graph or a cost does not have as many stages as the placement."""
     stages = len(placement)
     if len(cost.F) != stages:
         raise ArgumentError(f"the cost is for {len(cost.F)} stages, but there are {stages}")
@@ -176,9 +176,9 @@ class _TransitionTable:
         return transitions, microbatch
 
     def find_producer(self, token: int, positions: Mapping[Action, object]) -> Action:
-        """Return the action that would give a token, to explain a deadlock.
+        """Return the action that would produce a token, to explain a deadlock.
 
-        Several actions may give the same token (B and I). The first that exists is returned.
+        Several actions may produce the same token (B and I). This returns the first that exists.
         """
         kind, microbatch = divmod(token, _TOKEN_STRIDE)
         phase, pattern = list(self._token_kinds)[kind]
@@ -324,7 +324,7 @@ def _run_lanes(lanes: Sequence[Sequence[Action]], table: _TransitionTable) -> It
         else:
             yield Span(rank, steps[rank], lanes[rank][steps[rank]], start, end)
             advance(rank)
-    # Nothing can start any more. A rank that still waits for a token waits for ever.
+    # Nothing can start any more. A rank that still waits for a token waits forever.
     if waiting:
         stuck = {rank: token for token, ranks in waiting.items() for rank in ranks}
         raise Deadlock(_explain_deadlock(lanes, steps, table, stuck))

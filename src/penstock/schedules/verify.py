@@ -10,7 +10,7 @@ function that yields every problem it finds:
     find_compute_mismatches        a program whose computations differ from its schedule
     find_unknown_message_stages    a message that names a stage that does not exist
     find_unmatched_messages        a message without its send or its receive
-    find_deadlocks                 ranks that wait for each other for ever
+    find_deadlocks                 ranks that wait for each other forever
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def find_unmatched_messages(program: Program) -> Iterator[str]:
 
 
 def find_deadlocks(work: Schedule | Program, graph: StageGraph) -> Iterator[str]:
-    """Yield the ranks that wait for ever, also where a send blocks until it is received (NCCL).
+    """Yield the ranks that wait forever, even if a send blocks until it is received (NCCL).
 
     Blocking sends only add waits. So a program that ends with them ends in any case, and one
     simulation is enough for a sound program.

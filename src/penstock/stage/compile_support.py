@@ -7,8 +7,8 @@ Layers may be compiled one by one. Three things need care:
 - Penstock's own functions that run below a compiled layer must not be compiled.
 - Threads must not run compiled layers of the same class at the same time: see `make_forward_lock`.
 
-Importing the compiler takes seconds. Nothing here imports it: where it is not loaded, no module can
-be compiled, and there is nothing to do.
+Importing the compiler takes seconds, so this file never imports it. If it is not loaded, no layer
+is compiled, and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def skip_dynamo_tracing(module_name: str) -> None:
     """Tell the compiler to run all functions of one of Penstock's modules as written.
 
-    A dispatch mode runs its functions also below a compiled layer, wherever that calls code which
-    is not compiled. The compiler would try to compile each of these functions, without any use.
+    The functions of a dispatch mode also run below a compiled layer, where the layer calls code
+    that is not compiled. The compiler would try to compile each of these functions for nothing.
     """
     if is_dynamo_loaded():
         _skip_module_code(module_name)
@@ -59,8 +59,8 @@ def skip_dynamo_tracing(module_name: str) -> None:
 
 @cache
 def _skip_module_code(module_name: str) -> None:
-    # Functions that the module imports from torch_compat are skipped as well. They stand for
-    # functions of PyTorch, and these the compiler skips by itself.
+    # Functions that the module imports from torch_compat are skipped as well. They wrap
+    # functions of PyTorch, which the compiler skips by itself.
     module_names = module_name, torch_compat.__name__
     members = [
         member
@@ -93,10 +93,10 @@ def make_forward_lock(modules: Iterable[nn.Module]) -> AbstractContextManager[ob
 
 
 def disable_compile(method: Callable[P, R]) -> Callable[P, R]:
-    """Return a method that runs as written, also if its caller is compiled as a whole.
+    """Return a method that runs as written, even if its caller is compiled as a whole.
 
-    `torch.compiler.disable` would do, but it imports the compiler. It is called when the compiler
-    is there anyway.
+    `torch.compiler.disable` does this, but it imports the compiler. So the returned method calls it
+    only once the compiler is loaded.
     """
     # The wrapped method, made by the first call that finds the compiler loaded.
     disabled: list[Callable[P, R]] = []

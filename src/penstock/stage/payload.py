@@ -29,7 +29,7 @@ class PayloadLayout(NamedTuple):
 
     Attributes:
         tree_spec: The containers of the value.
-        leaves: The leaves, with None in the place of each tensor.
+        leaves: The leaves, with None in place of each tensor.
         tensor_indices: For each leaf the index of its tensor, or None if it is not a tensor.
     """
 

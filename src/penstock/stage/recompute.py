@@ -146,13 +146,13 @@ def _is_registered(snapshot: BufferSnapshot) -> bool:
 def find_written(
     snapshots: Sequence[BufferSnapshot], silent_writes: SilentWrites
 ) -> list[BufferSnapshot]:
-    """Return the snapshots of buffers that a forward wrote, also without a version counter.
+    """Return the snapshots of buffers that a forward wrote, silent writes included.
 
-    A write through `.data`, or by PyTorch's own `batch_norm`, does not change the version counter.
-    Such writes are found by comparing values, and remembered in `silent_writes`. On a GPU the host
-    has to wait for a comparison, so there each buffer is compared in one forward only. If a module
-    writes one buffer silently, all its buffers count as written: a write may leave a value as it
-    was.
+    A silent write does not change the version counter: a write through `.data`, or by PyTorch's
+    own `batch_norm`. This function finds silent writes by comparing values, and remembers them in
+    `silent_writes`. On a GPU the host has to wait for a comparison, so each buffer there is
+    compared in one forward only. If a module writes one buffer silently, all its buffers count as
+    written, because a write may leave a value unchanged.
     """
     changed_ids = {id(snapshot) for snapshot in find_changed(snapshots)}
     for snapshot in snapshots:

@@ -10,7 +10,7 @@ each random operation to generators of the cell's own:
     seed of the call             drawn once from the caller's default generator (`peek_seed`)
     seed of the cell             hash of (call seed, stage, micro-batch)  (`derive_cell_seed`)
     operation takes generator=   it is called with the cell's generator
-    operation takes none         the default generator is set to the cell's state meanwhile
+    operation takes none         the default generator has the cell's state during the operation
 
 The forward and the recomputation of a cell use the same seed, so they draw the same numbers.
 """
@@ -141,7 +141,7 @@ class SeededRng:
         )
 
     def generator_for(self, device: torch.device) -> torch.Generator:
-        """Return the generator of a device; the first call makes it."""
+        """Return the generator of a device. The first call creates it."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             self._initial_states[device] = self._generators[device].get_state()

@@ -204,7 +204,7 @@ def isolate(self: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
     if unknown:
         raise ValueError(
             f"{type(self).__name__} cannot isolate {_format_names(unknown)}, which it does not "
-            "declare. Give names that are in its stash or pop."
+            "declare. Pass names that are in its stash or pop."
         )
     spaces = {**getattr(self, "_namespaces", {}), **dict.fromkeys(chosen, ns)}
     object.__setattr__(self, "_namespaces", spaces)

@@ -113,6 +113,6 @@ _DROPOUT_ATTRIBUTES = ("p", "drop_prob", "drop_rate", "dropout")
 
 
 def _dropout_rates(module: nn.Module) -> tuple[float, ...]:
-    """Return the probabilities with which a module drops something."""
+    """Return the dropout probabilities of a module."""
     rates = (module.__dict__.get(name) for name in _DROPOUT_ATTRIBUTES)
     return tuple(rate for rate in rates if isinstance(rate, int | float))

@@ -121,7 +121,7 @@ def _is_interception_safe(types: Iterable[type]) -> bool:
 
 
 def _unwrap_weights(value: Any) -> Any:
-    """Return the arguments with the original tensors in the place of their proxies."""
+    """Return the arguments with the original tensors in place of their proxies."""
     kind = type(value)
     if kind is WeightProxy:
         return value.original

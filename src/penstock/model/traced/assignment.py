@@ -224,8 +224,8 @@ class _NodePlacer:
         first_user = min(users, default=earliest or 0)
         mutators = [self.node_stages.get(self._mutators.get(value, -1), 0) for value in produced]
         if node.mutations or not users:
-            # A change in place stays with the tensors that it changes. A node whose result nobody
-            # uses, such as an assertion, stays with its arguments.
+            # A change in place stays with the tensors that it changes. A node whose result is
+            # unused, such as an assertion, stays with its arguments.
             chosen = earliest if earliest is not None else first_user
         elif (earliest or 0) < max(mutators, default=0) <= first_user:
             # A view that is changed in place later is made on the stage that changes it. Sent as a
@@ -345,7 +345,7 @@ def _backward_edge_error(trace: Trace, producer: int, source: int, stage: int) -
 def _check_inplace_changes(
     trace: Trace, node_stages: Mapping[int, int], assignments: list[StageAssignment]
 ) -> None:
-    """Raise if a stage changes a tensor in place of which another stage has a view in use.
+    """Raise if a stage changes a tensor in place while another stage uses a view of it.
 
     The other stage would not see the change: stages share no memory.
     """

@@ -169,7 +169,7 @@ def build_stages(
         ownership: What each stage owns, from `assign_calls`.
         summary: The cut, for reports.
         devices: The devices of the stages to build.
-        local_model: What this process keeps of the model; None if the whole model is here.
+        local_model: The part of the model that this process keeps, or None for the whole model.
     """
     parents = traced_model.find_parents() if local_model is None else local_model.parents
     stages = build_draft_stages(traced_model, ownership, summary.assignment, devices, parents)
@@ -227,7 +227,7 @@ def _build_stage(
     layers: dict[str, nn.Module] = {}
     module_copies: list[tuple[nn.Module, nn.Module]] = []  # original and this stage's module
     proxies, device = dict(shared_proxies), devices[index]
-    # Units first: what the stage calls, and what it needs of units that other stages call.
+    # Units first: those that the stage calls, and the parts it needs of units on other stages.
     for name, unit in traced_model.units.items():
         owners = [owner for owner in ownership.unit_owners[name] if owner in devices]
         if index in owners:
@@ -300,8 +300,8 @@ def _build_tensor_holders(
         _drop_other_parameters(
             parent_copy, lambda key, p=prefix: index in ownership.parameter_owners[p + key], device
         )
-        # A buffer that nobody writes is on every stage. One that the forward changes is on the
-        # stage that changes it; to the others it is remote.
+        # A buffer that no stage writes is on every stage. One that the forward changes is on the
+        # stage that changes it, and remote on the others.
         for key in [
             k
             for k in parent_copy._buffers

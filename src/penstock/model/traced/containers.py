@@ -393,8 +393,8 @@ def wrap_with_hooks(unit: nn.Module, rebound_hooks: ReboundHooks | None) -> Call
 # A unit runs on copies of its arguments, in which remote tensors are replaced by received ones. If
 # it appends to a list among them, the caller's list stays as it was. So the new contents of changed
 # containers are a part of the unit's output, and every stage writes them into the caller's
-# containers, also where the unit does not run. Containers are identified by their position in a
-# walk through all arguments.
+# containers, even if the unit runs on another stage. Containers are identified by their position in
+# a walk through all arguments.
 
 _LIST_TYPES = (list, deque)
 _DICT_TYPES = (dict, OrderedDict, defaultdict, UserDict)

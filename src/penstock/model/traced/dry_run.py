@@ -51,10 +51,10 @@ from penstock.torch_compat import (
 
 
 class FakeTensorFactory:
-    """Makes one fake tensor for each tensor, all of them on one device.
+    """A factory that makes one fake tensor for each tensor, all of them on one device.
 
     The stages of a model may be on several devices, and PyTorch refuses operations between devices
-    also for fake tensors.
+    even for fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

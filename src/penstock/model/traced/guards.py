@@ -82,7 +82,7 @@ def read_torch_state() -> tuple[Any, ...]:
 
 
 class TraceReplay:
-    """Runs the nodes of a trace that some goal nodes depend on, with other inputs.
+    """A replay of the nodes of a trace that some goal nodes depend on, with other inputs.
 
     Args:
         trace: The trace.

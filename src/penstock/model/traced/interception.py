@@ -38,7 +38,7 @@ from penstock.torch_compat import (
 
 
 class OpInterceptor(TorchFunctionMode, CallHandler):
-    """A function mode that is also told of units and of calls that a mode does not see."""
+    """A function mode that also handles calls of units, and calls that no function mode sees."""
 
     # The arguments of the `torch.utils.checkpoint` that the forward is inside of, if any.
     checkpoint_options: dict[str, Any] | None = None
@@ -108,9 +108,9 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
             return self.intercept_op(vmap, (captured, *args), kwargs, call)
 
     def handle_checkpoint(self, options: dict[str, Any]) -> AbstractContextManager[None]:
-        """Run the function as part of the forward, and remember how it was to be checkpointed.
+        """Run the function as part of the forward, and remember its checkpoint options.
 
-        What a parent checkpoints is checkpointed unit by unit, so that it can be cut anywhere.
+        Code that a parent checkpoints is checkpointed unit by unit, so it can be cut anywhere.
         """
         return self._inside_checkpoint(options)
 
@@ -151,8 +151,8 @@ def get_source_location() -> str:
 class HookSkipped(Exception):
     """Ends a forward hook at its first operation, if its unit runs on another stage.
 
-    Hooks of all units are called on all stages, because the model may use what they collect. What
-    they compute is computed where the unit runs.
+    Hooks of all units are called on all stages, because the model may use what they collect.
+    Their operations run only on the stage that runs the unit.
     """
 
 

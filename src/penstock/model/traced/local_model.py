@@ -1,4 +1,4 @@
-"""The local model: what one process keeps of a model that several processes share.
+"""The local model: the part of a model that one process keeps under torchrun.
 
 Under torchrun each process holds the parameters of its own stages only, but it traces new
 micro-batches of the whole forward by itself. So it keeps a copy of the model with three kinds of
@@ -166,7 +166,7 @@ class LocalModel:
 def _cast_tensor(tensor: Tensor, cast_fn: TensorCast) -> Tensor:
     if not isinstance(tensor, RemoteTensor):
         return cast_fn(tensor)
-    # An empty tensor tells what the cast does to this dtype.
+    # Casting an empty tensor shows the new dtype.
     dtype = cast_fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
     remote_tensor = RemoteTensor.from_spec(
         replace(TensorSpec.from_tensor(tensor), dtype=dtype), tensor.device, NO_VALUE
@@ -181,12 +181,12 @@ def build_local_model(
     local_members: LocalMembers,
     device: torch.device,
 ) -> LocalModel:
-    """Return what a process keeps of a model. The model itself is not changed.
+    """Return the local model of this process. The user's model is not changed.
 
     Args:
         model: The user's model.
         units: Its units by name.
-        local_members: What of it belongs to this process.
+        local_members: The parts of the model that belong to this process.
         device: The device that remote tensors report.
     """
     remote_tensors: dict[int, Tensor] = {}  # by the id of the real tensor: tied ones stay tied

@@ -107,7 +107,7 @@ class ProxyModel:
     """Copies of the model's parents, with proxies in place of the units.
 
     Args:
-        model: The user's model, or what this process keeps of it. It is not changed.
+        model: The user's model, or the part of it that this process keeps. It is not changed.
         proxies: The replacement of each unit, by the `id` of the unit.
     """
 

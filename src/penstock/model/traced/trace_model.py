@@ -1,9 +1,9 @@
-"""From a model and a micro-batch to a trace.
+"""Trace a model on a micro-batch.
 
 `trace_expanding_units` is the entry point when a pipe is made, `trace_model` when a new kind of
 micro-batch arrives. They work in this order:
 
-1. Copy the parents (`ProxyModel`) and put a proxy in the place of each unit.
+1. Copy the parents (`ProxyModel`) and put a proxy in place of each unit.
 2. Run the model's forward on the copy under a `Tracer`.
 3. Run it again under a `_ConsistencyChecker`, which executes no unit and no operation. This is the
    view of a stage that runs nothing. It must take the same path.
@@ -59,7 +59,7 @@ from penstock.model.traced.value_table import EscapedTensor
 
 
 class _PathDiverged(Exception):
-    """The forward calls something else than the trace says.
+    """The forward calls a function or unit that differs from the trace.
 
     It does not reach the user: a stage that runs raises an error with more detail.
     """
@@ -122,7 +122,7 @@ class _ConsistencyChecker(OpInterceptor):
     def check_unit_output(self, value: int, tensor: Tensor | None, location: str) -> None:
         """Raise `EscapedTensor` if a value is an output of a unit and the tensor is not.
 
-        `tensor` is what the forward uses now in the place of the value.
+        `tensor` is what the forward uses now in place of the value.
         """
         if value in self._unit_by_value and not (
             isinstance(tensor, RemoteTensor) and tensor.value_index == value

@@ -168,13 +168,13 @@ class TracedPartition:
     """A traced model that has been cut into stages.
 
     Attributes:
-        model: The user's model, or what this process keeps of it.
+        model: The user's model, or the part of it that this process keeps.
         units: The units by name.
         parents: The modules that are not in a unit, by name.
         ownership: Which stage owns what.
         devices: The devices of the stages in this process.
         summary: The cut, for reports.
-        local_model: What this process keeps of the model; None if the whole model is here.
+        local_model: The part of the model that this process keeps, or None for the whole model.
     """
 
     model: nn.Module

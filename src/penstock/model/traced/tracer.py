@@ -193,7 +193,7 @@ def check_no_transform(node: TraceNode) -> None:
 
 
 def check_not_nested(tensor: Tensor, location: str) -> None:
-    """Raise for a nested tensor: it has no single shape that another stage could be told."""
+    """Raise for a nested tensor: it has no single shape to allocate on another stage."""
     if tensor.is_nested:
         raise CutError(
             f"at {location}, the forward makes a nested tensor, which cannot be passed between "
@@ -435,7 +435,7 @@ class Tracer(OpInterceptor):
         )
 
     def _build_arg_template(self, function_call: FunctionCall) -> Any:
-        """Return the arguments with a `ValueRef` in the place of each tensor."""
+        """Return the arguments with a `ValueRef` in place of each tensor."""
         return map_tensors(
             (function_call.args, function_call.kwargs),
             lambda t: ValueRef(self.value_table.value_of(t)),

@@ -1,4 +1,4 @@
-"""Which submodules of a model are units.
+"""Decide which submodules of a model are units.
 
 A unit is a submodule that is never divided: each of its calls runs on one stage. All modules that
 are not in a unit are *parents*. Every stage runs their forward, and their own computations are the

@@ -115,7 +115,7 @@ class ValueTable:
         return self.values[value].input_only
 
     def check_own_parameters(self, unit: str, target: nn.Module) -> None:
-        """Raise if the forward has put computed tensors in the place of a unit's parameters.
+        """Raise if the forward has put computed tensors in place of a unit's parameters.
 
         `torch.func.functional_call` does that for the duration of a call. The proxies of all stages
         share the unit, so each stage would overwrite the tensors of the others.

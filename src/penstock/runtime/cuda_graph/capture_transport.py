@@ -54,7 +54,7 @@ class CaptureTransport:
         self.borrowed: dict[tuple[int, int], list[BorrowedStorage]] = {}  # by owner and reader
 
     def endpoint(self, rank: int) -> Transport:
-        """Return the end of one rank."""
+        """Return the transport of one rank."""
         return _CaptureEndpoint(self, rank)
 
     def take_released(self, owner: int, reader: int) -> list[BorrowedStorage]:
@@ -92,7 +92,7 @@ class _CaptureEndpoint:
         self._transport.sent[message] = _SentPayload(delivery, released)
 
     def recv(self, message: Message) -> Callable[[], Payload]:
-        """Return a function that returns the payload, which has been sent before."""
+        """Return a function that returns the payload. The sender has sent it already."""
         return lambda: self._receive(message)
 
     def _receive(self, message: Message) -> Payload:

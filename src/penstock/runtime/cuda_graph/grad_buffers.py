@@ -1,7 +1,7 @@
 """Persistent buffers for the gradients of captured steps.
 
 A CUDA graph adds gradients at fixed addresses. So each parameter has one `GradBuffer` that stays in
-its place, and all graphs of a pipe add to it. The caller is free to do with `.grad` what is usual:
+its place, and all graphs of a pipe add to it. The caller may use `.grad` as usual:
 
 | `.grad` before the step | the replay | `.grad` after the step |
 |---|---|---|

@@ -9,7 +9,7 @@ Steps with equal graph keys are steps of one kind. For each kind:
     step 3+  is replayed.
 
 A step that cannot be captured raises `CaptureError`. The reason is remembered by its key, so the
-same step is not attempted for ever.
+same step is not attempted forever.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class FirstStepObservations(NamedTuple):
 
 @dataclass
 class _CaptureHistory:
-    """The graphs of a pipe, and what is known of steps that have none; the newest entry last."""
+    """The graphs of a pipe, and records of steps without a graph. The newest entry is last."""
 
     graphs: OrderedDict[GraphKey, CapturedStep] = field(default_factory=OrderedDict)
     observations: OrderedDict[GraphKey, FirstStepObservations] = field(default_factory=OrderedDict)
@@ -227,8 +227,8 @@ class GraphCache:
     def _find_replayable(self, key: GraphKey) -> CapturedStep | None:
         """Return the graph of the key, unless a replay would overwrite a view the caller keeps.
 
-        In that case all graphs that write there are dropped. They are captured again, with new
-        gradient buffers.
+        In that case the cache drops all graphs that write to this memory. Later steps capture them
+        again, with new gradient buffers.
         """
         graphs = self._history.graphs
         captured = graphs.get(key)

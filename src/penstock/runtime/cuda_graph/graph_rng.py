@@ -43,7 +43,7 @@ class RngUsage:
 
     @property
     def rng_policy(self) -> RngPolicy:
-        """Return the policy of an eager step, with a count of what it hands out."""
+        """Return the policy of an eager step. It records the generators that it hands out."""
         return RngPolicy(advance_rng=self._advance_caller_rng, make_cell_rng=self._create_source)
 
     def _advance_caller_rng(self) -> None:

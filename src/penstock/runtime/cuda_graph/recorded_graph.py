@@ -83,9 +83,9 @@ class RecordedCudaGraph:
 
     @contextmanager
     def replace_shared_generator(self, generator: torch.Generator) -> Iterator[None]:
-        """Let the default generator of the device share the state of another, in the context.
+        """Let the default generator share the state of `generator` inside the context.
 
-        The state itself is exchanged. PyTorch refuses to copy it during a capture.
+        Both refer to one state object, because PyTorch refuses to copy a state during a capture.
         """
         shared = get_shared_generator(generator.device)
         before = shared.graphsafe_get_state()
@@ -156,10 +156,10 @@ class RecordedCudaGraph:
     def _abort_capture(self, origin: torch.cuda.Stream) -> None:
         """End a failed capture, so that PyTorch knows that it has ended.
 
-        If the driver has invalidated the capture, `capture_end` raises before it has told PyTorch's
-        allocators and generators. They would treat the capture as running for ever: no memory would
-        be freed, and no random numbers could be drawn. So an empty capture is begun on the same
-        stream, without PyTorch's knowledge, and `capture_end` ends that one.
+        If the driver has invalidated the capture, `capture_end` raises before it has notified
+        PyTorch's allocators and generators. They would treat the capture as running forever: they
+        would free no memory and draw no random numbers. So this method begins an empty capture on
+        the same stream through the driver, and `capture_end` ends that one.
         """
         try:
             self._graph.capture_end()
@@ -186,8 +186,8 @@ class RecordedCudaGraph:
 
 
 def _begin_driver_capture(stream: torch.cuda.Stream) -> None:
-    """Begin a capture through the driver's own API. PyTorch does not know of it."""
-    driver = load_driver("to end a capture that failed")
+    """Begin a capture through the driver's own API. PyTorch does not see it."""
+    driver = load_driver("ending a capture that failed")
     driver.cuStreamBeginCapture(
         stream.cuda_stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     )

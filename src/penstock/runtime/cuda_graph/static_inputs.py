@@ -227,10 +227,10 @@ class StaticInputs:
         self._grad_indices = [index for index, t in enumerate(self._tensors) if t.grad is not None]
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
-        """Pass on what a replay did to the inputs.
+        """Pass the effects of a replay on the inputs to the caller.
 
-        In-place changes are copied into the caller's tensors. Gradients of the inputs go on into
-        the caller's own graph, with a backward from there.
+        This copies in-place changes into the caller's tensors, and runs a backward through the
+        caller's own graph with the gradients of the inputs.
         """
         with torch.no_grad():
             if self._mutated_indices and self._unsplit_inputs is not None:

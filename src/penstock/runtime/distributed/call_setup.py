@@ -375,7 +375,7 @@ def _restore_leaf(leaf: Any, marker: Any, requires_grad: bool) -> Any:
 # Inputs of remote stages with data="first"
 #
 # The data rank sends every other rank the inputs of its stages (side inputs, targets) before
-# anything is computed. They go through host memory, also if the stages themselves use NCCL.
+# anything is computed. They go through host memory, even if the stages themselves use NCCL.
 # -------------------------------------------------------------------------------------------------
 
 

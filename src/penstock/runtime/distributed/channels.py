@@ -36,7 +36,7 @@ class CallCacheEntry:
 
     payload_specs: dict[Message, PayloadSpec] = field(default_factory=dict)
     loss_is_weighted: bool = False  # whether loss_fn returns weights
-    batch_announcement: str = ""  # what the data rank told the others, with data="first"
+    batch_announcement: str = ""  # the text that the data rank sent, with data="first"
     is_complete: bool = False
     # The lane of this rank, and the same actions with the receives moved forward.
     prefetch_order: tuple[Sequence[BoundAction], Sequence[BoundAction]] | None = None

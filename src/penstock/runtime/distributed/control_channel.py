@@ -1,7 +1,7 @@
 """The control channel: small messages between the ranks of a pipe, and agreement before a call.
 
 `ControlChannel` gathers numbers, and sends texts and small tensors. Everything goes over a gloo
-group through host memory, also between GPUs. It uses point-to-point messages only, because a gloo
+group through host memory, even between GPUs. It uses point-to-point messages only, because a gloo
 collective takes several times as long.
 
 `check_ranks_agree` compares facts about a call on all ranks before any data is sent.
@@ -166,10 +166,11 @@ class ControlChannel:
     def all_reduce_sum(
         self, ranks: Sequence[int], tensor: Tensor | None, like: Tensor
     ) -> Tensor | None:
-        """Return the sum of the tensors of these ranks on each of them. None if no rank has one.
+        """Return the sum of these ranks' tensors, on each of them, or None if no rank has one.
 
-        The first rank adds, in the order of `ranks`, and sends the sum back. So all ranks have the
-        same bits. A rank without a tensor passes None. `like` has the shape and dtype.
+        The first rank adds the tensors in the order of `ranks` and sends the sum back, so all ranks
+        get the same bits. A rank without a tensor passes None. `like` is any tensor with the shape,
+        dtype and device of the result.
         """
         owner, *others = ranks
         if self.rank != owner:
@@ -240,10 +241,10 @@ def check_ranks_agree(
 ) -> Agreement:
     """Raise RemoteError unless the facts and the tensor samples of all ranks are equal.
 
-    `local_state` may differ between ranks. It counts for the cache key.
+    `local_state` may differ between ranks. It is part of the cache key.
     """
     all_facts, samples = {"the call": call_name, **facts}, tensor_samples or {}
-    # 0 means that this rank has no such tensor, or has it on a device: nothing to compare.
+    # 0 means that this rank has no such tensor, or has it on a GPU: there is nothing to compare.
     sample_hashes = [hash_facts(samples[name]) if name in samples else 0 for name in _SAMPLE_NAMES]
     own_row = [hash_facts(all_facts), hash_facts(local_state), seed, *sample_hashes]
     gathered = channel.all_gather(
@@ -301,8 +302,8 @@ def build_disagreement_error(
 def sample_tensors(tensors: Sequence[Tensor]) -> RankFacts:
     """Return up to eight values of each of the first eight tensors that are on the CPU.
 
-    They tell batches apart that have equal shapes but different data, for example after shuffling
-    with different seeds. Tensors on a device are left out: reading them would wait for the device.
+    They distinguish batches that have equal shapes but different data, for example after shuffling
+    with different seeds. Tensors on a GPU are left out: reading them would wait for the GPU.
     """
     return {
         name: str(_sample_values(tensor.detach()))
@@ -312,7 +313,7 @@ def sample_tensors(tensors: Sequence[Tensor]) -> RankFacts:
 
 
 def _sample_values(tensor: Tensor) -> list[float]:
-    """Return eight values at equal distances, or all. The strides of the tensor do not matter."""
+    """Return eight evenly spaced values, or all if there are fewer. Strides do not matter."""
     step = max(1, tensor.numel() // 8)
     if tensor.is_contiguous():
         return tensor.view(-1)[: 8 * step : step].tolist()

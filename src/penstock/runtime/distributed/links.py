@@ -84,7 +84,7 @@ class HostLinks:
         """Send from the memory of the tensors, without a copy if they are dense."""
         works, flat_tensors = [], []
         for tensor in tensors:
-            if tensor.numel():  # both ends skip empty tensors: their spec says all
+            if tensor.numel():  # both ends skip empty tensors: the spec describes them fully
                 flat = flatten_dense(tensor).detach()
                 works.append(self._group.send([flat], peer, tag))
                 flat_tensors.append(flat)
@@ -123,8 +123,8 @@ class StagedLinks:
         send   compute ─event─► copy to pinned ─event─► sender thread: gloo send
         recv   gloo recv into pinned ─► copy to GPU ─event─► compute
 
-    gloo reads host memory and knows nothing of streams, so a thread must wait for the copy before
-    it sends. The sender thread does, and the thread of the rank continues.
+    gloo reads host memory and ignores CUDA streams, so a thread must wait for the copy before it
+    sends. The sender thread waits, so that the thread of the rank can continue.
     """
 
     def __init__(self, group: PointToPointGroup, gpu: Gpu) -> None:
@@ -223,7 +223,7 @@ class NcclLinks:
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Send after the work that is on the compute stream now.
 
-        Tensors of sends that have completed are released here.
+        This also releases the tensors of sends that have completed.
         """
         group, in_flight = (
             self._communicators[self._rank, peer],

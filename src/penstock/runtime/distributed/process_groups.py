@@ -49,7 +49,7 @@ from penstock.torch_compat import connect_nccl_eagerly
 
 @dataclass(frozen=True)
 class WatchedProcessGroup:
-    """A gloo group over all replicas whose waits the watchdog knows of.
+    """A gloo group over all replicas that reports its waits to the watchdog.
 
     `is_in_call` returns whether the current thread is inside a call of the pipe.
     """
@@ -272,8 +272,8 @@ class ProcessGroups:
         """Open links for these pairs of ranks (sender, receiver). Open ones stay open.
 
         All ranks call this together with the same pairs, inside a call of the pipe. gloo groups
-        connect all pairs anyway. Of NCCL there is one communicator per pair that talks, as each of
-        them costs memory on the GPU.
+        connect all pairs anyway. NCCL gets one communicator for each pair that exchanges messages,
+        because each communicator costs memory on the GPU.
         """
         open_pairs = self._linked_pairs or frozenset()
         if self._linked_pairs is not None and rank_pairs <= open_pairs:

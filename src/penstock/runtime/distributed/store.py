@@ -87,9 +87,9 @@ def _serve_on_first_rank(bootstrap_store: Store, rank: int, size: int) -> TCPSto
 # rank 1 ── here ──► rank 0 ── all are here, or who is missing ──► rank 1
 # rank 2 ── here ──►        ─────────────────────────────────────► rank 2
 #
-# `dist.barrier()` would do, but its error does not say which rank is missing. Over a gloo group the
-# exit of a process is seen at once, as its connection closes. Through the store it is seen only
-# when the time is over.
+# `dist.barrier()` would work, but its error does not say which rank is missing. Over a gloo group
+# the other ranks notice the exit of a process at once, because its connection closes. Through the
+# store they notice it only after the timeout.
 # -------------------------------------------------------------------------------------------------
 
 ARRIVAL_TIMEOUT = 120.0  # seconds for all ranks to arrive

@@ -74,10 +74,11 @@ def one_f_one_b_lanes(
 def cell_order(
     rank: int, ranks: int, chunks: int, stages_per_rank: int
 ) -> tuple[list[Cell], list[Cell]]:
-    """In which order a rank of a loop sees its cells, forward and backward, in whole rounds.
+    """Return the order in which a rank of a loop runs its cells, forward and backward.
 
-    A round is `ranks` micro-batches (with one stage a rank there is nothing to take turns). It
-    goes through all stages of the rank, first to last; backward, last to first.
+    The order consists of rounds of `ranks` micro-batches, or of one micro-batch if each rank has a
+    single stage. A round goes through all stages of the rank: first to last in the forward, last
+    to first in the backward.
     """
     size = ranks if stages_per_rank > 1 else 1
     owned = range(rank, ranks * stages_per_rank, ranks)

@@ -1,7 +1,7 @@
 """Zero bubble: split the backward into I, which other stages wait for, and W, which can wait.
 
 The order of F and I is that of 1F1B (zb-h2: eager 1F1B; interleaved-zb: interleaved, running less
-far ahead) with I in the place of B. The Ws fill the holes. On rank r they may lag behind the Is by
+far ahead) with I in place of B. The Ws fill the holes. On rank r they may lag behind the Is by
 r (zb-h2: by 2 r), so that every rank holds the same memory.
 
 zb-h1, 2 ranks, 3 micro-batches:

@@ -379,7 +379,7 @@ class HeartbeatMonitor:
         """Print the stack of the stuck thread and end the process.
 
         Python cannot interrupt a thread that is stuck in C, and `sys.exit` in this thread would end
-        this thread only. So `os._exit` is what is left.
+        this thread only. So only `os._exit` is left.
         """
         thread = self.guarded_thread or threading.main_thread()
         frame = sys._current_frames().get(thread.ident or 0)
@@ -575,9 +575,9 @@ class FailureGuard:
         monitor = self._monitor
         if monitor.pid != os.getpid():
             raise RunError(
-                "this pipe was called in another process than the one that created it, and a "
-                "forked process cannot take part in it. Call it in the process that created it, "
-                "or create one pipe in each process."
+                "this pipe was called in a process that did not create it, and a forked process "
+                "cannot take part in it. Call it in the process that created it, or create one "
+                "pipe in each process."
             )
         if monitor.failure is not None:
             self._watchdog.close()
