@@ -1,14 +1,14 @@
-"""What it costs the host that every stage runs the model's own forward.
+"""Measure the host overhead of stages that run the model's own forward.
 
     python benchmarks/any_model.py
     python benchmarks/any_model.py --rounds 40 --tiny
 
-GPT-2 with its own loss, in one thread, without gradients: unsplit; its four stages one after
-another, fed by hand; and as a pipe with one micro-batch, inline. Every way takes its turn in every
-round, so that all meet the same noise, and the median of their ratios to the unsplit forward of the
-same round counts. `cpu` is the thread's own time, which others on the machine disturb less. With
-`--tiny` the layers are so small that nearly all of the time is Python's: there the milliseconds
-count, and not the ratios.
+GPT-2 with its own loss runs in one thread, without gradients, in three variants: unsplit; as four
+stages one after another, fed by hand; and as an inline pipe with one micro-batch. Every round runs
+each variant once, so that all see the same noise. The ratios are medians over the rounds, each
+relative to the unsplit forward of the same round. `cpu` is the CPU time of the thread, which other
+processes disturb less. With `--tiny`, the layers are so small that nearly all of the time is spent
+in Python. Then look at the milliseconds, not at the ratios.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ CPU = torch.device("cpu")
 
 
 class Taken(NamedTuple):
-    """Seconds of one forward: on the wall, and of the thread."""
+    """The seconds of one forward: wall-clock time, and CPU time of the thread."""
 
     wall: float
     cpu: float
 
 
 def gpt2(tiny: bool) -> GPT2LMHeadModel:
-    """Twelve layers, as large as the small one, or as narrow as possible."""
+    """Build GPT-2 small with random weights, or a very narrow version of it."""
     torch.manual_seed(0)
     width = {"n_embd": 32, "n_head": 2, "vocab_size": 64} if tiny else {}
     config = GPT2Config(**width, bos_token_id=0, eos_token_id=0)
@@ -48,16 +48,16 @@ def gpt2(tiny: bool) -> GPT2LMHeadModel:
 
 
 def stage_by_stage(pipe: Pipe, inputs: dict[str, Tensor]) -> Any:
-    """The forwards of all stages, with what comes from outside dealt out as in a call."""
+    """Run the forwards of all stages, with the inputs distributed as in a call of the pipe."""
     partition = pipe._placed_partition.partition
-    fed = build_stage_inputs(partition, 1, Batch((), inputs), lambda stage: CPU)
-    arrived: dict[int, dict[int, tuple[Any, ...]]] = {
-        stage: {OUTSIDE: values[0]} for stage, values in fed.by_stage.items()
+    stage_inputs = build_stage_inputs(partition, 1, Batch((), inputs), lambda stage: CPU)
+    received: dict[int, dict[int, tuple[Any, ...]]] = {
+        stage: {OUTSIDE: values[0]} for stage, values in stage_inputs.by_stage.items()
     }
     for stage in partition.stages:
-        for dst, values in stage.compute(arrived[stage.index]).items():
-            arrived.setdefault(dst, {})[stage.index] = values
-    return arrived[OUTSIDE][STAGES - 1][0]
+        for dst, values in stage.compute(received[stage.index]).items():
+            received.setdefault(dst, {})[stage.index] = values
+    return received[OUTSIDE][STAGES - 1][0]
 
 
 def taken(work: Callable[[], Any]) -> Taken:
@@ -69,40 +69,45 @@ def taken(work: Callable[[], Any]) -> Taken:
 def compared(model: GPT2LMHeadModel, pipe: Pipe, rows: int, tokens: int, rounds: int) -> str:
     ids = torch.randint(model.config.vocab_size, (rows, tokens))
     inputs = {"input_ids": ids, "labels": ids}
-    ways: dict[str, Callable[[], Any]] = {
+    variants: dict[str, Callable[[], Any]] = {
         "unsplit": lambda: model(**inputs, use_cache=False),
         "stages": lambda: stage_by_stage(pipe, inputs),
         "inline": lambda: pipe(**inputs),
     }
-    logits = [way().logits for way in ways.values()]
-    assert all(torch.equal(logits[0], one) for one in logits)
+    logits = [forward().logits for forward in variants.values()]
+    assert all(torch.equal(logits[0], other) for other in logits)
     del logits
-    found: dict[str, list[Taken]] = {name: [] for name in ways}
-    for turn in range(rounds):
-        for name, way in list(ways.items())[:: 1 if turn % 2 else -1]:
-            found[name].append(taken(way))
-    cells = [f"{rows} x {tokens}", _milliseconds(found["unsplit"])]
+    durations: dict[str, list[Taken]] = {name: [] for name in variants}
+    for round_index in range(rounds):
+        for name, forward in list(variants.items())[:: 1 if round_index % 2 else -1]:
+            durations[name].append(taken(forward))
+    cells = [f"{rows} x {tokens}", _milliseconds(durations["unsplit"])]
     for name in ("stages", "inline"):
-        pairs = list(zip(found[name], found["unsplit"], strict=True))
-        wall = statistics.median(mine.wall / plain.wall for mine, plain in pairs)
-        cpu = statistics.median(mine.cpu / plain.cpu for mine, plain in pairs)
-        more = statistics.median(mine.cpu - plain.cpu for mine, plain in pairs)
-        cells += [_milliseconds(found[name]), f"{wall:.3f}", f"{cpu:.3f}", f"{1e3 * more:+.2f} ms"]
+        pairs = list(zip(durations[name], durations["unsplit"], strict=True))
+        wall = statistics.median(split.wall / plain.wall for split, plain in pairs)
+        cpu = statistics.median(split.cpu / plain.cpu for split, plain in pairs)
+        more = statistics.median(split.cpu - plain.cpu for split, plain in pairs)
+        cells += [
+            _milliseconds(durations[name]),
+            f"{wall:.3f}",
+            f"{cpu:.3f}",
+            f"{1e3 * more:+.2f} ms",
+        ]
     return f"| {' | '.join(cells)} |"
 
 
 def _milliseconds(times: list[Taken]) -> str:
-    return f"{1e3 * statistics.median(one.wall for one in times):.1f} ms"
+    return f"{1e3 * statistics.median(duration.wall for duration in times):.1f} ms"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    model = gpt2(asked.tiny)
+    model = gpt2(args.tiny)
     ids = torch.randint(model.config.vocab_size, SIZES[0])
     pipe = Pipe(
         model,
@@ -112,15 +117,15 @@ def main() -> None:
         balance="parameters",
         runtime="inline",
     )
-    numbers = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"GPT-2, {numbers:,} parameters, stages of {pipe._placed_partition.partition.counts} units,"
+        f"GPT-2, {count:,} parameters, stages of {pipe._placed_partition.partition.counts} units,"
     )
-    print(f"float32, one thread, torch {torch.__version__}, medians of {asked.rounds} rounds\n")
+    print(f"float32, one thread, torch {torch.__version__}, medians of {args.rounds} rounds\n")
     print("| rows x tokens | unsplit | stages | wall | cpu | more | pipe | wall | cpu | more |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for rows, tokens in SIZES:
-        print(compared(model, pipe, rows, tokens, asked.rounds), flush=True)
+        print(compared(model, pipe, rows, tokens, args.rounds), flush=True)
 
 
 if __name__ == "__main__":

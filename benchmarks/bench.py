@@ -1,4 +1,4 @@
-"""A model and a batch, on devices of which some way of taking a step is measured."""
+"""Time a training step of a model under several schedules and runtimes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock import Pipe
 
 Made = TypeVar("Made")
 
-WARM_UP = 3  # the first step is taken as it comes, the second is captured
+WARM_UP = 3  # the first step runs eagerly, the second is captured
 
 
 class Way(NamedTuple):
-    """How a step is taken."""
+    """A schedule and a runtime."""
 
     schedule: str
     runtime: str
@@ -41,7 +41,7 @@ TORCHGPIPE = Way("gpipe", "threads")
 
 @dataclass(frozen=True)
 class Speed:
-    """What one size came to, in milliseconds of a step."""
+    """The measurements of one size: milliseconds per step, and two ratios."""
 
     naive: float
     threads: float
@@ -51,7 +51,7 @@ class Speed:
 
     @property
     def ceiling(self) -> float:
-        """In milliseconds, of that speed-up over naive: no step is shorter."""
+        """Milliseconds of a step with the ideal speed-up under contention: a lower bound."""
         return self.naive / (self.ideal * self.contention)
 
     @property
@@ -65,7 +65,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model and a batch; in how many micro-batches, and how often a step is measured."""
+    """A model, a batch, the number of micro-batches, and the number of timed steps."""
 
     model: nn.Sequential
     x: Tensor
@@ -73,7 +73,7 @@ class Bench:
     times: int
 
     def of_pipe(self, way: Way, places: Sequence[Any], use: Callable[[Pipe], Made]) -> Made:
-        """Of one with as many blocks on each device; after it, its memory is free again."""
+        """Call `use` with a pipe that has equally many blocks per device, then free its memory."""
         try:
             return use(self._pipe(way, places))
         finally:
@@ -100,25 +100,25 @@ class Bench:
         return milliseconds(lambda: pipe.step(self.x), self.times, WARM_UP)
 
     def step(self, way: Way, places: Sequence[Any]) -> float:
-        """Milliseconds; not a number, if there is no memory for it."""
+        """Return the milliseconds of a step, or NaN if it runs out of memory."""
         try:
             return self.of_pipe(way, places, self.ms)
         except torch.OutOfMemoryError:
             pass
-        self.tidy()  # what the error held is gone
+        self.tidy()  # outside the handler, where the error no longer keeps tensors alive
         return float("nan")
 
     def host(self, places: Sequence[Any]) -> tuple[float, float]:
-        """Milliseconds of the host for a replayed step, and of the step."""
+        """Return the milliseconds of the host for a replayed step, and those of the step."""
 
         def both(pipe: Pipe) -> tuple[float, float]:
-            taken = self.ms(pipe)
-            return host_milliseconds(lambda: pipe.step(self.x), self.times), taken
+            step = self.ms(pipe)
+            return host_milliseconds(lambda: pipe.step(self.x), self.times), step
 
         return self.of_pipe(GRAPH, places, both)
 
     def memory(self, places: Sequence[Any]) -> tuple[float, float]:
-        """The graph's over the threads': peak in tensors, and taken from the device."""
+        """Return the peak memory of graph over threads: allocated in tensors, and reserved."""
 
         def peak(pipe: Pipe) -> Peak:
             return peak_of(lambda: pipe.step(self.x))
@@ -136,15 +136,15 @@ class Bench:
         return Speed(naive, threads, graph, ideal, share)
 
     def over_plain(self, pipe: Pipe, stream: torch.cuda.Stream) -> float:
-        """Its time over that of gradient accumulation as a plain CUDA graph."""
+        """Return the time of the pipe over that of gradient accumulation as a plain CUDA graph."""
         for _ in range(WARM_UP):
             pipe.step(self.x)
         graph = graph_of(self.accumulate, self.accumulate, stream)
-        mine, plain = in_turns([lambda: pipe.step(self.x), graph.replay], self.times)
-        return mine / plain
+        pipelined, plain = in_turns([lambda: pipe.step(self.x), graph.replay], self.times)
+        return pipelined / plain
 
     def plain(self, stream: torch.cuda.Stream) -> float:
-        """Of gradient accumulation as a plain CUDA graph."""
+        """Return the milliseconds of gradient accumulation as a plain CUDA graph."""
         graph = graph_of(self.accumulate, self.accumulate, stream)
         return milliseconds(graph.replay, self.times, WARM_UP)
 
@@ -153,6 +153,6 @@ class Bench:
 
 
 def accumulate(model: nn.Module, x: Tensor, chunks: int) -> None:
-    """Forward and backward of each micro-batch: the loss is the mean of theirs."""
+    """Accumulate the gradients of the mean loss, micro-batch by micro-batch."""
     for part in x.chunk(chunks):
         (loss_of(model(part)) / chunks).backward()

@@ -1,13 +1,13 @@
-"""What the machinery costs: microseconds a cell, beside torchgpipe and fairscale.
+"""Measure the overhead per cell in microseconds, next to torchgpipe and fairscale.
 
     pip install -c constraints.txt -e '.[bench]'
     python benchmarks/cell.py
 
-A cell is a stage and a micro-batch, forward and backward: here Linear(8, 8) on 8 rows, 4 stages,
-8 micro-batches, one intra-op thread. What is left above the plain loop is machinery. The peers
-give all CPU stages to one worker; so does `1 rank`, which is the caller's own thread. `4 ranks` has
-a thread a stage, more than there are cores. Every way takes its turn in every round, so that all
-meet the same noise.
+A cell is the forward and the backward of one stage on one micro-batch: here Linear(8, 8) on 8 rows,
+with 4 stages, 8 micro-batches and one intra-op thread. The time above the plain loop is overhead.
+The other libraries run all CPU stages in one worker. So does `1 rank`, in the thread of the caller.
+`4 ranks` has one thread per stage, which may be more than there are cores. Every round runs each
+variant once, so that all see the same noise.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def layers() -> nn.Sequential:
 
 
 def peers() -> dict[str, Callable[..., nn.Module]]:
-    """Those that are installed."""
-    found: dict[str, Callable[..., nn.Module]] = {}
+    """Return the other libraries that are installed."""
+    libraries: dict[str, Callable[..., nn.Module]] = {}
     try:
         from torchgpipe import GPipe
 
-        found["torchgpipe"] = GPipe
+        libraries["torchgpipe"] = GPipe
         from fairscale.nn import Pipe as FairscalePipe
 
-        found["fairscale"] = FairscalePipe
+        libraries["fairscale"] = FairscalePipe
     except ImportError as missing:
         print(f"{missing}: see the top of this file", file=sys.stderr)
-    return found
+    return libraries
 
 
 def plain(x: torch.Tensor) -> Callable[[], None]:
@@ -65,7 +65,7 @@ def plain(x: torch.Tensor) -> Callable[[], None]:
 
 
 def ways(x: torch.Tensor, mode: str) -> dict[str, Callable[[], None]]:
-    """Each a training step of the same model."""
+    """Return functions that run a training step of the same model, by name."""
     pipes: dict[str, nn.Module] = {}
     for name, (ranks, runtime) in OURS.items():
         pipes[name] = Pipe(
@@ -81,14 +81,14 @@ def ways(x: torch.Tensor, mode: str) -> dict[str, Callable[[], None]]:
     return {"plain loop": plain(x), **{name: run(pipe) for name, pipe in pipes.items()}}
 
 
-def microseconds(found: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """A cell's, median of all rounds."""
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for turn in range(rounds + 5):
-        for name, run in found.items():
+def microseconds(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Return the median time per cell of each variant."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for round_index in range(rounds + 5):
+        for name, run in variants.items():
             start = time.perf_counter()
             run()
-            if turn >= 5:
+            if round_index >= 5:
                 times[name].append(time.perf_counter() - start)
     return {n: statistics.median(t) / STAGES / CHUNKS * 1e6 for n, t in times.items()}
 
@@ -118,7 +118,7 @@ def main() -> None:
             name = f"the same above the plain loop, {peer}"
             print(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in above) + " |")
     sys.stdout.flush()
-    os._exit(0)  # the peers' threads do not end by themselves
+    os._exit(0)  # the threads of the other libraries do not exit by themselves
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The same stages of the same model on the same ranks: by Penstock, by PyTorch, in a plain loop.
+"""Run the same stages on the same ranks with Penstock, with PyTorch, and in a plain loop.
 
-Each tells what its actions took, so that a step can be compared with the same step on paper.
+Each variant reports the durations of its actions, so that a step can be compared with a simulation.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ loss_of = nn.functional.mse_loss
 
 
 class Sizes(NamedTuple):
-    """Of a model and its batch."""
+    """The sizes of a model and its batch."""
 
     width: int
     blocks: int
-    rows: int  # of a micro-batch
+    rows: int  # rows of a micro-batch
     chunks: int
 
     def __str__(self) -> str:
@@ -65,13 +65,13 @@ def data_of(sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def stages_of(model: nn.Sequential, count: int) -> list[nn.Sequential]:
-    """As many layers in each."""
+    """Split the model into stages with equally many layers."""
     layers, size = list(model), len(model) // count
-    return [nn.Sequential(*layers[at * size : (at + 1) * size]) for at in range(count)]
+    return [nn.Sequential(*layers[stage * size : (stage + 1) * size]) for stage in range(count)]
 
 
 class Ours:
-    """A step of Penstock's."""
+    """A training step with Penstock."""
 
     def __init__(self, name: str, sizes: Sizes) -> None:
         self.data = data_of(sizes)
@@ -92,7 +92,7 @@ class Ours:
         return self.last.loss
 
     def cost(self) -> Cost:
-        """Of the last step's actions."""
+        """Return the durations of the actions of the last step."""
         return self.last.timeline.cost
 
     def gradients(self) -> list[Tensor | None]:
@@ -100,26 +100,28 @@ class Ours:
 
 
 class Theirs:
-    """A step of PyTorch's."""
+    """A training step with torch.distributed.pipelining."""
 
     def __init__(self, name: str, sizes: Sizes, placement: Sequence[int]) -> None:
         (x, y), count = data_of(sizes), len(placement)
-        layers, own = stages_of(model_of(sizes), count), own_of(placement)
+        layers, local_stages = stages_of(model_of(sizes), count), own_of(placement)
         device = torch.device("cpu")
-        self.stages = [torchs.PipelineStage(layers[at], at, count, device) for at in own]
-        given: Any = self.stages[0] if len(own) == 1 else self.stages
-        self.schedule: Any = SCHEDULES[name](given, sizes.chunks, loss_fn=loss_of)
+        self.stages = [
+            torchs.PipelineStage(layers[index], index, count, device) for index in local_stages
+        ]
+        schedule_stages: Any = self.stages[0] if len(local_stages) == 1 else self.stages
+        self.schedule: Any = SCHEDULES[name](schedule_stages, sizes.chunks, loss_fn=loss_of)
         self.losses: list[Tensor] = []
-        self.inputs = (x,) if 0 in own else ()
-        ends = count - 1 in own
-        self.options: dict[str, Any] = {"target": y, "losses": self.losses} if ends else {}
+        self.inputs = (x,) if 0 in local_stages else ()
+        has_last = count - 1 in local_stages
+        self.options: dict[str, Any] = {"target": y, "losses": self.losses} if has_last else {}
         self.clock = Clock(count, sizes.chunks)
         for stage in self.stages:
-            at = stage.stage_index
-            self.clock.watch(stage, "forward_one_chunk", at, lambda _: "F")
-            self.clock.watch(stage, "backward_one_chunk", at, _kind_of_backward)
-            self.clock.watch(stage, "backward_weight_one_chunk", at, lambda _: "W")
-        if ends:
+            index = stage.stage_index
+            self.clock.watch(stage, "forward_one_chunk", index, lambda _: "F")
+            self.clock.watch(stage, "backward_one_chunk", index, _kind_of_backward)
+            self.clock.watch(stage, "backward_weight_one_chunk", index, lambda _: "W")
+        if has_last:
             self.clock.watch(self.schedule, "_compute_loss", count - 1, lambda _: "F")
 
     def step(self) -> Tensor | None:
@@ -130,7 +132,7 @@ class Theirs:
         return torch.stack(self.losses).mean() if self.losses else None
 
     def cost(self) -> Cost:
-        """Of the last step's actions."""
+        """Return the durations of the actions of the last step."""
         return self.clock.cost()
 
     def gradients(self) -> list[Tensor | None]:
@@ -142,12 +144,12 @@ def _kind_of_backward(options: Mapping[str, Any]) -> str:
 
 
 def own_of(placement: Sequence[int]) -> list[int]:
-    """This rank's stages."""
-    return [at for at, rank in enumerate(placement) if rank == dist.get_rank()]
+    """Return the stages of this rank."""
+    return [stage for stage, rank in enumerate(placement) if rank == dist.get_rank()]
 
 
 class Alone:
-    """The layers of this rank's stages in a plain loop, one stage after another."""
+    """The stages of this rank in a plain loop, one after another, without messages."""
 
     def __init__(self, sizes: Sizes, placement: Sequence[int]) -> None:
         self.layers = stages_of(model_of(sizes), len(placement))
@@ -158,26 +160,26 @@ class Alone:
     def step(self) -> None:
         times, last = self.clock.times, len(self.layers) - 1
         times.clear()
-        for at in self.own:
-            self.layers[at].zero_grad()
+        for index in self.own:
+            self.layers[index].zero_grad()
             for x, y in zip(self.x, self.y, strict=True):
-                inside = x.detach().requires_grad_(at > 0)
+                stage_input = x.detach().requires_grad_(index > 0)
                 start = time.perf_counter()
-                out = self.layers[at](inside)
-                if at == last:
+                out = self.layers[index](stage_input)
+                if index == last:
                     out = loss_of(out, y) / len(self.x)
-                between = time.perf_counter()
-                out.backward(None if at == last else y)
-                times["F", at] += between - start
-                times["B", at] += time.perf_counter() - between
+                middle = time.perf_counter()
+                out.backward(None if index == last else y)
+                times["F", index] += middle - start
+                times["B", index] += time.perf_counter() - middle
 
     def cost(self) -> Cost:
-        """Of the last step's actions."""
+        """Return the durations of the actions of the last step."""
         return self.clock.cost()
 
 
 class Clock:
-    """What actions took, by kind and stage."""
+    """The total durations of actions, by kind and stage."""
 
     def __init__(self, stages: int, chunks: int) -> None:
         self.times: dict[tuple[str, int], float] = defaultdict(float)
@@ -186,38 +188,40 @@ class Clock:
     def watch(
         self, owner: Any, name: str, stage: int, kind: Callable[[Mapping[str, Any]], str]
     ) -> None:
-        """Count each call of the owner's method of that name."""
+        """Add the duration of each call of the method `name` of `owner`."""
         call = getattr(owner, name)
 
-        def counted(*given: Any, **options: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             try:
-                return call(*given, **options)
+                return call(*args, **options)
             finally:
                 self.times[kind(options), stage] += time.perf_counter() - start
 
         setattr(owner, name, counted)
 
     def cost(self) -> Cost:
-        """Means over the micro-batches, of all ranks; a whole backward is halved."""
-        mine = [[self.times[op, at] for at in range(self._stages)] for op in "FBIW"]
-        found = torch.tensor(mine, dtype=torch.float64) / self._chunks
-        dist.all_reduce(found)
-        F, B, I, W = found
+        """Return means over micro-batches of all ranks; a full backward is half I, half W."""
+        local = [[self.times[op, stage] for stage in range(self._stages)] for op in "FBIW"]
+        means = torch.tensor(local, dtype=torch.float64) / self._chunks
+        dist.all_reduce(means)
+        F, B, I, W = means
         columns = [tuple(column.tolist()) for column in (F, I + B / 2, W + B / 2)]
         return Cost(columns[0], columns[1], columns[2], (1.0,) * self._stages)
 
 
 def check(ours: Ours, theirs: Theirs, sizes: Sizes) -> None:
-    """Both compute what the unsplit model does."""
+    """Check that both compute the loss and the gradients of the unsplit model."""
     model, (x, y) = model_of(sizes), data_of(sizes)
     loss = loss_of(model(x), y)
     loss.backward()
     stages = stages_of(model, len(ours.program.schedule.placement))
-    wanted = [p.grad for stage in theirs.stages for p in stages[stage.stage_index].parameters()]
+    expected_gradients = [
+        p.grad for stage in theirs.stages for p in stages[stage.stage_index].parameters()
+    ]
     for way in (ours, theirs):
-        found = way.step()
-        if found is not None:
-            torch.testing.assert_close(found, loss.detach())
-        for mine, right in zip(way.gradients(), wanted, strict=True):
-            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)
+        step_loss = way.step()
+        if step_loss is not None:
+            torch.testing.assert_close(step_loss, loss.detach())
+        for gradient, expected in zip(way.gradients(), expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)

@@ -1,10 +1,10 @@
-"""How long the exact search for the best cut takes, for hard and for easy tasks.
+"""Measure how long the exact search for the best cut takes, for hard and for easy problems.
 
     python benchmarks/cut.py
 
-Each row is one search, in seconds of the processor. `slowest` is the slowest stage against the work
-divided by speed, which no cut can beat. `one of 300` are random costs below 1, and one unit that is
-more than any even share.
+Each row is one search, in seconds of CPU time. `slowest` is the time of the slowest stage relative
+to the total work divided by the total speed, a bound for every cut. `one of 300` has random costs
+below 1, and one unit of cost 300, which is more than the even share of a stage.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from penstock.schedules.balance_problem import CutProblem, DeviceCapacity, UnitL
 SIZES = [(100, 8), (300, 16), (1000, 64)]
 Seconds = Callable[[Random, int], float]
 COSTS: dict[str, Seconds] = {
-    "equal": lambda random, at: 1.0,
-    "random": lambda random, at: random.random(),
-    "long tail": lambda random, at: random.lognormvariate(0, 1),
-    "one of 300": lambda random, at: 300.0 if at == 40 else random.random(),
+    "equal": lambda random, index: 1.0,
+    "random": lambda random, index: random.random(),
+    "long tail": lambda random, index: random.lognormvariate(0, 1),
+    "one of 300": lambda random, index: 300.0 if index == 40 else random.random(),
 }
 SPEEDS: dict[str, Callable[[Random, int], float]] = {
     "alike": lambda random, rank: 1.0,
@@ -33,20 +33,20 @@ SPEEDS: dict[str, Callable[[Random, int], float]] = {
 def task(
     units: int, stages: int, costs: str, speeds: str, messages: bool, tight: bool
 ) -> CutProblem:
-    """Units that keep 1 byte each; a skip from every fifth unit to another, up to 50 further."""
+    """Build a problem of units that hold 1 byte each, with a skip from every fifth unit."""
     random = Random(units)
-    made = [
-        UnitLoad(COSTS[costs](random, at), static_bytes=1.0, activation_bytes=0.1)
-        for at in range(units)
+    loads = [
+        UnitLoad(COSTS[costs](random, index), static_bytes=1.0, activation_bytes=0.1)
+        for index in range(units)
     ]
-    values = [UnitOutput(at, (at + 1,), random.randint(1, 9)) for at in range(units - 1)]
-    for at in range(0, units - 60, 5):
-        values.append(UnitOutput(at, (at + random.randint(2, 50), at + 55), 4))
-    # with as many in flight as 1f1b has, this is little more than the units need
+    values = [UnitOutput(index, (index + 1,), random.randint(1, 9)) for index in range(units - 1)]
+    for index in range(0, units - 60, 5):
+        values.append(UnitOutput(index, (index + random.randint(2, 50), index + 55), 4))
+    # with the in-flight micro-batches of 1f1b, this is slightly more than the units need
     room = 1.15 * units / stages * (1 + 0.1 * stages / 2) if tight else float("inf")
     devices = [DeviceCapacity(SPEEDS[speeds](random, rank), room) for rank in range(stages)]
     return CutProblem(
-        tuple(made), tuple(devices), tuple(values), seconds_per_byte=0.02 if messages else 0.0
+        tuple(loads), tuple(devices), tuple(values), seconds_per_byte=0.02 if messages else 0.0
     )
 
 
@@ -63,11 +63,11 @@ def main() -> None:
     print("| units | stages | costs | devices | messages | memory | seconds | slowest |")
     print("|---|---|---|---|---|---|---|---|")
     for units, stages, costs, speeds, messages, tight in cases():
-        asked = task(units, stages, costs, speeds, messages, tight)
+        problem = task(units, stages, costs, speeds, messages, tight)
         start = process_time()
-        cut = find_best_cut(asked)
+        cut = find_best_cut(problem)
         seconds = process_time() - start
-        ideal = sum(u.seconds for u in asked.units) / sum(d.speed for d in asked.devices)
+        ideal = sum(u.seconds for u in problem.units) / sum(d.speed for d in problem.devices)
         cells = [
             f"{units:,}",
             stages,

@@ -1,10 +1,10 @@
-"""How far `fit` is from the best there is, at sizes that an exact solver can still prove.
+"""Compare `fit` with the optimum, at sizes that an exact solver can handle.
 
     pip install -c constraints.txt -e '.[bench]'
     python benchmarks/exact.py
 
-Messages take 0.1 F, the cap is the named schedule's own peak, a minute a point on two cores. Each
-stage takes its micro-batches in order, as `fit` does.
+Messages take 0.1 F, and the memory cap is the peak of the named schedule. The solver gets one
+minute per point. Each stage processes its micro-batches in order, as in `fit`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ POINTS = [
     ("v-min", 4, 5),
     ("v-min", 4, 7),
 ]
-SEND, TICKS = 0.1, 20  # ticks in F of a rank's whole share
+SEND, TICKS = 0.1, 20  # ticks in the F of all stages of a rank
 
 
 def exact(
     placement: tuple[int, ...], chunks: int, memory: float, seconds: float
 ) -> tuple[str, float]:
-    """What the solver says of it, and the shortest makespan that it found."""
+    """Return the status of the solver, and the shortest makespan that it found."""
     model = cp_model.CpModel()
     per_rank = len(placement) // (max(placement) + 1)
     length, send = TICKS // per_rank, round(SEND * TICKS)
@@ -46,8 +46,8 @@ def exact(
     }
 
     def after(later: tuple[Op, int, int], earlier: tuple[Op, int, int]) -> None:
-        far = placement[later[1]] != placement[earlier[1]]
-        model.add(start[later] >= start[earlier] + length + (send if far else 0))
+        is_remote = placement[later[1]] != placement[earlier[1]]
+        model.add(start[later] >= start[earlier] + length + (send if is_remote else 0))
 
     for op, stage, i in start:
         if i:
@@ -59,17 +59,17 @@ def exact(
         if op is not Op.F:
             after((op, stage, i), (Op.F if op is Op.I else Op.I, stage, i))
     for rank in set(placement):
-        mine = {key: time for key, time in start.items() if placement[key[1]] == rank}
+        on_rank = {key: time for key, time in start.items() if placement[key[1]] == rank}
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(t, length, str(k)) for k, t in mine.items()
+            model.new_fixed_size_interval_var(t, length, str(k)) for k, t in on_rank.items()
         )
-        lives = []
-        for (op, stage, i), born in mine.items():
+        lifetimes = []
+        for (op, stage, i), allocation in on_rank.items():
             if op is Op.F:
-                dead = start[Op.W, stage, i] + length
+                release = start[Op.W, stage, i] + length
                 size = model.new_int_var(0, horizon, "")
-                lives.append(model.new_interval_var(born, size, dead, ""))
-        model.add_cumulative(lives, [1] * len(lives), round(memory * per_rank))
+                lifetimes.append(model.new_interval_var(allocation, size, release, ""))
+        model.add_cumulative(lifetimes, [1] * len(lifetimes), round(memory * per_rank))
     end = model.new_int_var(0, horizon, "end")
     model.add_max_equality(end, [time + length for time in start.values()])
     model.minimize(end)
@@ -87,9 +87,9 @@ def main() -> None:
         cost = Cost.even(named.placement, send=SEND)
         timeline = simulate(lower(named), cost)
         cap = max(timeline.peak)
-        made = simulate(lower(schedules.fit(named.placement, chunks, cost, cap)), cost)
+        fitted = simulate(lower(schedules.fit(named.placement, chunks, cost, cap)), cost)
         status, best = exact(named.placement, chunks, cap, seconds=60)
-        figures = [f"{time:g}" for time in (timeline.makespan, made.makespan, best)]
+        figures = [f"{time:g}" for time in (timeline.makespan, fitted.makespan, best)]
         print(f"| {name} | {ranks} | {chunks} | {' | '.join(figures)} | {status} |", flush=True)
 
 

@@ -1,10 +1,10 @@
-"""`fit` against every named schedule of its placement, under that schedule's own peak.
+"""Compare `fit` with every named schedule of the same placement, under the peak of that schedule.
 
-    python benchmarks/fit.py            ranks 2-8, chunks from the ranks to four times the ranks:
+    python benchmarks/fit.py            2 to 8 ranks, with one to four times as many chunks:
                                         about half an hour on two cores
     python benchmarks/fit.py --quick    a third of the points
 
-Nothing here is timed: makespans are simulated, so every run prints the same table.
+All makespans are simulated, not timed, so every run prints the same table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COSTS = ("F = I = W = 1, messages free", "messages take 0.1 F", "uneven stages")
 
 
 class Point(NamedTuple):
-    """One schedule of one size: its makespan, that of fit under its peak, the lower bound."""
+    """Makespans of one size: the named schedule, `fit` under its peak, and the lower bound."""
 
     costs: str
     placement: str
@@ -50,7 +50,7 @@ def costs_for(kind: str, placement: tuple[int, ...]) -> Cost:
 
 def points(kind: str, ranks: int, chunks: int) -> Iterator[Point]:
     for group, names in PLACEMENTS.items():
-        made: dict[float, float] = {}
+        makespans: dict[float, float] = {}
         for name in names:
             per_rank = 1 if group.startswith("one") else 2
             schedule = schedules.make(name, ranks, chunks, per_rank)
@@ -58,11 +58,11 @@ def points(kind: str, ranks: int, chunks: int) -> Iterator[Point]:
             cost = costs_for(kind, placement)
             timeline = simulate(lower(schedule), cost)
             cap = max(timeline.peak)
-            if cap not in made:
+            if cap not in makespans:
                 best = schedules.fit(placement, chunks, cost, cap)
-                made[cap] = simulate(lower(best), cost).makespan
+                makespans[cap] = simulate(lower(best), cost).makespan
             bound = schedules.lower_bound(placement, chunks, cost)
-            yield Point(kind, group, name, ranks, chunks, timeline.makespan, made[cap], bound)
+            yield Point(kind, group, name, ranks, chunks, timeline.makespan, makespans[cap], bound)
 
 
 def measure(job: tuple[str, int, int]) -> list[Point]:
@@ -78,21 +78,21 @@ def main() -> None:
         for kind, ranks in product(COSTS, range(2, 9))
         for chunks in range(ranks, 4 * ranks + 1, stride)
     ]
-    found: list[Point] = []
+    measured: list[Point] = []
     with ProcessPoolExecutor() as pool:
         for done, batch in enumerate(pool.map(measure, jobs), start=1):
-            found += batch
+            measured += batch
             print(f"\r{done} of {len(jobs)} sizes", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print_table(found)
+    print_table(measured)
 
 
-def print_table(found: list[Point]) -> None:
+def print_table(measured: list[Point]) -> None:
     print("| costs | placement | under the peak of | points | better | equal | worse | gain |")
     print("|---|---|---|---|---|---|---|---|")
     for kind, (group, names) in product(COSTS, PLACEMENTS.items()):
         for name in names:
-            rows = [p for p in found if (p.costs, p.placement, p.name) == (kind, group, name)]
+            rows = [p for p in measured if (p.costs, p.placement, p.name) == (kind, group, name)]
             better = sum(p.fit < p.named - 1e-9 for p in rows)
             worse = sum(p.fit > p.named + 1e-9 for p in rows)
             gain = sum(p.named / p.fit - 1 for p in rows) / len(rows)
@@ -104,12 +104,16 @@ def print_table(found: list[Point]) -> None:
     print("|---|---|---|---|---|---|")
     for kind, (group, names) in product(COSTS, PLACEMENTS.items()):
         for name in names:
-            rows = [p for p in found if (p.costs, p.placement, p.name) == (kind, group, name)]
+            rows = [p for p in measured if (p.costs, p.placement, p.name) == (kind, group, name)]
             gaps = [p.fit / p.bound - 1 for p in rows]
-            met = sum(gap < 1e-9 for gap in gaps)
-            figures = [f"{sum(gaps) / len(gaps):.1%}", f"{max(gaps):.1%}", f"{met} of {len(rows)}"]
+            at_bound = sum(gap < 1e-9 for gap in gaps)
+            figures = [
+                f"{sum(gaps) / len(gaps):.1%}",
+                f"{max(gaps):.1%}",
+                f"{at_bound} of {len(rows)}",
+            ]
             print("| " + " | ".join([kind, group, name, *figures]) + " |")
-    ties = [p for p in found if abs(p.fit - p.named) < 1e-9 and p.costs != COSTS[0]]
+    ties = [p for p in measured if abs(p.fit - p.named) < 1e-9 and p.costs != COSTS[0]]
     short = [p for p in ties if p.fit > p.bound + 1e-9]
     print(
         f"\nEqual though costs differ: {len(ties)} points, {len(ties) - len(short)} at the bound."

@@ -1,28 +1,28 @@
-"""A whole step in one launch: captured as a CUDA graph, against threads and against the ceiling.
+"""Measure steps captured as one CUDA graph, against threads and against the ceiling.
 
     python benchmarks/graph.py                              blocks: all sizes, about eight minutes
     python benchmarks/graph.py --devices 8 --rows 128 512   some of them
     python benchmarks/graph.py --figure 2                   8 devices, 512 and 128 rows
     python benchmarks/graph.py --figure 3                   4 devices, 4,096 rows
-    python benchmarks/graph.py --figure 4                   what the host takes for a replay
-    python benchmarks/graph.py --figure 5                   one device, against plain accumulation
+    python benchmarks/graph.py --figure 4                   host time of a replay
+    python benchmarks/graph.py --figure 5                   one device, against accumulation
     python benchmarks/graph.py --transformers               TransformerEncoderLayer, with dropout
     python benchmarks/graph.py --papers unet                U-Net, resnet101, amoebanet
 
-Eight blocks x + W2 gelu(W1 norm(x)) in bf16, 32 micro-batches, on 2, 4 or 8 virtual GPUs; nothing
-is recomputed. Milliseconds of a step, medians in one run:
+The model has eight blocks x + W2 gelu(W1 norm(x)) in bf16. It runs with 32 micro-batches on 2, 4 or
+8 virtual GPUs, without recomputation. The table has median milliseconds per step:
 
-naive       one group at a time, as a graph: the host does not slow it down, however small it is
-threads     1f1b, a thread for each device
+naive       one group at a time, as a graph, so that the host does not slow it down at any size
+threads     1f1b with one thread per device
 graph       1f1b, replayed
-torchgpipe  its design: gpipe by threads
-unsplit     the model on the whole GPU, gradients accumulated over micro-batches, eagerly
+torchgpipe  the design of torchgpipe: gpipe with threads
+unsplit     the model on the whole GPU, with eager gradient accumulation over micro-batches
 plain graph the same, captured as one CUDA graph
 
-Contention is measured with captured work, too. `host` is what the host takes to ask for a replayed
-step of an idle device, as a share of the step; `memory` that of the graph over that of threads: the
-peak in tensors, and what is taken from the device. A figure prints what must hold, and ends with 1
-if it does not.
+Contention is also measured with captured work. `host` is the time that the host takes to launch a
+replayed step on an idle device, as a share of the step. `memory` is the memory of the graph over
+that of threads: the peak in tensors, and the memory reserved from the device. `--figure` prints
+claims, and exits with 1 if one of them does not hold.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ HEADS += ["contention", "ceiling", "x threads", "of the ceiling", "host", "memor
 
 
 class Claim(NamedTuple):
-    """Something that must hold of a number that was measured."""
+    """A bound that a measured number must satisfy."""
 
     what: str
     found: float
@@ -70,9 +70,9 @@ class Claim(NamedTuple):
         return line([self.what, f"{self.found:.3f}", bound, "yes" if self.holds else "NO"])
 
 
-def mlp(rows: int, given: argparse.Namespace) -> Bench:
-    x = torch.randn(given.chunks * rows, WIDTH, device="cuda:0", dtype=torch.bfloat16)
-    return Bench(blocks_of(BLOCKS, WIDTH), x, given.chunks, given.times)
+def mlp(rows: int, args: argparse.Namespace) -> Bench:
+    x = torch.randn(args.chunks * rows, WIDTH, device="cuda:0", dtype=torch.bfloat16)
+    return Bench(blocks_of(BLOCKS, WIDTH), x, args.chunks, args.times)
 
 
 # ---- the table -----------------------------------------------------------------------------
@@ -82,58 +82,59 @@ def row(bench: Bench, ranks: int, unsplit: tuple[float, float]) -> str:
     places = penstock.virtual_devices("cuda:0", ranks)
     speed = bench.speed(list(places))
     host, step = bench.host(places)
-    tensors, taken = bench.memory(places)
+    tensors, reserved = bench.memory(places)
     times = [speed.naive, speed.threads, speed.graph, bench.step(TORCHGPIPE, places), *unsplit]
-    times_and = [*(f"{each:.1f}" for each in times), f"{speed.contention:.3f}"]
+    measurements = [*(f"{duration:.1f}" for duration in times), f"{speed.contention:.3f}"]
     ratios = [f"{speed.ceiling:.1f}", f"{speed.over_threads:.2f}", f"{speed.of_the_ceiling:.3f}"]
-    shares = [f"{host / step:.1%}", f"{tensors:.2f}, {taken:.2f}"]
-    return line([ranks, len(bench.x) // bench.chunks, *times_and, *ratios, *shares])
+    shares = [f"{host / step:.1%}", f"{tensors:.2f}, {reserved:.2f}"]
+    return line([ranks, len(bench.x) // bench.chunks, *measurements, *ratios, *shares])
 
 
-def sizes(given: argparse.Namespace) -> None:
+def sizes(args: argparse.Namespace) -> None:
     print(head(HEADS), flush=True)
-    for rows in given.rows:
-        bench = mlp(rows, given)
-        eager = milliseconds(bench.accumulate, given.times)
+    for rows in args.rows:
+        bench = mlp(rows, args)
+        eager = milliseconds(bench.accumulate, args.times)
         unsplit = eager, bench.plain(torch.cuda.Stream())
         bench.tidy()
-        for ranks in given.devices:
+        for ranks in args.devices:
             print(row(bench, ranks, unsplit), flush=True)
 
 
-# ---- what must hold ------------------------------------------------------------------------
+# ---- claims --------------------------------------------------------------------------------
 
 
-def figure_2(given: argparse.Namespace) -> Iterator[Claim]:
-    """Eight devices, where Python is what limits threads."""
+def figure_2(args: argparse.Namespace) -> Iterator[Claim]:
+    """Measure eight devices, where Python is the bottleneck of threads."""
     places = list(penstock.virtual_devices("cuda:0", 8))
-    speed = mlp(512, given).speed(places)
+    speed = mlp(512, args).speed(places)
     yield Claim("8 devices, 512 rows: times faster than threads", speed.over_threads, 1.7)
     yield Claim("8 devices, 512 rows: of the ceiling", speed.of_the_ceiling, 0.95)
-    bench = mlp(128, given)
+    bench = mlp(128, args)
     threads, graph = bench.step(THREADS, places), bench.step(GRAPH, places)
     yield Claim("8 devices, 128 rows: times faster than threads", threads / graph, 2.5)
 
 
-def figure_3(given: argparse.Namespace) -> Iterator[Claim]:
-    """Four devices, where the devices are what limits."""
-    speed = mlp(4096, given).speed(list(penstock.virtual_devices("cuda:0", 4)))
+def figure_3(args: argparse.Namespace) -> Iterator[Claim]:
+    """Measure four devices, where the devices are the bottleneck."""
+    speed = mlp(4096, args).speed(list(penstock.virtual_devices("cuda:0", 4)))
     yield Claim("4 devices, 4,096 rows: times faster than threads", speed.over_threads, 1.0)
     yield Claim("4 devices, 4,096 rows: of the ceiling", speed.of_the_ceiling, 0.97)
 
 
-def figure_4(given: argparse.Namespace) -> Iterator[Claim]:
-    """The batch is on the GPU already."""
+def figure_4(args: argparse.Namespace) -> Iterator[Claim]:
+    """Measure the host time of a replay; the batch is already on the GPU."""
     for ranks, rows in ((8, 128), (8, 512), (4, 4096)):
-        host, step = mlp(rows, given).host(penstock.virtual_devices("cuda:0", ranks))
+        host, step = mlp(rows, args).host(penstock.virtual_devices("cuda:0", ranks))
         what = f"{ranks} devices, {rows:,} rows: host {host:.2f} ms, as a share of the step"
         yield Claim(what, host / step, 0.05, at_most=True)
 
 
-def figure_5(given: argparse.Namespace) -> Iterator[Claim]:
-    """One device: all multiprocessors, or those of one group; both sides on the same.
+def figure_5(args: argparse.Namespace) -> Iterator[Claim]:
+    """Compare a pipe on one device with a plain graph on the same multiprocessors.
 
-    Steps follow one another, as in training: what the host does meanwhile costs neither side.
+    The device is the whole GPU or one group of it. Steps run back to back, as in training, so that
+    neither side waits for the host.
     """
     (group,) = penstock.virtual_devices("cuda:0", 1)
     where: list[tuple[str, Any, torch.cuda.Stream]] = [
@@ -141,7 +142,7 @@ def figure_5(given: argparse.Namespace) -> Iterator[Claim]:
         (f"one group of {group.sms}", group, group.compute_stream),
     ]
     for rows in (512, 4096):
-        bench = mlp(rows, given)
+        bench = mlp(rows, args)
         for name, place, stream in where:
             over = bench.of_pipe(GRAPH, [place], partial(bench.over_plain, stream=stream))
             yield Claim(f"{name}, {rows:,} rows: over a plain graph", over, 1.02, at_most=True)
@@ -151,7 +152,7 @@ FIGURES = {2: figure_2, 3: figure_3, 4: figure_4, 5: figure_5}
 
 
 def told(claims: Iterator[Claim]) -> int:
-    """Print them as they come; 1 if one does not hold."""
+    """Print the claims as they are measured, and return 1 if one does not hold, else 0."""
     print(head(["what", "measured", "asked", "holds"]), flush=True)
     missed = 0
     for claim in claims:
@@ -163,79 +164,84 @@ def told(claims: Iterator[Claim]) -> int:
 # ---- other models --------------------------------------------------------------------------
 
 
-def transformers(given: argparse.Namespace) -> None:
-    """Micro-batches of four sequences of 512; random numbers are part of every step."""
+def transformers(args: argparse.Namespace) -> None:
+    """Measure encoder layers with dropout, on micro-batches of four sequences of length 512."""
     torch.manual_seed(0)
     layers = [
         nn.TransformerEncoderLayer(1024, 16, 4096, 0.1, "gelu", batch_first=True, norm_first=True)
         for _ in range(BLOCKS)
     ]
     model = nn.Sequential(*layers).to("cuda:0", torch.bfloat16)
-    x = torch.randn(given.chunks * 4, 512, 1024, device="cuda:0", dtype=torch.bfloat16)
-    bench = Bench(model, x, given.chunks, given.times)
+    x = torch.randn(args.chunks * 4, 512, 1024, device="cuda:0", dtype=torch.bfloat16)
+    bench = Bench(model, x, args.chunks, args.times)
     print(head(["devices", "naive", "threads", "graph", "x threads", "host"]))
-    for ranks in given.devices:
+    for ranks in args.devices:
         places = penstock.virtual_devices("cuda:0", ranks)
         naive, threads = (bench.step(way, places) for way in (NAIVE, THREADS))
         host, graph = bench.host(places)
-        cells = [*(f"{each:.1f}" for each in (naive, threads, graph)), f"{threads / graph:.2f}"]
+        cells = [
+            *(f"{duration:.1f}" for duration in (naive, threads, graph)),
+            f"{threads / graph:.2f}",
+        ]
         print(line([ranks, *cells, f"{host / graph:.1%}"]), flush=True)
 
 
-def of_papers(given: argparse.Namespace) -> None:
-    """Recomputation and sizes as in `benchmarks/papers.py`, where the other tables are."""
+def of_papers(args: argparse.Namespace) -> None:
+    """Measure the models of `benchmarks/papers.py`, with its sizes and its recomputation."""
     print(head(["model", "K", "naive", "threads", "graph", "x threads"]))
-    options = ["--chunks", str(given.chunks), "--steps", "3"]
-    for model in given.papers:
+    options = ["--chunks", str(args.chunks), "--steps", "3"]
+    for model in args.papers:
         naive = float("nan")
-        for K in sorted(given.devices, reverse=True):
-            ways = (NAIVE, THREADS, GRAPH) if max(given.devices) == K else (THREADS, GRAPH)
-            found = []
+        for K in sorted(args.devices, reverse=True):
+            ways = (NAIVE, THREADS, GRAPH) if max(args.devices) == K else (THREADS, GRAPH)
+            durations = []
             for schedule, runtime in ways:
                 more = ["--schedule", schedule, "--runtime", runtime]
-                args = papers.arguments([*options, *more])
-                what = papers.case(model, args)
-                found.append(1e3 * papers.measure(what, K, given.chunks, args).seconds)
-            *first, threads, graph = found
-            naive = first[0] if first else naive  # one at a time takes as long, however many
-            cells = [f"{each:.0f}" for each in (naive, threads, graph)]
+                paper_args = papers.arguments([*options, *more])
+                what = papers.case(model, paper_args)
+                durations.append(1e3 * papers.measure(what, K, args.chunks, paper_args).seconds)
+            *first, threads, graph = durations
+            naive = first[0] if first else naive  # naive does not depend on the number of devices
+            cells = [f"{duration:.0f}" for duration in (naive, threads, graph)]
             print(line([what.label, K, *cells, f"{threads / graph:.2f}"]), flush=True)
 
 
 # ---- options -------------------------------------------------------------------------------
 
 
-def arguments(asked: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of a micro-batch")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of a micro-batch")
     parser.add_argument("--chunks", type=int, default=CHUNKS)
-    parser.add_argument("--times", type=int, default=9, help="steps, of which the median")
+    parser.add_argument(
+        "--times", type=int, default=9, help="timed steps, of which the median is reported"
+    )
     parser.add_argument("--figure", type=int, choices=FIGURES)
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--papers", nargs="*", choices=papers.SIZES)
-    given = parser.parse_args(asked)
-    if given.papers == []:
-        given.papers = list(papers.SIZES)
-    return given
+    args = parser.parse_args(argv)
+    if args.papers == []:
+        args.papers = list(papers.SIZES)
+    return args
 
 
 def main() -> None:
-    given = arguments()
+    args = arguments()
     needs_cuda()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {given.chunks}")
-    print(f"micro-batches, medians of up to {given.times} steps\n")
-    if given.figure:
-        raise SystemExit(told(FIGURES[given.figure](given)))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {args.chunks}")
+    print(f"micro-batches, medians of up to {args.times} steps\n")
+    if args.figure:
+        raise SystemExit(told(FIGURES[args.figure](args)))
     others: list[tuple[Any, Callable[[argparse.Namespace], None]]] = [
-        (given.transformers, transformers),
-        (given.papers, of_papers),
+        (args.transformers, transformers),
+        (args.papers, of_papers),
     ]
-    chosen = [show for asked, show in others if asked]
+    chosen = [show for selected, show in others if selected]
     for show in chosen or [sizes]:
-        show(given)
+        show(args)
 
 
 if __name__ == "__main__":

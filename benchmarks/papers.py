@@ -1,12 +1,12 @@
-"""The speed-up tables of the GPipe and torchgpipe papers, next to ours.
+"""Compare speed-ups with the tables of the GPipe and torchgpipe papers.
 
     python benchmarks/papers.py                 one GPU with 128 multiprocessors or more
     python benchmarks/papers.py --models unet --unet 5 64 192 64 16 --checkpoint never
-    python benchmarks/papers.py --cpu           tiny models on CPU ranks: only to see that it runs
+    python benchmarks/papers.py --cpu           tiny models on CPU ranks, as a smoke test
 
-One GPU is cut into K virtual devices of the same size, whatever K is, so that K of them are K
-times one of them, as in the papers. They share the memory and the clocks of one chip, though: the
-ceiling says how much faster K of them are than one when nothing is exchanged at all.
+One GPU is split into K virtual devices. Their size does not depend on K, so that K devices have K
+times the multiprocessors of one, as in the papers. But they share the memory and the clock of one
+chip. The ceiling is the speed-up of K devices over one when they exchange no data at all.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from resnet101 import resnet101
 from unet import unet
 
 CLASSES = 1000
-WARM_UP = 2  # under runtime graph the second step is captured
+WARM_UP = 2  # with runtime='graph', the second step is captured
 
-# Times one device without pipelining: the torchgpipe paper for the U-Net, the documentation of
-# torchgpipe 0.0.3 for ResNet-101. Times (K=2, M=1): the GPipe paper and the torchgpipe paper.
+# TIMES_ONE has speed-ups over one device without pipelining: from the torchgpipe paper for the
+# U-Net, and from the documentation of torchgpipe 0.0.3 for ResNet-101. TIMES_K2_M1 has speed-ups
+# over (K=2, M=1), from the GPipe paper and the torchgpipe paper.
 TIMES_ONE = {
     "unet": {2: "1.246", 4: "2.352", 8: "3.105"},
     "resnet101": {2: "1.489", 4: "2.629", 8: "4.367"},
 }
 TIMES_K2_M1 = {"amoebanet": {2: "1.21, 1.773", 4: "1.84, 2.709", 8: "3.48, 4.953"}}
 
-# The model's own sizes, pixels a side, images in a batch that stays whole, and in a micro-batch.
+# The sizes of the model, pixels per side, images in an undivided batch, images in a micro-batch.
 SIZES = {"unet": "B C", "resnet101": "WIDTH", "amoebanet": "L D"}
 FULL = {
     "unet": [5, 64, 192, 64, 8],
@@ -61,7 +62,7 @@ HEADS += ["x (K=2, M=1)", "GPipe, torchgpipe"]
 
 
 class Case(NamedTuple):
-    """A model of some size, its loss, and how many images it gets, of how many pixels a side."""
+    """A model, its loss, and the sizes of its images and batches."""
 
     label: str
     build: Callable[[], nn.Sequential]
@@ -71,11 +72,11 @@ class Case(NamedTuple):
     micro: int
 
     def images(self, M: int) -> int:
-        """In a batch of M micro-batches."""
+        """Return the number of images in a batch of M micro-batches."""
         return self.whole if M == 1 else M * self.micro
 
     def batch(self, M: int, device: str) -> tuple[Tensor, Tensor]:
-        """Noise, and a target of noise: a mask for the U-Net, classes for the others."""
+        """Return noise images and random targets: masks for the U-Net, classes for the others."""
         rows = self.images(M)
         noise = torch.randn(rows, 3, self.pixels, self.pixels, device=device)
         if self.loss is functional.cross_entropy:
@@ -108,7 +109,7 @@ def devices(K: int, args: argparse.Namespace) -> Sequence[Any]:
 
 
 def seconds(step: Callable[[], object], args: argparse.Namespace) -> float:
-    """The median over the steps, after some to warm up."""
+    """Return the median time of a step after warm-up."""
     times = []
     for _ in range(WARM_UP + args.steps):
         start = perf_counter()
@@ -120,12 +121,12 @@ def seconds(step: Callable[[], object], args: argparse.Namespace) -> float:
 
 
 def measure(what: Case, K: int, M: int, args: argparse.Namespace) -> Row:
-    """Time a step of a new pipe; one device takes the batch whole, and recomputes nothing."""
+    """Time a step of a new pipe. One device gets the undivided batch and recomputes nothing."""
     gc.collect()
-    where = "cpu" if args.cpu else "cuda:0"
-    images, target = what.batch(M, where)
-    measures = K > 1 and not args.cpu
-    with torch.device(where):
+    device = "cpu" if args.cpu else "cuda:0"
+    images, target = what.batch(M, device)
+    profile = K > 1 and not args.cpu
+    with torch.device(device):
         model = what.build()
     pipe = penstock.Pipe(
         model,
@@ -136,8 +137,8 @@ def measure(what: Case, K: int, M: int, args: argparse.Namespace) -> Row:
         schedule=args.schedule,
         runtime=args.runtime,
         loss_fn=what.loss,
-        balance="time" if measures else "parameters",
-        example=images[: len(images) // M] if measures else None,
+        balance="time" if profile else "parameters",
+        example=images[: len(images) // M] if profile else None,
     )
 
     def step() -> None:
@@ -150,7 +151,7 @@ def measure(what: Case, K: int, M: int, args: argparse.Namespace) -> Row:
 
 
 def ceiling(K: int, args: argparse.Namespace) -> float:
-    """How many times faster K devices are than one, each busy with convolutions of its own."""
+    """Return the speed-up of K devices over one, each with its own independent convolutions."""
     x = torch.randn(2, 8, 8, 8) if args.cpu else torch.randn(32, 256, 56, 56, device="cuda:0")
     channels = x.shape[1]
     pipes = [
@@ -190,25 +191,27 @@ def print_rows(model: str, what: Case, rows: list[Row], ceilings: dict[int, floa
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def arguments(asked: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes on CPU ranks")
+    parser.add_argument("--cpu", action="store_true", help="tiny models on CPU ranks")
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    for model, own in SIZES.items():
-        metavar = (*own.split(), "PIXELS", "BATCH", "MICRO")
+    for model, size_names in SIZES.items():
+        metavar = (*size_names.split(), "PIXELS", "BATCH", "MICRO")
         parser.add_argument(f"--{model}", nargs=len(metavar), type=int, metavar=metavar)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], help="each K")
-    parser.add_argument("--chunks", type=int, help="M; 32 if not given, 4 on the CPU")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], help="values of K")
+    parser.add_argument("--chunks", type=int, help="M; default 32, or 4 with --cpu")
     parser.add_argument("--schedule", default="gpipe")
     parser.add_argument("--runtime", choices=RUNTIMES, default="threads")
     parser.add_argument(
         "--checkpoint", choices=["always", "except_last", "never"], default="except_last"
     )
-    parser.add_argument("--sms", type=int, default=16, help="multiprocessors of a device")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, of which the median")
-    args = parser.parse_args(asked)
+    parser.add_argument("--sms", type=int, default=16, help="multiprocessors per device")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="timed steps, of which the median is reported"
+    )
+    args = parser.parse_args(argv)
     for model, sizes in (TINY if args.cpu else FULL).items():
         setattr(args, model, getattr(args, model) or sizes)
     args.chunks = args.chunks or (4 if args.cpu else 32)
@@ -227,9 +230,11 @@ def main() -> None:
         what = case(model, args)
         sizes = [(1, 1), (2, 1), *((K, args.chunks) for K in args.ranks)]
         print_rows(model, what, [measure(what, K, M, args) for K, M in sizes], ceilings)
-    where = "CPU ranks" if args.cpu else f"{args.sms} SMs each of a {torch.cuda.get_device_name()}"
-    how = f"{args.schedule}, {args.runtime}, checkpoint {args.checkpoint}"
-    print(f"\n{where}; {how}, but one device recomputes")
+    machine = (
+        "CPU ranks" if args.cpu else f"{args.sms} SMs each of a {torch.cuda.get_device_name()}"
+    )
+    settings = f"{args.schedule}, {args.runtime}, checkpoint {args.checkpoint}"
+    print(f"\n{machine}; {settings}, but one device recomputes")
     print(f"nothing; float32; median of {args.steps} steps, after {WARM_UP} to warm up;")
     print(f"torch {torch.__version__}; {perf_counter() - start:.0f} s in all.")
 

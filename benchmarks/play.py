@@ -1,9 +1,9 @@
-"""How long it takes to play a schedule: about n log n, whatever the number of ranks.
+"""Measure how long it takes to play a schedule: about n log n, for any number of ranks.
 
     python benchmarks/play.py
 
-Each row is the median of three runs in one process. A program has about three times the actions
-of its schedule, as every message adds a send and a receive.
+Each time is the median of three runs in one process. A program has about three times the actions
+of its schedule, because every message adds a send and a receive.
 """
 
 from __future__ import annotations

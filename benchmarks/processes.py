@@ -1,17 +1,18 @@
-"""Two processes over gloo: Penstock against torch.distributed.pipelining, turn by turn.
+"""Compare Penstock with torch.distributed.pipelining in two processes over gloo.
 
     torchrun --nproc-per-node 2 -m benchmarks.processes [--rounds 11]
 
-Same layers, weights, data, cut and chunks, one thread a process, over loopback. In every round
-each way takes its turn, so that all meet the same noise; a turn lasts until the slower rank is
-done. Before that, loss and gradients of both are compared with the unsplit model's.
+Both have the same layers, weights, data, cut and chunks, and one thread per process, on loopback.
+Every round runs each variant once, so that all see the same noise. A step lasts until the slower
+rank is done. Before the first round, the losses and the gradients of both are checked against the
+unsplit model.
 
-heavy   large layers. On paper: the step with what the layers of each stage take in a plain loop,
-        both ranks at once, in the same round (I and W: half a backward)
-tiny    layers so small that the rest shows: what a step takes above that, by messages; and what it
-        takes above the same step on paper with the actions as long as they were in it, so that what
-        is left is what messages cost
-memory  the most receive buffers that are alive at once on a rank, in micro-batches' activations
+heavy   Large layers. The simulated step uses the durations of each stage in a plain loop, measured
+        on both ranks at once in the same round. I and W are half a backward each.
+tiny    Layers so small that overhead dominates. The first columns have the time above the simulated
+        step, per message. The last columns have the time above a simulation with the durations of
+        the actions in that very step, so that only the cost of messages is left.
+memory  The peak of receive buffers that are alive on a rank, in activations of a micro-batch.
 """
 
 from __future__ import annotations
@@ -37,43 +38,43 @@ from penstock.schedules.ir import Program, Send
 
 
 class Turn(NamedTuple):
-    """What one round took, in seconds."""
+    """Measured and simulated seconds of one round."""
 
     ours: float
     theirs: float
-    paper: float  # with the layers alone
-    our_paper: float  # with our actions
+    paper: float  # simulated with the durations of the plain loop
+    our_paper: float  # simulated with the durations of our actions
     their_paper: float
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Until the slower rank is done."""
+    """Return the seconds until the slower rank is done."""
     dist.barrier()
     start = time.perf_counter()
     run()
-    taken = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def contest(sizes: Sizes, rounds: int) -> dict[str, tuple[Program, list[Turn]]]:
-    """All schedules, all ways, turn by turn."""
-    ways: dict[str, tuple[Ours, Theirs, Alone]] = {}
+    """Measure all schedules and all variants, in alternation."""
+    variants: dict[str, tuple[Ours, Theirs, Alone]] = {}
     for name in SCHEDULES:
         ours = Ours(name, sizes)
         placement = ours.program.schedule.placement
-        ways[name] = ours, Theirs(name, sizes, placement), Alone(sizes, placement)
-        check(*ways[name][:2], sizes)
-    found: dict[str, list[Turn]] = {name: [] for name in SCHEDULES}
-    for at in range(rounds + 2):
-        for name, (ours, theirs, alone) in ways.items():
+        variants[name] = ours, Theirs(name, sizes, placement), Alone(sizes, placement)
+        check(*variants[name][:2], sizes)
+    turns_by_schedule: dict[str, list[Turn]] = {name: [] for name in SCHEDULES}
+    for round_index in range(rounds + 2):
+        for name, (ours, theirs, alone) in variants.items():
             alone.step()
-            taken = timed(ours.step), timed(theirs.step)
+            measured = timed(ours.step), timed(theirs.step)
             costs = alone.cost(), ours.cost(), theirs.cost()
-            papers = [penstock.simulate(ours.program, cost).makespan for cost in costs]
-            if at > 1:
-                found[name].append(Turn(*taken, *papers))
-    return {name: (ways[name][0].program, turns) for name, turns in found.items()}
+            simulated = [penstock.simulate(ours.program, cost).makespan for cost in costs]
+            if round_index > 1:
+                turns_by_schedule[name].append(Turn(*measured, *simulated))
+    return {name: (variants[name][0].program, turns) for name, turns in turns_by_schedule.items()}
 
 
 def heavy(sizes: Sizes, rounds: int) -> list[str]:
@@ -125,7 +126,7 @@ def medians(turns: list[Turn]) -> list[float]:
 
 
 class Receiving:
-    """Counts the bytes of tensors into which somebody has received, as long as they live."""
+    """A counter of the bytes of live tensors that were used as receive buffers."""
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
@@ -146,7 +147,7 @@ class Receiving:
 
 @contextmanager
 def receiving() -> Iterator[Receiving]:
-    """Whatever is received within, over any group of this process."""
+    """Count everything that is received in the block, over any group of this process."""
     counter = Receiving()
 
     def counting(recv: Any, group: Any, tensors: list[Tensor], *rest: Any) -> Any:
@@ -157,7 +158,7 @@ def receiving() -> Iterator[Receiving]:
     kinds: Any = (c10d.ProcessGroup, c10d.Backend)
     before = [(kind, kind.__dict__["recv"]) for kind in kinds]
     for kind, recv in before:
-        kind.recv = lambda *given, recv=recv: counting(recv, *given)
+        kind.recv = lambda *args, recv=recv: counting(recv, *args)
     try:
         yield counter
     finally:
@@ -169,16 +170,16 @@ def memory(sizes: Sizes) -> list[str]:
     lines = ["| schedule | chunks | ours | theirs |", "|---|---|---|---|"]
     for name in SCHEDULES:
         for chunks in (4, 32):
-            same = sizes._replace(chunks=chunks)
-            ours = Ours(name, same)
-            theirs = Theirs(name, same, ours.program.schedule.placement)
-            peaks = [peak_of(way.step, same) for way in (ours, theirs)]
+            chunked = sizes._replace(chunks=chunks)
+            ours = Ours(name, chunked)
+            theirs = Theirs(name, chunked, ours.program.schedule.placement)
+            peaks = [peak_of(variant.step, chunked) for variant in (ours, theirs)]
             lines.append(f"| {name} | {chunks} | {peaks[0]:.1f} | {peaks[1]:.1f} |")
     return lines
 
 
 def peak_of(step: Callable[[], object], sizes: Sizes) -> float:
-    """On the worst rank, in a step that is not the first."""
+    """Return the peak of the second step on the worst rank, in activations of a micro-batch."""
     with receiving() as counter:
         step()
         counter.peak = counter.alive
@@ -192,21 +193,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=128, help="of a heavy micro-batch")
-    parser.add_argument("--width", type=int, default=768, help="of a heavy model")
+    parser.add_argument("--rows", type=int, default=128, help="rows of a heavy micro-batch")
+    parser.add_argument("--width", type=int, default=768, help="width of the heavy model")
     parser.add_argument("--only", choices=("heavy", "tiny", "memory"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rounds = given.rounds
+    rounds = args.rounds
     parts: dict[str, tuple[Sizes, Callable[[Sizes], list[str]]]] = {
-        "heavy": (Sizes(given.width, 8, given.rows, given.chunks), partial(heavy, rounds=rounds)),
+        "heavy": (Sizes(args.width, 8, args.rows, args.chunks), partial(heavy, rounds=rounds)),
         "tiny": (Sizes(8, 4, 1, 64), partial(tiny, rounds=rounds)),
         "memory": (Sizes(64, 8, 32, 4), memory),
     }
     for name, (sizes, measure) in parts.items():
-        if given.only in (None, name):
+        if args.only in (None, name):
             before = os.getloadavg()[0]
             lines = measure(sizes)
             if dist.get_rank() == 0:

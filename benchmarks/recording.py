@@ -1,11 +1,11 @@
-"""What does it cost that every step is timed, action by action?
+"""Measure the overhead of timing every action of a step.
 
-    python benchmarks/recording.py [--ranks 2]                     CPU ranks, by the clock
-    python benchmarks/recording.py --ranks 4 --sms 32  a GPU cut in four, by events or kernels
+    python benchmarks/recording.py [--ranks 2]         CPU ranks, by the host clock
+    python benchmarks/recording.py --ranks 4 --sms 32  a GPU split in four, by events or kernels
 
-Blocks of two Linear layers. In every round each pipe takes a step with its places telling the time,
-and one with places that tell nothing, in turns; medians of all rounds, until the devices are done.
-`host` is how long the call itself takes. The aim: below 2 %.
+The model has blocks of two Linear layers. Every round runs a step with timing and a step without.
+The table has medians of all rounds, including the time until the devices are done. `host` is the
+time of the call itself. The overhead should be below 2 %.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Seconds(NamedTuple):
-    """Of one step."""
+    """The seconds of one step: the call on the host, and until the devices are done."""
 
     host: float
     whole: float
@@ -53,12 +53,12 @@ class Seconds(NamedTuple):
 
 @contextmanager
 def silent(places: Sequence[Any]) -> Iterator[None]:
-    """Within, they do not tell the time, nor do those of a step that is captured."""
-    nothing: Callable[..., float] = lambda *_: 0.0  # noqa: E731
+    """Disable timestamps on these devices, and in steps that are captured meanwhile."""
+    no_time: Callable[..., float] = lambda *_: 0.0  # noqa: E731
     for place in places:
-        place.now = place.sent = nothing
+        place.now = place.sent = no_time
     stamped: Any = TimestampedGpu
-    now, stamped.now = stamped.now, nothing
+    now, stamped.now = stamped.now, no_time
     try:
         yield
     finally:
@@ -84,32 +84,35 @@ def measured(
     rounds: int,
     synchronize: Callable[[], None],
 ) -> tuple[list[Seconds], list[Seconds]]:
-    """With the time told, and without: two pipes, as a captured step has its kernels in it."""
+    """Return the durations of steps with timing and without.
+
+    Each variant has its own pipe, because a captured step includes its timestamp kernels.
+    """
     timed, untimed = make(), make()
-    found: tuple[list[Seconds], list[Seconds]] = [], []
-    for turn in range(rounds + 4):  # the first ones warm up, and capture
-        order = (0, 1) if turn % 2 else (1, 0)
-        for which in order:
-            if which:
+    durations: tuple[list[Seconds], list[Seconds]] = [], []
+    for round_index in range(rounds + 4):  # the first four rounds warm up and capture
+        order = (0, 1) if round_index % 2 else (1, 0)
+        for variant in order:
+            if variant:
                 with silent(places):
                     seconds = a_step(untimed, x, synchronize)
             else:
                 seconds = a_step(timed, x, synchronize)
-            if turn >= 4:
-                found[which].append(seconds)
-    return found
+            if round_index >= 4:
+                durations[variant].append(seconds)
+    return durations
 
 
-def row(name: str, rows: int, found: tuple[list[Seconds], list[Seconds]], actions: int) -> str:
+def row(name: str, rows: int, durations: tuple[list[Seconds], list[Seconds]], actions: int) -> str:
     timed, untimed = (
-        Seconds(*(statistics.median(column) for column in zip(*each, strict=True)))
-        for each in found
+        Seconds(*(statistics.median(column) for column in zip(*steps, strict=True)))
+        for steps in durations
     )
     share = timed.whole / untimed.whole - 1
-    an_action = (timed.host - untimed.host) / actions * 1e6
+    per_action = (timed.host - untimed.host) / actions * 1e6
     cells = (
         name, rows, f"{timed.whole * 1e3:.2f}", f"{untimed.whole * 1e3:.2f}", f"{share:+.1%}",
-        f"{timed.host * 1e3:.2f}", f"{untimed.host * 1e3:.2f}", f"{an_action:+.2f}",
+        f"{timed.host * 1e3:.2f}", f"{untimed.host * 1e3:.2f}", f"{per_action:+.2f}",
     )  # fmt: skip
     return line(cells)
 
@@ -117,46 +120,53 @@ def row(name: str, rows: int, found: tuple[list[Seconds], list[Seconds]], action
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sms", type=int, default=0, help="a rank is so many multiprocessors")
+    parser.add_argument(
+        "--sms",
+        type=int,
+        default=0,
+        help="multiprocessors per rank of a split GPU; 0 for CPU ranks",
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--chunks", type=int)
-    parser.add_argument("--rows", type=int, nargs="+", help="of a micro-batch")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of a micro-batch")
     parser.add_argument("--width", type=int)
     parser.add_argument("--schedule", default="1f1b")
-    given = parser.parse_args()
-    on_gpu, ranks = given.sms > 0, given.ranks
-    chunks = given.chunks or 4 * ranks
-    sizes = given.rows or ([128, 512, 4096] if on_gpu else [16, 256])
-    width = given.width or (2048 if on_gpu else 256)
+    args = parser.parse_args()
+    on_gpu, ranks = args.sms > 0, args.ranks
+    chunks = args.chunks or 4 * ranks
+    sizes = args.rows or ([128, 512, 4096] if on_gpu else [16, 256])
+    width = args.width or (2048 if on_gpu else 256)
     places: list[Cpu | Gpu] = [Cpu() for _ in range(ranks)]
-    kind: dict[str, Any] = {}
+    tensor_options: dict[str, Any] = {}
     machine, runtimes = f"{os.cpu_count()} cores", ["inline", "threads"]
     synchronize: Callable[[], None] = lambda: None  # noqa: E731
     if on_gpu:
-        places = list(penstock.virtual_devices("cuda:0", ranks, given.sms))
-        kind = {"device": "cuda:0", "dtype": torch.bfloat16}
-        machine = f"{torch.cuda.get_device_name()}, {given.sms} multiprocessors a rank"
+        places = list(penstock.virtual_devices("cuda:0", ranks, args.sms))
+        tensor_options = {"device": "cuda:0", "dtype": torch.bfloat16}
+        machine = f"{torch.cuda.get_device_name()}, {args.sms} multiprocessors a rank"
         runtimes.append("graph")
         synchronize = torch.cuda.synchronize
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {machine}: {ranks} ranks, {given.schedule}, {chunks}")
-    print(f"micro-batches, 2 blocks of width {width} a rank, medians of {given.rounds}\n")
+    print(f"torch {torch.__version__}, {machine}: {ranks} ranks, {args.schedule}, {chunks}")
+    print(f"micro-batches, 2 blocks of width {width} a rank, medians of {args.rounds}\n")
     print(head(HEADS))
     for runtime in runtimes:
         for rows in sizes:
 
             def make(runtime: str = runtime) -> Pipe:
                 torch.manual_seed(0)
-                model = nn.Sequential(*(Block(width) for _ in range(2 * ranks))).to(**kind)
+                model = nn.Sequential(*(Block(width) for _ in range(2 * ranks))).to(
+                    **tensor_options
+                )
                 return Pipe(
                     model, chunks, "never", stages=[2] * ranks, devices=places,
-                    schedule=given.schedule, loss_fn=loss_of, runtime=runtime,
+                    schedule=args.schedule, loss_fn=loss_of, runtime=runtime,
                 )  # fmt: skip
 
-            x = torch.randn(chunks * rows, width, **kind)
-            found = measured(make, places, x, given.rounds, synchronize)
+            x = torch.randn(chunks * rows, width, **tensor_options)
+            durations = measured(make, places, x, args.rounds, synchronize)
             actions = sum(map(len, make().forecast().program.lanes))
-            print(row(runtime, rows, found, actions), flush=True)
+            print(row(runtime, rows, durations, actions), flush=True)
 
 
 if __name__ == "__main__":

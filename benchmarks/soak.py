@@ -1,11 +1,11 @@
-"""A long training over two processes: does memory stay, and are the numbers the unsplit model's?
+"""Train for a long time over two processes, and watch memory and numerical differences.
 
     torchrun --nproc-per-node 2 -m benchmarks.soak [--steps 2000]
 
-Every step has another batch size, so that messages change their shapes; every 10 steps the pipe
-evaluates smaller batches, and every 100 it saves. Each rank also trains the unsplit model, in
-float64 with SGD and momentum, and compares its own parameters and the losses. `memory` is the
-process's own (resident, in MiB), `tensors` those that Python can reach, after a step.
+Every step has another batch size, so that the shapes of messages change. Every 10 steps the pipe
+evaluates a smaller batch, and every 100 steps it saves. Each rank also trains the unsplit model, in
+float64 with SGD and momentum, and compares the losses and its share of the parameters. `memory` is
+the resident memory of the process in MiB, and `tensors` counts the tensors that Python can reach.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CHUNKS, WIDTH, LARGEST = 4, 24, 200
 
 
 class Row(NamedTuple):
-    """What was seen after so many steps, on the worst rank."""
+    """The state after some number of steps, each value from the worst rank."""
 
     step: int
     memory: float
     tensors: int
-    loss: float  # the largest difference so far, relative
+    loss: float  # the largest relative difference so far
     parameters: float
     seconds: float
 
@@ -56,7 +56,7 @@ def model_of() -> nn.Sequential:
 
 
 def batches(seed: int, largest: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same on every rank; each of another size."""
+    """Yield batches of random sizes, the same on every rank."""
     sizes, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     while True:
         shape = sizes.randint(1, largest), WIDTH
@@ -88,7 +88,7 @@ class Soak:
         self.begun = time.monotonic()
 
     def step(self) -> None:
-        """Of both."""
+        """Train both for one step, and compare the losses."""
         x, y = next(self.training)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -99,7 +99,7 @@ class Soak:
             optimizer.step()
 
     def evaluate(self) -> None:
-        """Of both."""
+        """Evaluate both on one batch, and compare the outputs and the losses."""
         x, y = next(self.held_out)
         self.pipe.eval()
         self.whole.eval()
@@ -111,34 +111,34 @@ class Soak:
         self.whole.train()
 
     def save(self, step: int) -> None:
-        """And read back what was saved: the numbers must stay what they are."""
+        """Save and load again, which must not change any number."""
         self.pipe.save(self.folder, optimizer=self.optimizers[0], extra={"step": step})
         assert self.pipe.load(self.folder, optimizer=self.optimizers[0]) == {"step": step}
 
-    def _compare(self, found: Tensor, wanted: Tensor) -> None:
-        self.worst = max(self.worst, off_by(found, wanted))
+    def _compare(self, actual: Tensor, expected: Tensor) -> None:
+        self.worst = max(self.worst, off_by(actual, expected))
 
     def row(self, step: int) -> Row:
-        """Of all ranks."""
+        """Return the maxima over all ranks."""
         gc.collect()
         tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
         whole = dict(self.whole.named_parameters())
         parameters = max(off_by(p, whole[name]) for name, p in self.pipe.named_parameters())
         seconds = time.monotonic() - self.begun
-        mine = torch.tensor([resident(), tensors, self.worst, parameters, seconds]).double()
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        memory, count, loss, off, seconds = mine.tolist()
-        return Row(step, memory, int(count), loss, off, seconds)
+        values = torch.tensor([resident(), tensors, self.worst, parameters, seconds]).double()
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        memory, count, loss, parameter_difference, seconds = values.tolist()
+        return Row(step, memory, int(count), loss, parameter_difference, seconds)
 
 
-def off_by(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, against the largest number."""
+def off_by(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
     with torch.no_grad():
-        return float((found - wanted).abs().max() / wanted.abs().max())
+        return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def resident() -> float:
-    """MiB of this process."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -146,7 +146,7 @@ def resident() -> float:
 def soak(
     steps: int, schedule: str, folder: Path, evaluate: int, save: int, show: int
 ) -> Iterator[Row]:
-    """Train; a row every `show` steps."""
+    """Train, and yield a row every `show` steps."""
     both = Soak(schedule, folder)
     for step in range(1, steps + 1):
         both.step()
@@ -162,19 +162,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--schedule", default="1f1b")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     folder = [tempfile.mkdtemp(prefix="penstock-soak-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
-        print(f"torch {torch.__version__}, {given.schedule}, batches of 1 to {LARGEST} rows\n")
+        print(f"torch {torch.__version__}, {args.schedule}, batches of 1 to {LARGEST} rows\n")
         print("| step | memory | tensors | loss off by | parameters off by | seconds |")
         print("|---|---|---|---|---|---|")
     try:
-        show = max(1, given.steps // 20)
-        for row in soak(given.steps, given.schedule, Path(str(folder[0])), 10, 100, show):
+        show = max(1, args.steps // 20)
+        for row in soak(args.steps, args.schedule, Path(str(folder[0])), 10, 100, show):
             if dist.get_rank() == 0:
                 print(row, flush=True)
     finally:

@@ -1,12 +1,12 @@
-"""What splitting a backward into I and W costs on the host, beside PyTorch's own split.
+"""Measure the host overhead of splitting a backward into I and W, next to PyTorch's own split.
 
     python benchmarks/split_backward.py
 
-One stage of pre-norm transformer blocks with tiny tensors, one intra-op thread, so that nearly all
-of the time is the host's. The same cell is computed with a whole backward (B), with Penstock's I
-and W, and with `stage_backward_input` and `stage_backward_weight` of torch.distributed.pipelining.
-Every way takes its turn in every round, so that all meet the same noise. All three gradients are
-compared first.
+The stage has pre-norm transformer blocks with tiny tensors, and one intra-op thread, so that nearly
+all of the time is overhead of the host. The same cell is computed with a full backward (B), with
+the I and W of Penstock, and with `stage_backward_input` and `stage_backward_weight` of
+torch.distributed.pipelining. Every round runs each variant once, so that all see the same noise.
+The gradients of all three are compared first.
 """
 
 from __future__ import annotations
@@ -49,34 +49,38 @@ def inputs() -> Tensor:
 
 def seconds(times: Timed, name: str, work: Callable[[], Any]) -> Any:
     start = time.perf_counter()
-    found = work()
+    result = work()
     times[name] = time.perf_counter() - start
-    return found
+    return result
 
 
 def penstock(stage: Stage, x: Tensor, divided: bool) -> Timed:
-    """One cell, as a pipe computes it."""
+    """Time one cell as a pipe computes it."""
     context = CallerContext.current(frozenset({"cpu"}))
-    tape = StageRunner(stage, context, lambda i: SavedForBackward.GRAPH, lambda i: divided)
-    given = Payload((x.detach(),), None, (True,))
+    runner = StageRunner(stage, context, lambda i: SavedForBackward.GRAPH, lambda i: divided)
+    payload = Payload((x.detach(),), None, (True,))
     times: Timed = {}
-    made = seconds(times, "F", lambda: tape.forward(0, {OUTSIDE: given}))
-    (output,) = made[OUTSIDE].tensors
+    outputs = seconds(times, "F", lambda: runner.forward(0, {OUTSIDE: payload}))
+    (output,) = outputs[OUTSIDE].tensors
     gradients = {OUTSIDE: (torch.ones_like(output),)}
-    seconds(times, "I" if divided else "B", lambda: tape.backward(0, gradients, retain_graph=False))
+    seconds(
+        times, "I" if divided else "B", lambda: runner.backward(0, gradients, retain_graph=False)
+    )
     if divided:
-        seconds(times, "W", lambda: tape.backward_weights(0))
+        seconds(times, "W", lambda: runner.backward_weights(0))
     return times
 
 
 def pytorch(model: nn.Sequential, x: Tensor) -> Timed:
-    """The same by PyTorch's functions."""
-    given = x.detach().requires_grad_()
+    """Time the same cell with the functions of torch.distributed.pipelining."""
+    stage_input = x.detach().requires_grad_()
     times: Timed = {}
-    output = seconds(times, "F", lambda: model(given))
+    output = seconds(times, "F", lambda: model(stage_input))
     gradients = [torch.ones_like(output)]
     _, groups = seconds(
-        times, "I", lambda: stage_backward_input([output], gradients, [given], model.parameters())
+        times,
+        "I",
+        lambda: stage_backward_input([output], gradients, [stage_input], model.parameters()),
     )
     seconds(times, "W", lambda: stage_backward_weight(model.parameters(), groups))
     return times
@@ -92,34 +96,34 @@ def ways(model: nn.Sequential, x: Tensor) -> dict[str, Callable[[], Timed]]:
 
 
 def check(model: nn.Sequential, x: Tensor) -> None:
-    """All give the same gradients."""
-    found = []
+    """Check that all variants give the same gradients."""
+    gradients = []
     for way in ways(model, x).values():
         model.zero_grad()
         way()
-        found.append([p.grad for p in model.parameters()])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-6)
+        gradients.append([p.grad for p in model.parameters()])
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=1e-6)
 
 
 def measure(number: int, rounds: int) -> dict[str, Timed]:
-    """Milliseconds, medians."""
+    """Return the median milliseconds of each action, by variant."""
     model, x = blocks(number), inputs()
     check(model, x)
-    found = ways(model, x)
-    times: dict[str, list[Timed]] = {name: [] for name in found}
+    variants = ways(model, x)
+    times: dict[str, list[Timed]] = {name: [] for name in variants}
     gc.disable()
-    for turn in range(rounds + 2):
-        for name, way in found.items():
+    for round_index in range(rounds + 2):
+        for name, run_cell in variants.items():
             model.zero_grad()
-            taken = way()
+            timings = run_cell()
             gc.collect()
-            if turn >= 2:
-                times[name].append(taken)
+            if round_index >= 2:
+                times[name].append(timings)
     gc.enable()
     return {
-        name: {op: statistics.median(t[op] for t in taken) * 1e3 for op in taken[0]}
-        for name, taken in times.items()
+        name: {op: statistics.median(t[op] for t in runs) * 1e3 for op in runs[0]}
+        for name, runs in times.items()
     }
 
 
@@ -134,8 +138,8 @@ def main() -> None:
     print("| PyTorch: I | W | (I + W) / B |")
     print("|---|" + "---|" * 10)
     for number in BLOCKS:
-        found = measure(number, rounds)
-        whole, split, theirs = found["whole"], found["split"], found["pytorch"]
+        medians = measure(number, rounds)
+        whole, split, theirs = medians["whole"], medians["split"], medians["pytorch"]
         F, B = whole["F"], whole["B"]
         ours = split["I"] + split["W"]
         cells = [F, B, split["F"], split["I"], split["W"], ours / B, (split["F"] + ours) / (F + B)]

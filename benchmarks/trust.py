@@ -1,11 +1,12 @@
-"""The same scripts three ways: the model itself, torch.distributed.pipelining, and Penstock.
+"""Compare Penstock and torch.distributed.pipelining with the unsplit model on the same scripts.
 
     python benchmarks/trust.py [--only WORD]
 
-The first table has scripts that run to their end with torch.distributed.pipelining, and shows the
-number that is farthest from the unsplit model's; the second has scripts that do not. All in float64
-on the CPU, with fixed seeds. Pipelining's scripts run in a gloo process for each stage; one that
-fails or hangs is reported as that. Ends with 1 if Penstock differs from the unsplit model.
+The first table has scripts that run without an error with torch.distributed.pipelining, and shows
+the number that differs most from the unsplit model. The second table has scripts that fail. All run
+in float64 on the CPU, with fixed seeds. The pipelining scripts run in one gloo process per stage. A
+script that fails or hangs is reported. The exit code is 1 if Penstock differs from the unsplit
+model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from three_ways import REFUSED, SILENT
 from three_ways.processes import LIMIT, Failure, in_processes
 from three_ways.row import Found, Row, Script
 
-ROUNDING = 1e-10  # a difference below it is none
+ROUNDING = 1e-10  # smaller differences count as rounding
 OFF = ("pipelining is off by", "Penstock is off by")
 NUMBERS = ("script", "compared", "at", "unsplit", "pipelining", "Penstock", *OFF)
 ERRORS = ("script", "compared", "pipelining says", "Penstock is off by")
@@ -36,56 +37,58 @@ ERRORS = ("script", "compared", "pipelining says", "Penstock is off by")
 Place = tuple[str, tuple[int, ...]]
 
 
-def differences(found: Found, expected: Found) -> dict[str, Tensor]:
-    """By name, where both have numbers. What is missing altogether differs by infinity."""
-    apart = {}
-    for name, right in expected.items():
-        if name not in found:
-            apart[name] = torch.full_like(right, torch.inf)
+def differences(actual: Found, expected: Found) -> dict[str, Tensor]:
+    """Return absolute differences by name, on the common rows; infinity for a missing tensor."""
+    distances = {}
+    for name, wanted in expected.items():
+        if name not in actual:
+            distances[name] = torch.full_like(wanted, torch.inf)
             continue
         common = tuple(
-            slice(min(n, m)) for n, m in zip(found[name].shape, right.shape, strict=True)
+            slice(min(n, m)) for n, m in zip(actual[name].shape, wanted.shape, strict=True)
         )
-        apart[name] = (found[name][common] - right[common]).abs()
-    return apart
+        distances[name] = (actual[name][common] - wanted[common]).abs()
+    return distances
 
 
-def worst(found: Found, expected: Found) -> tuple[float, Place]:
-    """The largest difference, and where it is."""
-    apart = differences(found, expected)
-    name = max(apart, key=lambda name: apart[name].max().item())
-    where = torch.unravel_index(apart[name].argmax(), apart[name].shape)
-    return apart[name].max().item(), (name, tuple(int(index) for index in where))
+def worst(actual: Found, expected: Found) -> tuple[float, Place]:
+    """Return the largest difference and its place."""
+    distances = differences(actual, expected)
+    name = max(distances, key=lambda name: distances[name].max().item())
+    where = torch.unravel_index(distances[name].argmax(), distances[name].shape)
+    return distances[name].max().item(), (name, tuple(int(index) for index in where))
 
 
-def at(place: Place, found: Found | Failure) -> str:
+def at(place: Place, result: Found | Failure) -> str:
     name, where = place
-    if isinstance(found, Failure):
-        return str(found)
-    return f"{found[name][where]:.6f}" if name in found else "nothing"
+    if isinstance(result, Failure):
+        return str(result)
+    return f"{result[name][where]:.6f}" if name in result else "nothing"
 
 
-def verdict(found: Found | Failure, expected: Found) -> str:
-    if isinstance(found, Failure):
+def verdict(result: Found | Failure, expected: Found) -> str:
+    if isinstance(result, Failure):
         return "fails"
     shapes = [
-        f"{len(found[name])} rows for {len(right)}"
-        for name, right in expected.items()
-        if name in found and found[name].shape != right.shape
+        f"{len(result[name])} rows for {len(wanted)}"
+        for name, wanted in expected.items()
+        if name in result and result[name].shape != wanted.shape
     ]
-    apart, _ = worst(found, expected)
-    return "; ".join([f"{apart:.1e}" if apart > ROUNDING else f"equal ({apart:.0e})", *shapes])
+    distance, _ = worst(result, expected)
+    return "; ".join(
+        [f"{distance:.1e}" if distance > ROUNDING else f"equal ({distance:.0e})", *shapes]
+    )
 
 
-def is_equal(found: Found | Failure, expected: Found) -> bool:
-    same_shapes = isinstance(found, dict) and {name: v.shape for name, v in found.items()} == {
+def is_equal(result: Found | Failure, expected: Found) -> bool:
+    same_shapes = isinstance(result, dict) and {name: v.shape for name, v in result.items()} == {
         name: v.shape for name, v in expected.items()
     }
-    return same_shapes and worst(found, expected)[0] <= ROUNDING  # type: ignore[arg-type]
+    return same_shapes and worst(result, expected)[0] <= ROUNDING  # type: ignore[arg-type]
 
 
 def run(script: Script) -> Found | Failure:
-    """In this process."""
+    """Run a script in this process."""
     try:
         return script()
     except Exception as error:
@@ -93,15 +96,15 @@ def run(script: Script) -> Found | Failure:
 
 
 def pipelined(rows: Sequence[Row], limit: float) -> list[Found | Failure]:
-    """Pipelining's side of the rows: those with the same number of ranks in one group."""
+    """Run the pipelining scripts; those with the same number of ranks share a process group."""
     together: defaultdict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         together[row.ranks].append(number)
-    found: dict[int, Found | Failure] = {}
+    results: dict[int, Found | Failure] = {}
     for ranks, numbers in together.items():
         scripts = [rows[number].pipelining for number in numbers]
-        found.update(zip(numbers, in_processes(scripts, ranks, limit), strict=True))
-    return [found[number] for number in range(len(rows))]
+        results.update(zip(numbers, in_processes(scripts, ranks, limit), strict=True))
+    return [results[number] for number in range(len(rows))]
 
 
 def with_penstock(row: Row, limit: float) -> Found | Failure:
@@ -111,7 +114,7 @@ def with_penstock(row: Row, limit: float) -> Found | Failure:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], limit: float) -> bool:
-    """Prints it, row by row; is Penstock right in all of them?"""
+    """Print a table row by row, and return whether Penstock is right in all rows."""
     print(f"\n| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
     right = True
@@ -139,15 +142,17 @@ def table(rows: Sequence[Row], columns: Sequence[str], limit: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="scripts with this in their title")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for a group of peers")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds for a group of processes"
+    )
+    args = parser.parse_args()
     torch.set_num_threads(1)
     versions = torch.__version__, penstock.__version__, platform.python_version()
     print("torch {}, penstock {}, Python {}".format(*versions))
     right = []
     for rows, columns in ((SILENT, NUMBERS), (REFUSED, ERRORS)):
-        asked = [row for row in rows if given.only in row.title]
-        right += [table(asked, columns, given.limit)] if asked else []
+        selected = [row for row in rows if args.only in row.title]
+        right += [table(selected, columns, args.limit)] if selected else []
     sys.exit(0 if right and all(right) else 1)
 
 

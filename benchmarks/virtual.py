@@ -1,9 +1,9 @@
-"""What benchmarks on virtual GPUs have in common: blocks, clocks, contention, and the ceiling.
+"""Shared parts of the benchmarks on virtual GPUs: blocks, timers, contention, and the ceiling.
 
-naive       the stages one after the other, one group of multiprocessors busy at a time
-contention  how fast each group is when all work at once, against one alone (same work)
-ideal       the schedule's speed-up over naive on paper: unit costs, no messages
-ceiling     ideal x contention: what the machine allows
+naive       the stages one after another: one group of multiprocessors is busy at a time
+contention  the speed of a group while all groups are busy, relative to the same work alone
+ideal       the simulated speed-up of the schedule over naive: unit costs, no messages
+ceiling     ideal x contention: the largest speed-up that the GPU allows
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import penstock
 from penstock import schedules
 from penstock.device.virtual_gpu import VirtualGpu
 
-CYCLES = 4_000_000  # about 2 ms, in which the host asks all groups for their work
-TURNS = 8  # of the same work, while contention is measured
-IN_A_ROW = 4  # steps that are asked for before the host waits
+CYCLES = 4_000_000  # about 2 ms, enough for the host to launch the work of all groups
+TURNS = 8  # repetitions of the work in a measurement of contention
+IN_A_ROW = 4  # steps that are launched before the host waits
 
 
 class Block(nn.Module):
@@ -46,91 +46,92 @@ def loss_of(out: Tensor) -> Tensor:
 
 def blocks_of(number: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(*[Block(width) for _ in range(number)])
-    return made.to("cuda:0", torch.bfloat16)
+    model = nn.Sequential(*[Block(width) for _ in range(number)])
+    return model.to("cuda:0", torch.bfloat16)
 
 
 def needs_cuda() -> None:
-    """End the program, and say why, where there is no GPU to be cut."""
+    """Exit with a message if there is no CUDA GPU."""
     if not torch.cuda.is_available():
         print("this measures virtual devices of a CUDA GPU, and there is none", file=sys.stderr)
         raise SystemExit(2)
 
 
-# ---- clocks --------------------------------------------------------------------------------
+# ---- timers --------------------------------------------------------------------------------
 
 
-def enough(found: Sequence[float], times: int, budget: float) -> bool:
-    """Are so many measurements there, in ms, or have they taken that long? Three at least."""
-    return len(found) >= times or (len(found) >= 3 and sum(found) >= budget)
+def enough(durations: Sequence[float], times: int, budget: float) -> bool:
+    """Return whether there are enough measurements: `times` of them, or `budget` ms and three."""
+    return len(durations) >= times or (len(durations) >= 3 and sum(durations) >= budget)
 
 
 def milliseconds(
     run: Callable[[], object], times: int, warm_up: int = 3, budget: float = 8000.0
 ) -> float:
-    """Of the device, the median: fewer than so many times where that would take long."""
+    """Return the median time on the device, of fewer runs if they exceed the budget in ms."""
     for _ in range(warm_up):
         run()
     torch.cuda.synchronize()
-    found: list[float] = []
-    while not enough(found, times, budget):
+    durations: list[float] = []
+    while not enough(durations, times, budget):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end))
-    return float(statistics.median(found))
+        durations.append(start.elapsed_time(end))
+    return float(statistics.median(durations))
 
 
 def host_milliseconds(run: Callable[[], object], times: int) -> float:
-    """What it takes the host to ask for it, the median. The device is idle, or else the host might
-    wait for room in its queues.
+    """Return the median time that the host takes to launch a run.
+
+    The device is idle before each run, because otherwise the host might wait for a full queue.
     """
-    found = []
+    durations = []
     for _ in range(times):
         torch.cuda.synchronize()
         start = perf_counter()
         run()
-        found.append(1e3 * (perf_counter() - start))
+        durations.append(1e3 * (perf_counter() - start))
     torch.cuda.synchronize()
-    return statistics.median(found)
+    return statistics.median(durations)
 
 
 def in_turns(runs: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Milliseconds of each, the medians: several in a row of one, then of the next, and again."""
-    found: list[list[float]] = [[] for _ in runs]
-    for turn in range(times + 1):
-        for run, taken in zip(runs, found, strict=True):
+    """Return the median milliseconds of each; they alternate, several runs in a row."""
+    durations: list[list[float]] = [[] for _ in runs]
+    for round_index in range(times + 1):
+        for run, run_durations in zip(runs, durations, strict=True):
             ms = milliseconds(lambda run=run: [run() for _ in range(IN_A_ROW)], 1, 0, 0)  # type: ignore[misc]
-            if turn:  # the first warms up
-                taken.append(ms / IN_A_ROW)
-    return [statistics.median(taken) for taken in found]
+            if round_index:  # the first round warms up
+                run_durations.append(ms / IN_A_ROW)
+    return [statistics.median(run_durations) for run_durations in durations]
 
 
-# ---- what the machine allows ---------------------------------------------------------------
+# ---- contention and the ceiling ------------------------------------------------------------
 
 
 def contention(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
-    """Time of one group alone over its time while all groups do the same work, by threads."""
+    """Return the time of one group alone over its time while all groups work, one thread each."""
 
-    def work(place: VirtualGpu, mine: nn.Module, found: list[float]) -> None:
+    def work(place: VirtualGpu, module: nn.Module, durations: list[float]) -> None:
         torch.autograd.set_multithreading_enabled(False)
         with place.activate():
             for turn in range(4 + TURNS):
                 if turn == 4:
                     start = torch.cuda.Event(enable_timing=True)
                     start.record()
-                loss_of(mine(x)).backward()
+                loss_of(module(x)).backward()
             end = torch.cuda.Event(enable_timing=True)
             end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end))
+        durations.append(start.elapsed_time(end))
 
     def together(chosen: list[VirtualGpu]) -> float:
-        found: list[float] = []
+        durations: list[float] = []
         threads = [
-            threading.Thread(target=work, args=(place, copy.deepcopy(stage), found))
+            threading.Thread(target=work, args=(place, copy.deepcopy(stage), durations))
             for place in chosen
         ]
         torch.cuda.synchronize()
@@ -138,16 +139,16 @@ def contention(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
             thread.start()
         for thread in threads:
             thread.join()
-        return statistics.mean(found)
+        return statistics.mean(durations)
 
     alone = statistics.median(together(places[:1]) for _ in range(3))
     return alone / statistics.median(together(places) for _ in range(3))
 
 
 def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) -> float:
-    """The same of captured work, which the host does not slow down however small it is."""
-    stages = [copy.deepcopy(stage) for _ in places]  # a graph does not keep their memory
-    graphs = [captured(place, mine, x) for place, mine in zip(places, stages, strict=True)]
+    """Return the contention of captured work, which the host does not slow down at any size."""
+    stages = [copy.deepcopy(stage) for _ in places]  # a graph does not keep their memory alive
+    graphs = [captured(place, module, x) for place, module in zip(places, stages, strict=True)]
 
     def together(number: int) -> float:
         pairs = []
@@ -170,7 +171,7 @@ def contention_of_graphs(places: list[VirtualGpu], stage: nn.Module, x: Tensor) 
 
 
 def captured(place: VirtualGpu, stage: nn.Module, x: Tensor) -> torch.cuda.CUDAGraph:
-    """So many turns of forward and backward, on the group's multiprocessors."""
+    """Capture `TURNS` repetitions of forward and backward on the multiprocessors of a group."""
 
     def work(turns: int) -> None:
         for _ in range(turns):
@@ -182,9 +183,9 @@ def captured(place: VirtualGpu, stage: nn.Module, x: Tensor) -> torch.cuda.CUDAG
 def graph_of(
     warm_up: Callable[[], object], body: Callable[[], object], stream: torch.cuda.Stream
 ) -> torch.cuda.CUDAGraph:
-    """A plain CUDA graph of a body, on the stream, after something that is like it."""
+    """Capture `body` on the stream as a plain CUDA graph, after a warm-up."""
     graph = torch.cuda.CUDAGraph()
-    before = torch._C._is_multithreading_enabled()
+    was_multithreaded = torch._C._is_multithreading_enabled()
     torch.autograd.set_multithreading_enabled(False)
     try:
         stream.wait_stream(torch.cuda.current_stream())
@@ -194,12 +195,15 @@ def graph_of(
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             body()
     finally:
-        torch.autograd.set_multithreading_enabled(before)
+        torch.autograd.set_multithreading_enabled(was_multithreaded)
     return graph
 
 
 def ideal_of(name: str, checkpoint: str, ranks: int, chunks: int) -> float:
-    """On paper, against naive without recomputation. What is no schedule's name is a call."""
+    """Return the simulated speed-up over naive without recomputation.
+
+    A name that is not a schedule stands for a call and its backward, which runs as gpipe.
+    """
 
     def makespan(name: str, checkpoint: str) -> float:
         name = name if name in schedules.FAMILIES else "gpipe"
@@ -214,12 +218,12 @@ def ideal_of(name: str, checkpoint: str, ranks: int, chunks: int) -> float:
 
 
 def line(cells: Iterable[object]) -> str:
-    """One row of a table in markdown."""
+    """Return one row of a Markdown table."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def head(cells: Sequence[str]) -> str:
-    """Its first two lines."""
+    """Return the header and the separator of a Markdown table."""
     return line(cells) + "\n" + "|---" * len(cells) + "|"
 
 
@@ -227,14 +231,14 @@ def head(cells: Sequence[str]) -> str:
 
 
 class Peak(NamedTuple):
-    """Bytes beside what was there before: in tensors, and taken from the device."""
+    """Additional bytes: allocated in tensors, and reserved from the device."""
 
     allocated: int
     reserved: int
 
 
 def peak_of(step: Callable[[], object]) -> Peak:
-    """Of the second step and the third; a captured one is captured in the second."""
+    """Return the peak of the second and the third step; a graph is captured in the second."""
     step()
     torch.cuda.synchronize()
     gc.collect()

@@ -1,9 +1,9 @@
-"""AmoebaNet-D (L, D): L normal cells, D filters; the model of GPipe's tables.
+"""AmoebaNet-D (L, D), the model of the GPipe paper's tables: L normal cells, D filters.
 
     stem ─▶ 2 reductions ─▶ L/3 normal ─▶ reduction ─▶ L/3 normal ─▶ reduction ─▶ L/3 normal ─▶ head
 
-Each cell reads the results of the two cells before it. Both travel through the Sequential as one
-tuple, (last, one before), so every child is a cell and any two may be cut apart.
+Each cell reads the results of the two cells before it. Both go through the Sequential as one tuple,
+(last, older), so every child is a cell, and the model can be cut between any two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 State = tuple[Tensor, Tensor]
 Operation = Callable[[int, int], nn.Module]
-"""From channels and stride to a layer that keeps the channels."""
+"""A function from channels and stride to a layer that keeps the number of channels."""
 
 
 def convolution(
@@ -26,7 +26,7 @@ def convolution(
     kernel: tuple[int, int] = (1, 1),
     stride: tuple[int, int] = (1, 1),
 ) -> list[nn.Module]:
-    """ReLU, convolution, norm. The ReLU is not in place: others read the same state."""
+    """Build ReLU, convolution and norm. The ReLU is not in place: others read the same state."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return [
         nn.ReLU(),
@@ -36,33 +36,33 @@ def convolution(
 
 
 def same(channels: int, stride: int) -> nn.Module:
-    """The state itself."""
+    """Return the identity."""
     assert stride == 1, "neither kind of cell takes the input of a reduction as it is"
     return nn.Identity()
 
 
 def mean_3x3(channels: int, stride: int) -> nn.Module:
-    """Average pooling that does not count the padding."""
+    """Return average pooling that does not count the padding."""
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
 
 
 def max_3x3(channels: int, stride: int) -> nn.Module:
-    """Maximum pooling."""
+    """Return 3x3 maximum pooling."""
     return nn.MaxPool2d(3, stride, padding=1)
 
 
 def max_2x2(channels: int, stride: int) -> nn.Module:
-    """Maximum pooling without overlap."""
+    """Return 2x2 maximum pooling, which has no overlap with stride 2."""
     return nn.MaxPool2d(2, stride, ceil_mode=True)
 
 
 def conv_1x1(channels: int, stride: int) -> nn.Module:
-    """A convolution of channels only."""
+    """Return a pointwise convolution."""
     return nn.Sequential(*convolution(channels, channels, stride=(stride, stride)))
 
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
-    """A convolution on a quarter of the channels."""
+    """Return a 3x3 convolution on a quarter of the channels."""
     few = channels // 4
     return nn.Sequential(
         *convolution(channels, few),
@@ -72,7 +72,7 @@ def conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    """A row and a column, on a quarter of the channels."""
+    """Return a 1x7 and a 7x1 convolution on a quarter of the channels."""
     few = channels // 4
     return nn.Sequential(
         *convolution(channels, few),
@@ -82,8 +82,9 @@ def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
     )
 
 
-# What evolution found. States 0 and 1 are the results of the last cell and of the one before; each
-# line adds the next state, the sum of two operations on earlier ones. CONCAT leaves the cell.
+# The cells from the evolutionary search of the AmoebaNet paper. States 0 and 1 are the results of
+# the last two cells, the most recent first. Each line adds a state: the sum of two operations on
+# earlier states. The cell returns the concatenation of the states in CONCAT.
 Recipe = list[tuple[tuple[int, Operation], tuple[int, Operation]]]
 NORMAL: Recipe = [
     ((1, conv_1x1), (1, max_3x3)),
@@ -104,7 +105,7 @@ REDUCTION_CONCAT = [4, 5, 6]
 
 
 class Halve(nn.Module):
-    """Half the size: one half of the channels from even pixels, the other from odd ones."""
+    """Halve the image size: half of the channels read even pixels, the other half odd pixels."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -120,9 +121,9 @@ class Halve(nn.Module):
 
 
 class Cell(nn.Module):
-    """One cell; `inputs` are the channels of the last cell's result and of the one before.
+    """One cell; `inputs` are the channels of the last cell's result and of the one before it.
 
-    After a reduction the older result is still twice the size, so it is halved.
+    After a reduction, the older result still has twice the image size, so it is halved.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Cell(nn.Module):
 
 
 class Stem(nn.Module):
-    """From an image to the first state, in which both results are the same."""
+    """Convert an image to the first state, in which both results are the same."""
 
     def __init__(self, inputs: int, channels: int) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class Stem(nn.Module):
 
 
 class Head(nn.Module):
-    """From the last result to classes; the one before it is not needed any more."""
+    """Convert the last result to class scores; the older result is not used."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class Head(nn.Module):
 def amoebanet_d(
     L: int = 18, D: int = 256, *, classes: int = 1000, inputs: int = 3
 ) -> nn.Sequential:
-    """Make one; L and D must be multiples of 3 and 16.
+    """Build an AmoebaNet-D; L must be a multiple of 3, and D of 16.
 
     >>> model = amoebanet_d(L=3, D=16, classes=10)
     >>> model(torch.ones(2, 3, 64, 64)).shape

@@ -1,4 +1,4 @@
-"""A model and a batch to check; `broken` has a layer that a pipe cannot compute as it is.
+"""Provide models for `penstock check`; `broken` has a layer that a pipe cannot reproduce.
 
 cd examples
 penstock check check_mine:make
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 
 class Centred(nn.Module):
-    """Takes the mean of the batch away, so each row depends on all the others."""
+    """Subtract the mean over the batch, so that each row depends on all others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
 
 
 def make() -> tuple[nn.Sequential, Tensor, Tensor, nn.Module]:
-    """(model, batch, target, loss_fn), and nothing special about them."""
+    """Return (model, batch, target, loss_fn) of an ordinary model."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(12, 24),
@@ -37,7 +37,7 @@ def make() -> tuple[nn.Sequential, Tensor, Tensor, nn.Module]:
 
 
 def broken() -> dict[str, Any]:
-    """The same, as a dict, with a layer that looks across rows."""
+    """Return the same as a dict, with a layer that mixes the rows of a batch."""
     layers, batch, target, loss_fn = make()
     layers[4] = Centred()
     return {"model": layers, "batch": batch, "target": target, "loss_fn": loss_fn}

@@ -1,11 +1,11 @@
-"""ResNet-101, cut into pieces smaller than its blocks.
+"""ResNet-101 as a flat Sequential, with children that are smaller than its blocks.
 
     ─ split ─ conv norm relu ─ conv norm relu ─ conv norm ─ join ─ relu ─
         └──────────────────── identity ───────────────────────┘
 
-A bottleneck's identity is a skip connection like any other: stashed before the three convolutions,
-popped after them. So the Sequential is flat, and a cut may go through the middle of a bottleneck.
-The sum and the ReLUs are in place, as usual in ResNets, also where a stage begins with one.
+The identity of a bottleneck is an ordinary skip connection: stashed before the three convolutions
+and popped after them. So a cut may go through the middle of a bottleneck. The sum and the ReLUs are
+in place, as usual in ResNets, even where a stage begins with one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXPANSION = 4
 
 @skippable(stash=["identity"])
 class Split(nn.Module):
-    """Keep the block's input for its end, and pass it on."""
+    """Stash the input of the block, and pass it on."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         yield stash("identity", x)
@@ -32,7 +32,7 @@ class Split(nn.Module):
 
 @skippable(pop=["identity"])
 class Join(nn.Module):
-    """Add the block's input, brought to the block's shape, to the result."""
+    """Add the input of the block, projected to the output shape if necessary."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Join(nn.Module):
 
 
 def bottleneck(inputs: int, width: int, stride: int) -> OrderedDict[str, nn.Module]:
-    """The pieces of one block, which ends with EXPANSION times its width."""
+    """Build the children of one block, which has EXPANSION * width output channels."""
     outputs = EXPANSION * width
     block = Namespace()
     return OrderedDict(
@@ -70,7 +70,7 @@ def bottleneck(inputs: int, width: int, stride: int) -> OrderedDict[str, nn.Modu
 def resnet101(
     layers: Sequence[int] = (3, 4, 23, 3), *, width: int = 64, classes: int = 1000, inputs: int = 3
 ) -> nn.Sequential:
-    """Make one, or a smaller one of the same kind: `layers` counts the blocks of each size.
+    """Build a ResNet; `layers` has the number of blocks at each image size.
 
     >>> import torch
     >>> model = resnet101([1, 1], width=4, classes=10)

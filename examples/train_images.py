@@ -1,11 +1,11 @@
-"""Train a model of the papers on made-up images, in a pipeline.
+"""Train a model of the GPipe and torchgpipe papers on random images, in a pipeline.
 
     python examples/train_images.py --model unet --stages 2 --chunks 4 --steps 5
     python examples/train_images.py --model amoebanet --schedule 1f1b --checkpoint never
     python examples/train_images.py --model resnet101 --stages 4 --virtual 4 --full --batch 128
 
-The default sizes take seconds on a CPU; `--full` makes the papers' models. `--virtual 4` cuts one
-GPU into four devices, a stage each.
+The default sizes take seconds on a CPU. `--full` builds the models in the sizes of the papers.
+`--virtual 4` splits one GPU into four devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLASSES = 10
 
 
 class Task(NamedTuple):
-    """A model in two sizes, and what it learns: which pixels are bright, or which class it is."""
+    """A model in two sizes, with its target (bright pixels or a brightness class) and its loss."""
 
     small: Callable[[], nn.Sequential]
     full: Callable[[], nn.Sequential]
@@ -38,13 +38,13 @@ class Task(NamedTuple):
 
 
 def bright(images: Tensor) -> Tensor:
-    """For each pixel, whether it is brighter than the mean of its image."""
+    """Return a mask of the pixels that are brighter than the mean of their image."""
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
     return (images.mean(dim=1, keepdim=True) > mean).to(images.dtype)
 
 
 def brightness_class(images: Tensor) -> Tensor:
-    """For each image, how bright it is compared with the others, in classes of equal size."""
+    """Return the brightness class of each image within the batch, in classes of equal size."""
     order = images.mean(dim=(1, 2, 3)).argsort().argsort()
     return order * CLASSES // len(images)
 
@@ -72,45 +72,53 @@ TASKS = {
 
 
 def arguments() -> argparse.Namespace:
-    """What to train, and how it is cut."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=TASKS, default="unet")
-    parser.add_argument("--full", action="store_true", help="the papers' size")
+    parser.add_argument("--full", action="store_true", help="use the sizes of the papers")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--schedule", default="gpipe", help="a name that `penstock show` knows")
+    parser.add_argument("--schedule", default="gpipe", help="a schedule that `penstock show` knows")
     parser.add_argument(
         "--checkpoint", choices=["always", "except_last", "never"], default="except_last"
     )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--image", type=int, default=64, help="pixels a side")
+    parser.add_argument("--image", type=int, default=64, help="pixels per side")
     parser.add_argument("--rate", type=float, default=0.01)
-    parser.add_argument("--device", default="cpu", help="one for every rank, or cuda:0,cuda:1")
-    parser.add_argument("--ranks", type=int, help="if fewer than stages, as for interleaved")
-    parser.add_argument("--virtual", type=int, metavar="N", help="N devices cut out of cuda:0")
+    parser.add_argument(
+        "--device", default="cpu", help="one device for all ranks, or a list like cuda:0,cuda:1"
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks, if it is smaller than that of stages"
+    )
+    parser.add_argument(
+        "--virtual", type=int, metavar="N", help="split cuda:0 into N virtual devices"
+    )
     return parser.parse_args()
 
 
 def made_up(task: Task, batch: int, size: int, device: str) -> tuple[Tensor, Tensor]:
-    """Noise of different brightness, and what is to be learned about it."""
+    """Return noise images of different brightness, and their targets."""
     images = torch.randn(batch, 3, size, size) + torch.randn(batch, 1, 1, 1)
     return images.to(device), task.target(images).to(device)
 
 
 def main() -> None:
-    """Train, a line a step."""
+    """Train, and print one line per step."""
     args = arguments()
     task = TASKS[args.model]
     torch.manual_seed(0)
-    names = args.device.split(",")
+    device_names = args.device.split(",")
     if args.virtual:
-        names = ["cuda:0"]
+        device_names = ["cuda:0"]
         devices = penstock.virtual_devices("cuda:0", args.virtual)
     else:
-        devices = names * (args.ranks or args.stages) if len(names) == 1 else names
+        devices = (
+            device_names * (args.ranks or args.stages) if len(device_names) == 1 else device_names
+        )
     batches = partial(made_up, task, args.batch, args.image)
     pipe = penstock.Pipe(
         task.full() if args.full else task.small(),
@@ -121,11 +129,11 @@ def main() -> None:
         schedule=args.schedule,
         loss_fn=task.loss,
         balance="time",
-        example=batches(names[0])[0],
+        example=batches(device_names[0])[0],
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=args.rate, momentum=0.9)
     for step in range(1, args.steps + 1):
-        images, target = batches(names[0])
+        images, target = batches(device_names[0])
         start = perf_counter()
         optimizer.zero_grad()
         result = pipe.step(images, target=target)

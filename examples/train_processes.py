@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 2 examples/train_processes.py --check
 
-with data parallelism, two pipes of two ranks each:
+With data parallelism, two pipes of two ranks each:
 
     torchrun --nproc-per-node 4 examples/train_processes.py --dp 2 --check
 
-saving as it goes; killed at any moment, it goes on where it was, also with another number of ranks:
+With checkpoints: after a kill, training resumes from the last save, also with more or fewer ranks:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_processes.py --save out/run
 
-with a model that no rank holds as a whole: --meta. On CPUs or GPUs; on all ranks the same lines.
+With --meta, no rank ever holds the whole model. The code is the same on all ranks, and on CPUs and
+GPUs.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch.nn import functional
 import penstock
 
 LETTERS, WIDTH, HEADS, CONTEXT = 32, 32, 4, 16
-ROWS = 16  # of a batch, over all pipes
+ROWS = 16  # rows of a batch, over all pipes
 
 
 class Block(nn.Module):
-    """Attention to the letters before, then a feed-forward layer."""
+    """A transformer block: causal self-attention, then a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,25 +46,25 @@ class Block(nn.Module):
         rows, length, _ = x.shape
         heads = self.mix(self.norm(x)).view(rows, length, 3, HEADS, -1).transpose(1, 3)
         query, key, value = heads.unbind(2)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        between: Tensor = x + self.join(seen.transpose(1, 2).reshape(rows, length, WIDTH))
-        after: Tensor = between + self.feed(between)
-        return after
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden: Tensor = x + self.join(attended.transpose(1, 2).reshape(rows, length, WIDTH))
+        out: Tensor = hidden + self.feed(hidden)
+        return out
 
 
 def transformer(blocks: int) -> nn.Sequential:
-    """Letters in, a score for each next letter out."""
+    """Build a transformer that maps letters to scores for each next letter."""
     middle = [Block() for _ in range(blocks)]
     return nn.Sequential(nn.Embedding(LETTERS, WIDTH), *middle, nn.Linear(WIDTH, LETTERS))
 
 
 def next_letter_loss(scores: Tensor, letters: Tensor) -> Tensor:
-    """Of every letter but the first."""
+    """Return the cross-entropy of every letter but the first."""
     return functional.cross_entropy(scores[:, :-1].flatten(0, 1), letters[:, 1:].flatten())
 
 
 def batch(step: int) -> Tensor:
-    """Letters that count upwards, some by one, some by two: the same on every rank."""
+    """Return rows of letters that count up by one or by two, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(LETTERS, (ROWS, 1), generator=generator)
     stride = torch.randint(1, 3, (ROWS, 1), generator=generator)
@@ -71,38 +72,42 @@ def batch(step: int) -> Tensor:
 
 
 def arguments() -> argparse.Namespace:
-    """What to train, and how."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches of a pipe's rows")
-    parser.add_argument("--schedule", default="1f1b", help="any that `penstock show` knows")
+    parser.add_argument("--schedule", default="1f1b", help="a schedule that `penstock show` knows")
     parser.add_argument("--dp", type=int, default=1, help="pipes that share each batch")
-    parser.add_argument("--meta", action="store_true", help="build the model on meta")
-    parser.add_argument("--save", metavar="FOLDER", help="save to it, and go on from it")
-    parser.add_argument("--every", type=int, default=10, help="steps between two saves or lines")
-    parser.add_argument("--check", action="store_true", help="compare, in float64")
+    parser.add_argument("--meta", action="store_true", help="build the model on the meta device")
+    parser.add_argument("--save", metavar="FOLDER", help="save to this folder, and resume from it")
+    parser.add_argument(
+        "--every", type=int, default=10, help="steps between saves and printed lines"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the unsplit model, in float64"
+    )
     return parser.parse_args()
 
 
 def built(blocks: int, meta: bool) -> nn.Sequential:
-    """On every rank the same: with weights, or without memory for them."""
+    """Build the same model on every rank, with weights or on the meta device."""
     torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         return transformer(blocks)
 
 
 def say(text: str) -> None:
-    """One line of this rank's, whole."""
+    """Print a line with this rank, in one write, so that lines of several ranks do not mix."""
     sys.stdout.write(f"rank {dist.get_rank()}  {text}\n")
     sys.stdout.flush()
 
 
 def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, float]:
-    """All steps that are left; the loss of the last over the whole batch."""
-    copy = mesh["dp"].get_local_rank() if args.dp > 1 else 0
+    """Run the remaining steps; return the pipe and the last loss over the whole batch."""
+    replica = mesh["dp"].get_local_rank() if args.dp > 1 else 0
     pipe = penstock.Pipe(
         built(args.blocks, args.meta),
         chunks=args.chunks,
@@ -116,7 +121,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, fl
         start, loss = pipe.load(args.save, optimizer=optimizer)
         say(f"goes on after step {start}")
     for step in range(start + 1, args.steps + 1):
-        letters = batch(step).chunk(args.dp)[copy].to(mesh.device_type)
+        letters = batch(step).chunk(args.dp)[replica].to(mesh.device_type)
         optimizer.zero_grad()
         loss = pipe.step(letters, target=letters).loss
         optimizer.step()
@@ -128,9 +133,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[penstock.Pipe, fl
 
 
 def compare(args: argparse.Namespace, pipe: penstock.Pipe, loss: float) -> bool:
-    """Train the unsplit model in this process; are its loss and this rank's weights the same?"""
+    """Train the unsplit model, and return whether its loss and this rank's weights match."""
     model = built(args.blocks, args.meta)
-    if args.meta:  # as one stage: that gives the same first weights
+    if args.meta:  # a pipe with one stage initializes the same weights
         model = nn.Sequential(*penstock.Pipe(model, stages=1, devices=["cpu"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(1, args.steps + 1):
@@ -147,7 +152,7 @@ def compare(args: argparse.Namespace, pipe: penstock.Pipe, loss: float) -> bool:
 
 
 def main() -> None:
-    """Train, and compare if asked to."""
+    """Train, and compare with the unsplit model under --check."""
     args = arguments()
     mesh = penstock.init(dp=args.dp)
     if args.check:

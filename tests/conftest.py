@@ -1,6 +1,7 @@
-"""How the tests are run: more at once than there are cores, and without looking at torch's objects.
+"""Test configuration: more workers than cores, cheap seeding, and cheap garbage collection.
 
-Tests of faults wait most of their time for a rank that gives no sign of life; others run meanwhile.
+Fault tests spend most of their time waiting for a rank that no longer responds, so other tests can
+run in the meantime.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import torch
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` is: three for two cores."""
+    """Return the workers of `-n auto`: three for every two cores."""
     cores = len(os.sched_getaffinity(0))
     return cores + cores // 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without an accelerator, seeding is seeding the CPU's generator.
+    """Without an accelerator, replace `torch.manual_seed` by the seeding of the CPU generator.
 
-    Else torch keeps each seed for every kind of accelerator that may come yet, with the stack of
-    who gave it, for good: that takes half a millisecond a call, and tests make thousands.
+    Otherwise torch queues each seed, with a stack trace, for every accelerator that might be
+    initialized later, and never frees it. That takes half a millisecond per call, and the tests
+    make thousands of calls.
     """
     if not torch.accelerator.is_available():
         torch.manual_seed = torch.default_generator.manual_seed
@@ -31,10 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported by now stays: a test that collects garbage need not go through it each time.
+    """Exempt all objects imported so far from garbage collection.
 
-    Torch has some 300,000 objects: with them it takes a third of a second.
+    Torch has about 300,000 objects. With them, each `gc.collect()` in a test takes a third of a
+    second.
     """
-    import_module("torch._dynamo")  # or else the first optimizer does, and it would not be frozen
+    import_module("torch._dynamo")  # otherwise the first optimizer imports it, after the freeze
     gc.collect()
     gc.freeze()

@@ -1,10 +1,10 @@
-"""Tests with many axes, thinned: every value, and every two values of different axes, meet.
+"""Pairwise test parameters: every two values of different axes occur together in some case.
 
-The product of schedules, runtimes, modes and doors is taken in full where a pipe is compared bit by
-bit, in tests/properties/test_exactness.py. What else is said of all of them takes pairs:
+tests/properties/test_exactness.py compares a pipe bit by bit under the full product of schedules,
+runtimes, checkpoint modes and doors. Other tests of all these axes use pairs:
 
     @each_pair(schedule=SCHEDULES, runtime=RUNTIMES, checkpoint=CHECKPOINTS, door=DOORS)
-    def test_...(schedule, runtime, checkpoint, door): ...       # 42 cases, and not 168
+    def test_...(schedule, runtime, checkpoint, door): ...       # 42 cases instead of 168
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ Pair = tuple[int, Any, int, Any]
 
 
 def each_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """A test's cases, with its parameters by name."""
+    """Parametrize a test with pairwise combinations of its named parameters."""
     return pytest.mark.parametrize(tuple(axes), pairs({n: list(v) for n, v in axes.items()}))
 
 
 def pairs(axes: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Rows, one value of each axis, in which each two values of different axes meet.
+    """Return rows, with one value per axis, that cover each pair of values of different axes.
 
-    Those of the two longest axes meet once each; every other axis takes the value that has met them
-    least. What is then left, if anything, gets rows of its own.
+    The algorithm is greedy. First, the product of the two longest axes gives one row each, in which
+    every other axis takes the value that is paired least so far with the values of the row. Then
+    each pair that is still missing gets a row of its own.
     """
     values = list(axes.values())
     met: Counter[Pair] = Counter()
@@ -45,7 +46,7 @@ def pairs(axes: Mapping[str, Sequence[Any]]) -> list[Row]:
 
 
 def _filled(values: Sequence[Sequence[Any]], chosen: dict[int, Any], met: Counter[Pair]) -> Row:
-    """A row with what was chosen, whose pairs have then met."""
+    """Complete the chosen values to a row, and count the pairs of the row in `met`."""
     for at in set(range(len(values))) - chosen.keys():
         chosen[at] = min(values[at], key=lambda value: _often(chosen, at, value, met))
     row = tuple(chosen[at] for at in range(len(values)))
@@ -54,7 +55,7 @@ def _filled(values: Sequence[Sequence[Any]], chosen: dict[int, Any], met: Counte
 
 
 def _often(chosen: Mapping[int, Any], at: int, value: Any, met: Counter[Pair]) -> tuple[int, int]:
-    """How many have met this value, and how often."""
+    """Return how many of the chosen values were paired with this value, and how often in total."""
     counts = [
         met[(a, one, at, value) if a < at else (at, value, a, one)] for a, one in chosen.items()
     ]

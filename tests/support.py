@@ -1,4 +1,4 @@
-"""What the tests of pipes share: the unsplit model as an oracle, and layers to build models of."""
+"""Shared parts of the tests of pipes: the unsplit model as an oracle, and layers for models."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.schedules.lowering import join_split_backwards
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
 from penstock.stage.rng import CellRngMode, advance_caller_rng, derive_cell_seed, peek_seed
 
-torch.set_num_threads(1)  # tests run beside each other, on tensors of a few numbers
+torch.set_num_threads(1)  # tests run in parallel, on tiny tensors
 
-SCHEDULES = {  # with the stages a rank that each is tried with
+SCHEDULES = {  # with the number of stages per rank in the tests
     "gpipe": 1,
     "naive": 1,
     "1f1b": 1,
@@ -47,11 +47,11 @@ each_door = pytest.mark.parametrize("door", DOORS)
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
-# ---- both ways to train, and what comes of them -------------------------------------------
+# ---- training steps of a pipe and of the unsplit model ------------------------------------
 
 
 class Outcome(NamedTuple):
-    """What a training step leaves; gradients and buffers by name, the input's gradient as ''."""
+    """The results of a training step. The gradient of the input has the name ''."""
 
     loss: Tensor
     output: Tensor
@@ -66,7 +66,7 @@ def outcome(model: nn.Module, x: Tensor, loss: Tensor, output: Tensor) -> Outcom
 
 
 def trained(pipe: Pipe, x: Tensor, target: Tensor, door: str) -> Outcome:
-    """One training step of a pipe that has a loss_fn, through either door."""
+    """Run one training step of a pipe that has a loss_fn, by `step` or by a call and `backward`."""
     if door == "step":
         result = pipe.step(x, target=target, outputs=True)
         return outcome(pipe, x, result.loss, result.outputs)
@@ -78,7 +78,7 @@ def trained(pipe: Pipe, x: Tensor, target: Tensor, door: str) -> Outcome:
 
 
 def order_of_backwards(pipe: Pipe, microbatches: int) -> list[int]:
-    """The order in which each stage takes its backwards, which is the same for all stages."""
+    """Return the micro-batches in the order of their backwards, which all stages share."""
     schedule = join_split_backwards(pipe.forecast().program.schedule)
     actions = [action for lane in schedule.lanes for action in lane if action.op is Op.B]
     orders = [
@@ -90,13 +90,13 @@ def order_of_backwards(pipe: Pipe, microbatches: int) -> list[int]:
 
 
 def cut(layers: Sequence[nn.Module], counts: Sequence[int]) -> list[Sequence[nn.Module]]:
-    """The layers of each stage."""
+    """Return the layers of each stage."""
     ends = [sum(counts[: at + 1]) for at in range(len(counts))]
     return [layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def forwards(model: nn.Sequential, pieces: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """The outputs of the micro-batches: layer after layer, drawing what a pipe's cells draw."""
+    """Return the outputs of the micro-batches, with the random numbers of a pipe's cells."""
     seed = peek_seed()
     drew = False
     outputs = []
@@ -125,10 +125,12 @@ def unsplit(
     door: str,
     under: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it has no state)
 ) -> Outcome:
-    """One training step of the model itself, micro-batch by micro-batch, `under` some mode.
+    """Run one training step of the unsplit model, micro-batch by micro-batch.
 
-    Backwards come in the given order. Behind `step` each adds to `.grad`, weighted by its rows;
-    behind a call, what they give is summed, and the sum added to `.grad`.
+    The forwards run in the context `under`, and the backwards in the given order. For the door
+    "step", each backward adds its gradients to `.grad`, weighted by its rows. For the door "call",
+    the gradients are summed first, and the sum is added to `.grad`. Floating-point addition is not
+    associative, so a bitwise comparison needs the same order as the pipe.
     """
     pieces = x.chunk(chunks)
     for layer in model.modules():
@@ -190,7 +192,7 @@ def _backwards_of_call(
 
 
 def whole(model: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFn) -> Outcome:
-    """One training step of the model itself on the whole batch."""
+    """Run one training step of the unsplit model on the whole batch."""
     output = model(x)
     loss = loss_fn(output, target)
     loss.backward()
@@ -211,7 +213,7 @@ def closely(a: Tensor, b: Tensor) -> bool:
 
 
 def differences(found: Outcome, expected: Outcome, same: Same = bitwise) -> list[str]:
-    """The names of what differs."""
+    """Return descriptions of the results that differ."""
 
     def differ(a: Tensor | None, b: Tensor | None) -> bool:
         return (a is None) != (b is None) or (a is not None and b is not None and not same(a, b))
@@ -234,7 +236,7 @@ def differences(found: Outcome, expected: Outcome, same: Same = bitwise) -> list
 
 @skippable(stash=["far"])
 class Stash(nn.Module):
-    """Stashes its input, times two."""
+    """Stash twice the input, and pass the input on."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         yield stash("far", 2 * x)
@@ -243,7 +245,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["far"])
 class Pop(nn.Module):
-    """Adds what it pops."""
+    """Add the popped tensor to the input."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
         far: Tensor = yield pop("far")
@@ -251,7 +253,7 @@ class Pop(nn.Module):
 
 
 class Watch(nn.Module):
-    """Shows its input to a function, and passes it on."""
+    """Call a function with the input, and pass the input on."""
 
     def __init__(self, see: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -263,7 +265,7 @@ class Watch(nn.Module):
 
 
 class Do(nn.Module):
-    """Calls a function."""
+    """Compute the output with a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -274,7 +276,7 @@ class Do(nn.Module):
 
 
 class Marked(torch.autograd.Function):
-    """Calls `then` when its backward comes."""
+    """Call `then` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, then: Callable[[], object]) -> Tensor:
@@ -288,7 +290,7 @@ class Marked(torch.autograd.Function):
 
 
 class Fails(nn.Module):
-    """Fails in its backward, while it is broken."""
+    """Raise in the backward, as long as `broken` is true."""
 
     broken = True
 
@@ -302,9 +304,9 @@ class Fails(nn.Module):
 
 
 class Traced(nn.Module):
-    """Passes its input on, times a weight of one, and tells `tell` which action this is: 2F0.
+    """Multiply the input by a weight of one, and report each action to `tell`, such as 2F0.
 
-    The first number of a micro-batch's rows is the micro-batch.
+    The first number in each row of a micro-batch is the index of the micro-batch.
     """
 
     def __init__(self, tell: Callable[[str], None], stage: int) -> None:
@@ -322,12 +324,12 @@ class Traced(nn.Module):
 
 
 def numbered(microbatches: int, rows: int = 2) -> Tensor:
-    """A batch for `Traced` layers."""
+    """Return a batch for `Traced` layers."""
     return torch.arange(float(microbatches)).repeat_interleave(rows)[:, None].repeat(1, 3)
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Ten layers with a skip connection, BatchNorm, Dropout, and work in place."""
+    """Return ten layers with a skip connection, BatchNorm, Dropout, and an in-place operation."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 8),
@@ -343,17 +345,21 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     ).to(dtype)
 
 
-CUTS = {1: [10], 2: [5, 5], 4: [3, 2, 2, 3]}  # the second stage of two begins in place
+CUTS = {
+    1: [10],
+    2: [5, 5],
+    4: [3, 2, 2, 3],
+}  # with two stages, the second begins with the in-place ReLU
 
 
 def plain(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Four layers without surprises."""
+    """Return four ordinary layers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).to(dtype)
 
 
 def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """An input of 6 columns and a target of 3."""
+    """Return an input with 6 columns and a target with 3."""
     torch.manual_seed(1)
     return torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
 
@@ -362,13 +368,13 @@ def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor
 
 
 def crews() -> list[str]:
-    """The threads that pipes have now."""
+    """Return the names of the worker threads of all pipes."""
     return [t.name for t in threading.enumerate() if t.name.startswith("penstock-")]
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Within, what dies does so because nobody holds it."""
+    """Disable garbage collection, so that only unreferenced objects are freed."""
     gc.collect()
     gc.disable()
     try:
@@ -378,7 +384,7 @@ def without_gc() -> Iterator[None]:
 
 
 def ends(function: Callable[[], Any], within: float = 20.0) -> bool:
-    """Does it return, rather than hang?"""
+    """Return whether the function returns within the time limit."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(within)

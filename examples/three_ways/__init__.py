@@ -1,10 +1,10 @@
-"""Small training scripts, each written three ways, to see whether all give the same numbers.
+"""Small training scripts, each written in three ways, to compare the numbers that they produce.
 
 unsplit      the model itself
-pipelining   torch.distributed.pipelining, as its documentation has it: a process for each stage
-penstock     `penstock.Pipe`, in one process
+pipelining   torch.distributed.pipelining as its documentation shows it, one process per stage
+penstock     `penstock.Pipe` in one process
 
-`python benchmarks/trust.py` runs them and prints what each gives.
+`python benchmarks/trust.py` runs all of them and prints a table of the results.
 """
 
 from three_ways.refused import Larger, Skip, Smaller, Uneven

@@ -1,4 +1,4 @@
-"""Scripts in several processes over loopback, none of which is waited for longer than a limit."""
+"""Run scripts in several local processes over gloo, with a time limit for each group."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ import torch.distributed as dist
 from three_ways.row import Found, Script
 
 LIMIT = 120.0  # seconds for a group of processes
-GRACE = 3.0  # seconds that ranks have left once one of them has failed
+GRACE = 3.0  # seconds that the other ranks get to finish after one has failed
 POLL = 0.02
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a script gave nothing: of the ranks' failures, the one that came first."""
+    """The reason why a script has no result: the earliest failure of all its ranks."""
 
     rank: int
     text: str
@@ -42,15 +42,15 @@ class Failure:
 def in_processes(
     scripts: Sequence[Script], processes: int, limit: float = LIMIT
 ) -> list[Found | Failure]:
-    """What each script gives, run on all ranks: the ranks' findings together.
+    """Run each script on all ranks, and return the merged results of the ranks, or a failure.
 
-    One group of processes runs one script after another. If it fails at one, a new group goes on
-    with the next.
+    One group of processes runs the scripts one after another. If a script fails, a new group
+    continues with the next script.
     """
-    found: list[Found | Failure] = []
-    while len(found) < len(scripts):
-        found += _one_group(scripts[len(found) :], processes, limit)
-    return found
+    results: list[Found | Failure] = []
+    while len(results) < len(scripts):
+        results += _one_group(scripts[len(results) :], processes, limit)
+    return results
 
 
 def _one_group(scripts: Sequence[Script], processes: int, limit: float) -> list[Found | Failure]:
@@ -73,7 +73,7 @@ def _one_group(scripts: Sequence[Script], processes: int, limit: float) -> list[
 
 
 def _wait(started: Sequence[BaseProcess], until: float) -> None:
-    """Until all have ended, or the time is up, or one has failed and the others had their grace."""
+    """Wait until all processes have exited, or until the limit or the grace period is over."""
     while time.monotonic() < until and any(process.is_alive() for process in started):
         if any(process.exitcode for process in started):
             until = min(until, time.monotonic() + GRACE)
@@ -81,10 +81,10 @@ def _wait(started: Sequence[BaseProcess], until: float) -> None:
 
 
 def _findings(folder: Path, started: Sequence[BaseProcess], scripts: int) -> list[Found | Failure]:
-    """Of the scripts that all ranks have run, and the failure of the one after, if there is one."""
+    """Return the results of the scripts that all ranks completed, and the failure after them."""
     findings: list[Found | Failure] = []
-    for at in range(scripts):
-        files = [folder / f"{at}-{rank}" for rank in range(len(started))]
+    for script_index in range(scripts):
+        files = [folder / f"{script_index}-{rank}" for rank in range(len(started))]
         parts = [
             torch.load(file, weights_only=False) if file.exists() else _end_of(folder, rank, ended)
             for rank, (file, ended) in enumerate(zip(files, started, strict=True))
@@ -92,29 +92,33 @@ def _findings(folder: Path, started: Sequence[BaseProcess], scripts: int) -> lis
         failed = [part for part in parts if isinstance(part, Failure)]
         if failed:
             return [*findings, min(failed, key=lambda failure: failure.at)]
-        found = [part for part in parts if not isinstance(part, Failure)]
-        findings.append({name: value for part in found for name, value in part.items()})
+        results = [part for part in parts if not isinstance(part, Failure)]
+        findings.append({name: value for part in results for name, value in part.items()})
     return findings
 
 
 def _end_of(folder: Path, rank: int, process: BaseProcess) -> Failure:
-    """Of a rank that left no finding: it died by itself, or was ended while it waited."""
+    """Describe why a rank wrote no result: it died, or it was killed at the time limit."""
     code = process.exitcode
     if code == -signal.SIGKILL:
         return Failure(rank, "no answer within the time limit", at=inf)
-    log = folder / f"{rank}.err"  # not there, if it died before its first line
-    said = (
+    log = folder / f"{rank}.err"  # missing if the process died before it opened its log
+    errors = (
         [line for line in log.read_text().splitlines() if "what()" in line] if log.exists() else []
     )
-    cause = f": {_bare(said[0].partition('what():')[2])}" if said else ""
-    how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    return Failure(rank, f"the process died, {how}{cause}", at=-inf)  # others noticed it later
+    cause = f": {_bare(errors[0].partition('what():')[2])}" if errors else ""
+    status = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    # The time -inf puts this failure first: those of the other ranks are consequences.
+    return Failure(rank, f"the process died, {status}{cause}", at=-inf)
 
 
 def _rank(rank: int, processes: int, scripts: Sequence[Script], folder: Path, limit: float) -> None:
-    """In its own process: all scripts, each finding in a file that appears when it is whole."""
-    said = os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
-    os.dup2(said, 2)
+    """Run all scripts as one rank, and write the result of each to a file.
+
+    Each file is renamed into place, so that it only appears once it is complete.
+    """
+    log = os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(n for _, n in socket.if_nameindex() if n[:2] == "lo")
@@ -125,22 +129,22 @@ def _rank(rank: int, processes: int, scripts: Sequence[Script], folder: Path, li
         world_size=processes,
         timeout=timedelta(seconds=limit),
     )
-    for at, script in enumerate(scripts):
+    for script_index, script in enumerate(scripts):
         finding: Found | Failure
         try:
             finding = script()
         except Exception as error:
             finding = Failure(rank, _first_line(error), time.time())
         torch.save(finding, folder / f"part-{rank}")
-        (folder / f"part-{rank}").rename(folder / f"{at}-{rank}")
+        (folder / f"part-{rank}").rename(folder / f"{script_index}-{rank}")
         if isinstance(finding, Failure):
-            os._exit(1)  # at once: its peers may be waiting for it
+            os._exit(1)  # exit script_index once, because the peers may be waiting for this rank
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the error that came first."""
+    """Return the type and the first line of the root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -148,5 +152,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _bare(line: str) -> str:
-    """Without the source file that gloo's messages begin with."""
+    """Strip the source location that gloo puts in front of its messages."""
     return re.sub(r"^\[[^]]*] *", "", line.strip())

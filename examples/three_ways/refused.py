@@ -1,4 +1,4 @@
-"""Scripts that torch.distributed.pipelining does not run to their end."""
+"""Scripts that fail with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from three_ways.row import CHUNKS, Found, Row, batch, gradients, my_stage, netwo
 
 
 class Sum(nn.Linear):
-    """Of two inputs."""
+    """A linear layer of the sum of two inputs."""
 
     def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x + first)
 
 
 class Residual(nn.Module):
-    """The last layer gets what the first has made, besides what the middle has."""
+    """Three layers; the last one gets the outputs of both the middle and the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Residual(nn.Module):
 
 @skippable(stash=["first"])
 class First(nn.Linear):
-    """Stashes its output."""
+    """The first layer, which stashes its output."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:  # type: ignore[override]
         out = super().forward(x)
@@ -47,7 +47,7 @@ class First(nn.Linear):
 
 @skippable(pop=["first"])
 class Last(Sum):
-    """Gets its second input by a pop."""
+    """The last layer, which pops its second input."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:  # type: ignore[override]
         first: Tensor = yield pop("first")
@@ -55,7 +55,7 @@ class Last(Sum):
 
 
 class Skip(Row):
-    """Pipelining's tracer finds by itself what has to be sent where."""
+    """A skip connection that the tracer of torch.distributed.pipelining discovers itself."""
 
     title = "a skip connection over a stage"
     compared = "gradients"
@@ -99,7 +99,7 @@ class Skip(Row):
 
 
 class Uneven(Row):
-    """A training step for each of some batches; the gradients of the last are compared."""
+    """One training step per batch size; the gradients of the last step are compared."""
 
     title = "10 rows in 4 micro-batches"
     compared = "gradients"
@@ -131,14 +131,14 @@ class Uneven(Row):
 
 
 class Smaller(Uneven):
-    """The last batch of an epoch."""
+    """A smaller second batch, as at the end of an epoch."""
 
     title = "a step of 16 rows, then one of 12"
     sizes = (16, 12)
 
 
 class Larger(Uneven):
-    """Batches filled by tokens, not by rows."""
+    """A larger second batch, as when batches are filled by tokens instead of rows."""
 
     title = "a step of 16 rows, then one of 20"
     sizes = (16, 20)

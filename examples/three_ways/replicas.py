@@ -1,4 +1,4 @@
-"""Two replicas of a pipeline, each with half of the batch."""
+"""A script with two replicas of a pipeline, each of which gets half of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ZERO_BUBBLE = "zb-h1"
 
 @dataclass(frozen=True)
 class Replicas(Row):
-    """A stage is wrapped in DDP over the processes that have the same stage."""
+    """Data parallelism: DDP wraps each stage, over the processes that hold the same stage."""
 
     schedule: str = ZERO_BUBBLE
 
@@ -32,8 +32,8 @@ class Replicas(Row):
         x, target = batch(16)
         return x.chunk(self.replicas)[replica], target.chunk(self.replicas)[replica]
 
-    def named(self, replica: int, found: Found) -> Found:
-        return {f"replica {replica}: {name}": value for name, value in found.items()}
+    def named(self, replica: int, tensors: Found) -> Found:
+        return {f"replica {replica}: {name}": value for name, value in tensors.items()}
 
     def unsplit(self) -> Found:
         model = network()
@@ -57,7 +57,7 @@ class Replicas(Row):
         return self.named(replica, gradients(share))
 
     def penstock(self) -> Found:
-        """`step` leaves the gradients of this replica in `.grad`; their mean is taken by hand."""
+        """Average the gradients by hand, because `step` leaves those of this replica in `.grad`."""
         replica = dist.get_rank()
         pipe = two_ranks(network(), mse_loss, self.schedule)
         x, target = self.half(replica)
@@ -69,7 +69,7 @@ class Replicas(Row):
         return self.named(replica, gradients(pipe))
 
     def penstock_called(self) -> Found:
-        """A pipe that is called is a module like any other to DDP."""
+        """Wrap the pipe itself in DDP, which works like any other module when it is called."""
         replica = dist.get_rank()
         pipe = two_ranks(network(), mse_loss, "gpipe")
         wrapped = DistributedDataParallel(pipe)

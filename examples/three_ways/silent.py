@@ -1,4 +1,4 @@
-"""Scripts that run to their end with torch.distributed.pipelining, with other numbers."""
+"""Scripts that run without an error, but give wrong numbers, with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from three_ways.row import (
 
 
 class Evaluate(Row):
-    """Every data loader that does not drop its last batch ends with a smaller one."""
+    """Evaluation with a smaller last batch, as from any data loader without `drop_last`."""
 
     title = "evaluation, the last batch is smaller"
     compared = "predictions"
@@ -42,10 +42,10 @@ class Evaluate(Row):
         schedule = ScheduleGPipe(stage, CHUNKS)
         with torch.no_grad():
             if stage.is_first:
-                made = [schedule.eval(x) for x in self.batches()]
+                predictions = [schedule.eval(x) for x in self.batches()]
             else:
-                made = [schedule.eval() for _ in self.batches()]
-        return {"predictions": torch.cat(made)} if stage.is_last else {}
+                predictions = [schedule.eval() for _ in self.batches()]
+        return {"predictions": torch.cat(predictions)} if stage.is_last else {}
 
     def penstock(self) -> Found:
         pipe = Pipe(network(), CHUNKS, stages=2, devices=["cpu", "cpu"]).eval()
@@ -54,7 +54,7 @@ class Evaluate(Row):
 
 
 class Accumulate(Row):
-    """Gradients add up until zero_grad: that is how people train a larger batch."""
+    """Gradient accumulation: two steps without `zero_grad` in between."""
 
     title = "two steps, then the optimizer"
     compared = "gradients"
@@ -82,7 +82,7 @@ class Accumulate(Row):
 
 
 class Tie(Row):
-    """Language models tie the head to the embedding; in a pipeline these are the two ends."""
+    """Tied embedding and head of a language model, which are on the first and the last stage."""
 
     title = "tied embedding and head"
     compared = "gradients"
@@ -116,7 +116,7 @@ class Tie(Row):
 
 
 class Embed(nn.Module):
-    """Adds to each place of a sequence what the table has for it."""
+    """A linear layer that adds the position table to each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,10 @@ class Embed(nn.Module):
 
 
 class Table(Row):
-    """Positions, rotary angles, biases: made for the longest sequence, and given along."""
+    """A keyword tensor without a batch dimension.
+
+    Examples are position tables, rotary angles and biases, sized for the longest sequence.
+    """
 
     title = "a keyword tensor that is no batch"
     compared = "loss, gradients"
@@ -138,7 +141,7 @@ class Table(Row):
         return nn.Sequential(Embed(), nn.Sequential(nn.Tanh(), nn.Linear(8, 3))).double()
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """16 sequences of 5, their targets, and a table of 20 positions."""
+        """Return 16 sequences of length 5, their targets, and a table of 20 positions."""
         torch.manual_seed(1)
         shapes = (16, 5, 6), (16, 5, 3), (20, 8)
         x, target, positions = (torch.randn(shape).double() for shape in shapes)
@@ -162,8 +165,8 @@ class Table(Row):
             schedule.step(x, positions=positions)
         else:
             schedule.step(target=target, losses=losses)
-        found = {f"{rank}.{name}": value for name, value in gradients(share).items()}
-        return {"loss": torch.stack(losses).mean().detach(), **found} if losses else found
+        named = {f"{rank}.{name}": value for name, value in gradients(share).items()}
+        return {"loss": torch.stack(losses).mean().detach(), **named} if losses else named
 
     def penstock(self) -> Found:
         pipe = two_ranks(self.model(), mse_loss, self.schedule)
@@ -173,9 +176,9 @@ class Table(Row):
 
 
 class Statistics(Row):
-    """BatchNorm sees a micro-batch at a time wherever a batch is cut.
+    """Running statistics of BatchNorm, which sees one micro-batch at a time in a pipeline.
 
-    So does the unsplit model here: it is trained micro-batch by micro-batch.
+    For a fair comparison, the unsplit model is trained micro-batch by micro-batch, too.
     """
 
     title = "BatchNorm, one step"
@@ -209,7 +212,7 @@ class Statistics(Row):
 
 
 class Clip(Row):
-    """The line of the plain script, on the parameters that there are."""
+    """`clip_grad_norm_` as in a plain script, on the parameters that the process holds."""
 
     title = "clip_grad_norm_"
     compared = "clipped gradients"

@@ -1,1 +1,1 @@
-"""Three models that are no Sequential, trained as pipes as they are: see docs/your-model.md."""
+"""Three models that are not Sequential, trained as pipes without changes: docs/your-model.md."""

@@ -1,4 +1,4 @@
-"""A language model of Hugging Face, from its config, with the loss inside.
+"""Train a Hugging Face language model that computes its own loss.
 
 cd examples
 python -m your_model.language_model
@@ -16,7 +16,7 @@ import penstock
 
 
 def model() -> LlamaForCausalLM:
-    """A tiny one; `from_pretrained` gives one just as well."""
+    """Build a tiny Llama from a config; a model from `from_pretrained` works, too."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -29,18 +29,18 @@ def model() -> LlamaForCausalLM:
 
 
 def sentences(rows: int, length: int) -> dict[str, Any]:
-    """Each counts up from a number of its own."""
+    """Return sentences of consecutive tokens, each with a random start."""
     tokens = (torch.randint(64, (rows, 1)) + torch.arange(length)) % 64
     return {"input_ids": tokens, "labels": tokens}
 
 
 def make() -> tuple[LlamaForCausalLM, dict[str, Any]]:
-    """For `penstock check`."""
+    """Return the model and a batch for `penstock check`."""
     return model(), sentences(rows=6, length=8)
 
 
 def main(steps: int = 30) -> None:
-    """Train it, on batches of two lengths."""
+    """Train the model on batches of two sequence lengths."""
     torch.set_num_threads(1)
     pipe = penstock.Pipe(model(), chunks=4, stages=2, example=sentences(16, 16), schedule="1f1b")
     print(pipe.summary())

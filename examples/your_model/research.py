@@ -1,4 +1,6 @@
-"""A model of one's own: two inputs, experts, a block that runs twice, tied weights, a dict out.
+"""Train a research model with features that are hard to split into a Sequential.
+
+It has two inputs, experts, a block that runs twice, tied weights, and a dict as its output.
 
 cd examples
 python -m your_model.research
@@ -17,7 +19,7 @@ import penstock
 
 
 class Experts(nn.Module):
-    """Each token goes to the expert that it likes best; its likes are to be spread evenly."""
+    """A top-1 mixture of experts, which also returns a load-balancing loss."""
 
     def __init__(self, width: int, experts: int = 3) -> None:
         super().__init__()
@@ -25,15 +27,17 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        likes = self.router(x).softmax(-1)
-        weight, best = likes.max(-1, keepdim=True)
-        every = torch.stack([expert(x) for expert in self.experts], dim=-2)
-        chosen = every.gather(-2, best[..., None].expand(*x.shape[:-1], 1, x.shape[-1]))
-        return x + weight * functional.gelu(chosen.squeeze(-2)), likes.square().sum(-1).mean()
+        probabilities = self.router(x).softmax(-1)
+        weight, best = probabilities.max(-1, keepdim=True)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
+        chosen = outputs.gather(-2, best[..., None].expand(*x.shape[:-1], 1, x.shape[-1]))
+        return x + weight * functional.gelu(chosen.squeeze(-2)), probabilities.square().sum(
+            -1
+        ).mean()
 
 
 class Research(nn.Module):
-    """Python decides by the mask that comes with the batch, and by lengths and settings."""
+    """A model whose forward branches in Python on its mask, its sequence length and its options."""
 
     def __init__(self, words: int = 32, width: int = 32, depth: int = 4) -> None:
         super().__init__()
@@ -46,36 +50,36 @@ class Research(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
         x = self.embed(tokens) + self.place[: tokens.shape[1]]
-        if not mask.all():  # an input: every stage can see it
+        if not mask.all():  # the mask is an input, so every stage has it
             x = x * mask[..., None]
-        uneven = x.new_zeros(())
-        for at, layer in enumerate(self.layers):
-            x, some = layer(x)
-            uneven = uneven + some
-            if at % 2:
-                x = x + self.mix(x)[0]  # the same block, in two places
+        balance = x.new_zeros(())
+        for index, layer in enumerate(self.layers):
+            x, layer_balance = layer(x)
+            balance = balance + layer_balance
+            if index % 2:
+                x = x + self.mix(x)[0]  # the same block runs in several places
         logits = self.out(x)
         if labels is None:
             return {"logits": logits}
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss + 0.01 * uneven, "logits": logits}
+        return {"loss": loss + 0.01 * balance, "logits": logits}
 
 
 def riddles(rows: int, length: int) -> dict[str, Any]:
-    """Say each token's double."""
+    """Return tokens whose labels are twice their value."""
     tokens = torch.randint(32, (rows, length))
     mask = torch.ones(rows, length, dtype=torch.bool)
     return {"tokens": tokens, "mask": mask, "labels": 2 * tokens % 32}
 
 
 def make() -> tuple[Research, dict[str, Any]]:
-    """For `penstock check`."""
+    """Return the model and a batch for `penstock check`."""
     torch.manual_seed(0)
     return Research(), riddles(rows=6, length=5)
 
 
 def main(steps: int = 30) -> None:
-    """Train it, on batches of two lengths."""
+    """Train the model on batches of two sequence lengths."""
     torch.set_num_threads(1)
     model, _ = make()
     pipe = penstock.Pipe(model, chunks=4, stages=3, example=riddles(16, 12), schedule="zb-h1")

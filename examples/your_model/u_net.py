@@ -1,4 +1,4 @@
-"""A U-Net as everybody writes it: the way up takes what the way down has kept.
+"""Train an ordinary U-Net, whose decoder reads the stored activations of its encoder.
 
 cd examples
 python -m your_model.u_net
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Nothing in it knows of pipelines."""
+    """A U-Net without any code for pipelines."""
 
     def __init__(self, widths: tuple[int, ...] = (8, 16, 32), bottom: int = 64) -> None:
         super().__init__()
@@ -41,21 +41,21 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for block in self.down:
             x = block(x)
-            kept.append(x)
+            skips.append(x)
             x = functional.max_pool2d(x, 2)
         x = self.bottom(x)
         for block in self.up:
-            skip = kept.pop()
+            skip = skips.pop()
             x = block(torch.cat([functional.interpolate(x, size=skip.shape[2:]), skip], dim=1))
         logits: Tensor = self.head(x)
         return logits
 
 
 def pictures(rows: int, pixels: int = 16) -> tuple[Tensor, Tensor]:
-    """Noise with a bright square, and where the square is."""
+    """Return noise images with a bright square each, and the masks of the squares."""
     mask = torch.zeros(rows, 1, pixels, pixels)
     for row in mask:
         top, left = torch.randint(pixels // 2, (2,)).tolist()
@@ -64,14 +64,14 @@ def pictures(rows: int, pixels: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def make() -> tuple[UNet, Tensor, Tensor, nn.Module]:
-    """For `penstock check`."""
+    """Return model, batch, target and loss for `penstock check`."""
     torch.manual_seed(0)
     images, masks = pictures(rows=6)
     return UNet(), images, masks, nn.BCEWithLogitsLoss()
 
 
 def main(steps: int = 30) -> None:
-    """Train it. With zb-v the first and the last stage are on one rank, where long skips end."""
+    """Train with zb-v: its first and last stage share a rank, so long skips stay local."""
     torch.set_num_threads(1)
     model, images, _, loss_fn = make()
     pipe = penstock.Pipe(
