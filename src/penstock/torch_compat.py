@@ -4,7 +4,8 @@ PyTorch may change any of these in any release. Each entry says why the public A
 and what happens where the private one is missing. No other module of Penstock names a private
 PyTorch API, so a new PyTorch release is a matter of this file.
 
-Tested with PyTorch 2.11 and 2.13.
+All tests run with PyTorch 2.13. Those of `model/`, `stage/`, `data_parallel/` and `runtime/` were
+also run with 2.11 and 2.15.
 
 Attributes that every `nn.Module` and `Tensor` has had since PyTorch 1 and that PyTorch's own
 documentation shows (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, `_backward_hooks`) are
@@ -665,9 +666,32 @@ def get_fsdp_params(state: Any) -> Iterator[Any]:
             yield from (p for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
 
+def accumulates_in_grad(fsdp_param: Any) -> bool:
+    """Return whether the accumulated gradient is the `.grad` of the unsharded parameter.
+
+    It is since 2.15. Up to 2.14, `fully_shard` moves `.grad` to a place of its own after each
+    backward.
+    """
+    return isinstance(vars(type(fsdp_param)).get("unsharded_accumulated_grad"), property)
+
+
+def get_accumulated_grad(fsdp_param: Any) -> Tensor | None:
+    """Return the gradient that backwards without reduction have accumulated."""
+    gradient: Tensor | None = fsdp_param.unsharded_accumulated_grad
+    return gradient
+
+
+def set_accumulated_grad(fsdp_param: Any, gradient: Tensor | None) -> None:
+    """Set the gradient that the next reduction will reduce."""
+    if accumulates_in_grad(fsdp_param):
+        fsdp_param._unsharded_param.grad = gradient
+    else:
+        fsdp_param.unsharded_accumulated_grad = gradient
+
+
 def clear_unsharded_grads(fsdp_param: Any) -> None:
     """Drop all gradients of a parameter that have not been reduced."""
-    fsdp_param.unsharded_accumulated_grad = None
+    set_accumulated_grad(fsdp_param, None)
     fsdp_param._unsharded_param.grad = None
 
 

@@ -4,7 +4,7 @@
 unsharded gradients are accumulated instead:
 
     disable_sync     no reduction; gradients accumulated in earlier no_sync steps are set aside
-    (the step)       every backward adds to `unsharded_accumulated_grad`
+    (the step)       every backward adds to the unsharded, accumulated gradient
     finish_step      rescale, add the earlier gradients, reduce once, reshard
 
 Between steps the parameters are sharded, also after a forward without a backward.
@@ -19,11 +19,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.torch_compat import (
+    accumulates_in_grad,
     clear_unsharded_grads,
     finish_fsdp_backward,
+    get_accumulated_grad,
     get_fsdp_params,
     get_fsdp_states,
     is_fsdp_root,
+    set_accumulated_grad,
 )
 
 
@@ -49,26 +52,26 @@ class FSDPModules:
         """Switch the reduction off. Backwards accumulate unsharded gradients from now on."""
         self._set_flags(reduce_gradients=False, is_last_backward=False)
         self._previous_gradients = [
-            (fsdp_param, fsdp_param.unsharded_accumulated_grad)
+            (fsdp_param, gradient)
             for fsdp_param in self._iter_fsdp_params()
-            if fsdp_param.unsharded_accumulated_grad is not None
+            if (gradient := get_accumulated_grad(fsdp_param)) is not None
         ]
         for fsdp_param, _ in self._previous_gradients:
-            fsdp_param.unsharded_accumulated_grad = None
+            set_accumulated_grad(fsdp_param, None)
 
     def finish_step(self, reduce_gradients: bool, rescale_factor: Tensor | None) -> None:
         """Finish the step after all backwards. Reduce unless a later step adds to the gradients."""
-        # `unsharded_accumulated_grad` is not the `.grad` of any parameter, so the loss accumulator
-        # does not see it. The factor of a provisional scale is applied here.
+        # The loss accumulator has rescaled every `.grad`. An accumulated gradient that is elsewhere
+        # has its provisional scale until here.
         for fsdp_param in self._iter_fsdp_params():
-            gradient = fsdp_param.unsharded_accumulated_grad
-            if gradient is not None and rescale_factor is not None:
-                gradient.mul_(rescale_factor.to(gradient.device))
+            gradient = get_accumulated_grad(fsdp_param)
+            if gradient is None or rescale_factor is None or accumulates_in_grad(fsdp_param):
+                continue
+            gradient.mul_(rescale_factor.to(gradient.device))
         for fsdp_param, previous in self._previous_gradients:
-            gradient = fsdp_param.unsharded_accumulated_grad
-            fsdp_param.unsharded_accumulated_grad = (
-                previous if gradient is None else previous.add_(gradient)
-            )
+            gradient = get_accumulated_grad(fsdp_param)
+            total = previous if gradient is None else previous.add_(gradient)
+            set_accumulated_grad(fsdp_param, total)
         self._set_flags(reduce_gradients=reduce_gradients, is_last_backward=True)
         for state in self._find_root_states():
             finish_fsdp_backward(state)
