@@ -158,11 +158,6 @@ run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run
 PythonNode: type = torch._C._FunctionBase
 
 
-def is_python_node(grad_fn: Any) -> bool:
-    """Return whether an autograd node was written in Python, as a `torch.autograd.Function`."""
-    return isinstance(grad_fn, PythonNode)
-
-
 def keeps_graph() -> bool:
     """Return whether the backward that is running was called with `retain_graph=True`.
 
@@ -293,14 +288,8 @@ def get_generator_address(generator: torch.Generator) -> int:
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-# The context itself, for code that runs for each operation: see `without_torch_function`.
+# A context in which function modes and tensor subclasses do not see what is called.
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
-
-
-def without_torch_function() -> AbstractContextManager[object]:
-    """Keep function modes and subclasses from seeing what is called in the context."""
-    context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
-    return context
 
 
 def make_wrapper_subclass(cls: type, size: Sequence[int], **options: Any) -> Any:

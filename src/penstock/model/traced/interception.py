@@ -67,8 +67,10 @@ class OpInterceptor(TorchFunctionMode, CallHandler):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        remove_call_handlers()
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            remove_call_handlers()
 
     def handle_autograd_function(
         self,
