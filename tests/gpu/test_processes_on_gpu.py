@@ -7,6 +7,7 @@ another machine and uses sockets. That is slow, but runs the same code as severa
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from typing import Any
@@ -167,6 +168,65 @@ def test_dead_rank_on_gpu_is_reported_to_the_other(links: str) -> None:
     kind, text, took = first.value
     assert kind == "died"
     assert "rank 1" in text
+    assert took < 10
+
+
+class EndsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        os._exit(7)
+
+
+def end_in_backward(x: Tensor) -> Tensor:
+    return EndsInBackward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ReadsGradient(nn.Module):
+    """A layer that reads its gradient, for which the host waits for the GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad * 1.0 if math.isfinite(float(grad.sum())) else grad * 0)
+        return x
+
+
+# PyTorch takes long to destroy an NCCL group whose other rank is dead. The process ends before.
+KEPT: list[Pipe] = []
+
+
+def waits_inside_a_layer() -> tuple[str, str, float]:
+    """The first rank waits for the GPU inside of a backward, and the last rank is dead by then."""
+
+    class Last(nn.Module):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return end_in_backward(x) if self.steps > 4 else x
+
+    model, x, y = model_and_batch()
+    model.insert(3, ReadsGradient())
+    model.append(Last())
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "heartbeat": 3.0}
+    pipe = Pipe(model, 4, "never", group=group_for("nccl"), devices=["cuda:0"] * 2, **options)
+    KEPT.append(pipe)
+    pipe.step(x, target=y)
+    begin = time.monotonic()
+    try:
+        pipe.step(x, target=y)
+    except RemoteError as error:
+        return error.kind, str(error), time.monotonic() - begin
+    return "nothing", "", 0.0
+
+
+def test_dead_rank_is_reported_while_a_layer_waits_for_the_gpu() -> None:
+    first, _ = ranks(2).answers(waits_inside_a_layer, within=60.0)
+    assert isinstance(first, Returned)
+    kind, text, took = first.value
+    assert (kind, "rank 1" in text) == ("died", True)
     assert took < 10
 
 

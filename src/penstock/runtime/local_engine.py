@@ -127,8 +127,8 @@ def fall_back_to_threads(
             "such a step in threads."
         ) from error
     text = str(error)
-    if text not in already_warned:
-        already_warned.add(text)
+    if error.reason not in already_warned:
+        already_warned.add(error.reason)
         warnings.warn(
             f"the step is not captured as a CUDA graph, and runs in threads: {text}", stacklevel=7
         )

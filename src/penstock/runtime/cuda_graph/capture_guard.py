@@ -59,9 +59,16 @@ class CaptureError(RunError):
 
     `is_transient` is True if the same step may be captured at the next attempt: a layer raised an
     error of its own, or there was too little memory. `__cause__` is then the original error.
+
+    `reason` is the message without parts that differ from one attempt to the next: an out-of-memory
+    error tells how much was free. Each reason is warned about once.
     """
 
     is_transient = False
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = message if reason is None else reason
 
 
 class CaptureGuard(CompileFriendlyDispatchMode):
@@ -283,7 +290,9 @@ def locate_capture_errors(get_layer_names: Callable[[], Mapping[nn.Module, str]]
         first_line = str(error).partition("\n")[0]
         if isinstance(error, CaptureError):
             raise CaptureError(f"{location}{first_line}") from error
-        located = CaptureError(f"{location}{type(error).__name__}: {first_line}")
+        located = CaptureError(
+            f"{location}{type(error).__name__}: {first_line}", f"{location}{type(error).__name__}"
+        )
         located.is_transient = not _is_caused_by_capture(error, first_line)
         raise located from error
 

@@ -172,7 +172,8 @@ class _CaptureHistory:
 
     graphs: OrderedDict[GraphKey, CapturedStep] = field(default_factory=OrderedDict)
     observations: OrderedDict[GraphKey, FirstStepObservations] = field(default_factory=OrderedDict)
-    refusals: OrderedDict[GraphKey, str] = field(default_factory=OrderedDict)  # reasons
+    # The message and the reason of the error.
+    refusals: OrderedDict[GraphKey, tuple[str, str]] = field(default_factory=OrderedDict)
     failure_counts: OrderedDict[GraphKey, int] = field(default_factory=OrderedDict)
 
 
@@ -216,7 +217,7 @@ class GraphCache:
             # Captures refuse a full key, first steps a key without the state of the modules.
             for refused_key in (key, key.without_module_state()):
                 if refused_key in history.refusals:
-                    raise CaptureError(history.refusals[refused_key])
+                    raise CaptureError(*history.refusals[refused_key])
             if key not in history.observations:
                 return self._run_first_step(prepared, run_eagerly, key, step_modules)
             captured = self._try_capture(prepared, run_eagerly, inputs, key, step_modules)
@@ -434,7 +435,7 @@ class GraphCache:
         count = self._history.failure_counts.get(key, 0) + 1
         _remember(self._history.failure_counts, key, count)
         if count >= max_attempts:
-            _remember(self._history.refusals, key, str(error))
+            _remember(self._history.refusals, key, (str(error), error.reason))
 
 
 def _remember(entries: OrderedDict[Any, Any], key: Any, value: Any) -> None:

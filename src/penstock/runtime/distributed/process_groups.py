@@ -254,6 +254,7 @@ class ProcessGroups:
             _make_abort_callback(self._abort_callbacks),
             self._shared_store.host_rank,
             [all_ranks.index(other) for other in {*members, *topology.replica_peers}],
+            may_wait_on_device=self._uses_nccl,
         )
         self.pipeline_watchdog = self._watch_subgroup(members)
         with self.watchdog.guarded("opening connections", FIRST_CALL_TIMEOUT_FACTOR):

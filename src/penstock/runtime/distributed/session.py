@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -215,6 +215,7 @@ class DistributedEngine:
             )
             self._load_inputs(execution, program, agreed_call)
             execution.run(phase)
+            self._wait_for_device(execution)
             _copy_back_input_changes(collect_tensors_by_cell(stage_inputs.by_stage), execution)
             outputs = None
             if self._placed_partition.is_local(self._last_stage):
@@ -396,6 +397,20 @@ class DistributedEngine:
                     cells, partition, transport, self._device.device
                 )
 
+    def _wait_for_device(self, execution: Execution) -> None:
+        """Wait until the GPU has run the lane, and tell the watchdog so.
+
+        Over NCCL the GPU waits for other ranks, so a wait for the GPU may be a wait for a rank that
+        has died. One wait per action lets the watchdog see that a long step makes progress.
+        """
+        (worker,) = execution.workers
+        watchdog = self.groups.pipeline_watchdog
+        for bound_action, _, end in worker.timed_actions:
+            if isinstance(end, torch.cuda.Event):
+                watchdog.mark_waiting(_GpuWait(bound_action.action))
+                end.synchronize()
+                watchdog.mark_arrived()
+
     def _finish_call(
         self, global_result: GlobalResult, agreed_call: AgreedCall, transport: ProcessTransport
     ) -> None:
@@ -470,6 +485,7 @@ class DistributedEngine:
         with self._replicas.deferred_sync(self.groups.averaging_group) as deferred:
             try:
                 execution.run(phase)
+                self._wait_for_device(execution)
                 send_outputs = request.return_outputs and self._data_policy.outputs == "all"
                 rank_result = loss.build_rank_result(
                     execution.used_rng, agreed_call.stage_inputs.rows, send_outputs
@@ -547,6 +563,16 @@ class DistributedEngine:
         return (
             torch.ones(()).double() if rescale_factor is None else rescale_factor
         ) / self.groups.averaging_channel.size
+
+
+@dataclass(frozen=True)
+class _GpuWait:
+    """A wait for an action on the GPU. The text is built only when a heartbeat needs it."""
+
+    action: object
+
+    def __str__(self) -> str:
+        return f"the messages that {self.action} needs on the GPU"
 
 
 def _unpack_output(payload: Payload) -> Any:

@@ -86,6 +86,18 @@ def test_diagnose_dead_rank_sooner_after_a_lost_connection() -> None:
     assert diagnosed(*statuses, suspicious=True) == "2 died"
 
 
+def test_diagnose_dead_rank_while_the_gpu_may_wait_for_it() -> None:
+    statuses = dict(enumerate([at("0F0"), at("1F0", still=LONG), at("2F0", quiet=LONG)]))
+    assert diagnose(0, statuses, PATIENCE, False) is None
+    found = diagnose(0, statuses, PATIENCE, False, may_wait_on_device=True)
+    assert found is not None
+    assert (found.rank, found.kind) == (2, "died")
+    del statuses[2]  # a slow rank is not blamed: this rank may not wait for it
+    assert diagnose(0, statuses, PATIENCE, False, may_wait_on_device=True) is None
+    statuses = dict(enumerate([outside(), at("1F0", quiet=LONG)]))
+    assert diagnose(0, statuses, PATIENCE, False, may_wait_on_device=True) is None
+
+
 def test_diagnose_prefers_the_awaited_rank_after_a_lost_connection() -> None:
     statuses = [waits("1>0:0", 1, still=1), at("1F0", quiet=1.1), at("2F0", quiet=1.3)]
     assert diagnosed(*statuses) == "nobody"

@@ -7,6 +7,8 @@ comes out. The watchdog does the rest.
 |----------|---------------------------------------------------------|-------------------------|
 | died     | no new heartbeat                                        | `silence`               |
 |          | no new heartbeat, after a connection was lost           | `after_lost_connection` |
+|          | no new heartbeat, while this rank computes on a GPU     | `silence`               |
+|          | that receives messages by itself (NCCL)                 |                         |
 | left     | its last heartbeat says that it left                    | 2 intervals             |
 | stalled  | new heartbeats, but no progress, while it computes or   | `silence`, longer with  |
 |          | is outside a call                                       | a `timeout_factor`      |
@@ -164,18 +166,27 @@ class Timeouts:
 
 
 def diagnose(
-    own_rank: int, statuses: Mapping[int, PeerStatus], timeouts: Timeouts, connection_lost: bool
+    own_rank: int,
+    statuses: Mapping[int, PeerStatus],
+    timeouts: Timeouts,
+    connection_lost: bool,
+    may_wait_on_device: bool = False,
 ) -> Failure | None:
     """Return the failure of a rank that this rank waits for, or None.
 
     `connection_lost` says that an operation of this rank has failed with a transport error. Some
     rank has then died or aborted, so the limits are shorter and all ranks are suspects.
+
+    `may_wait_on_device` says that the GPU of this rank waits for messages by itself. A layer that
+    reads a value, such as `x.item()`, then waits for other ranks although this rank computes. Any
+    rank may be the one it waits for, so a silent one has died. Slow ranks are not blamed.
     """
     own_status = statuses[own_rank]
     others = {rank: status for rank, status in statuses.items() if rank != own_rank}
     awaited = _find_awaited(own_status.heartbeat, others)
     waiter = f"rank {own_rank} was {own_status.heartbeat}"
-    suspects = others if connection_lost else awaited
+    is_computing = own_status.heartbeat.state is RankState.COMPUTING
+    suspects = others if connection_lost or (may_wait_on_device and is_computing) else awaited
     # Died. The most silent rank comes first: on a busy machine the heartbeats of live ranks are
     # late as well.
     for rank, (beat, silent, _) in sorted(_sort_statuses(suspects), key=lambda item: -item[1][1]):

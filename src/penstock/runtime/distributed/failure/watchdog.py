@@ -87,9 +87,10 @@ class HeartbeatMonitor:
         abort_groups: Callable[[], object],
         host_rank: int | None,
         monitored_ranks: Sequence[int],
+        may_wait_on_device: bool,
     ) -> None:
         self.rank, self.size, self.timeouts, self.host_rank = rank, size, timeouts, host_rank
-        self._monitored_ranks = monitored_ranks
+        self._monitored_ranks, self._may_wait_on_device = monitored_ranks, may_wait_on_device
         self.pid = os.getpid()
         # The guarded thread writes these, the other threads read them.
         self.progress, self.call_name, self.call_count = 0, "", 0
@@ -209,7 +210,11 @@ class HeartbeatMonitor:
         """Publish a heartbeat. Check signals and, if this rank waits, the heartbeats of others."""
         self._publish_heartbeat(store)
         failure = self._local_failure or self._check_signals()
-        if failure is None and (self.activity[0] is RankState.WAITING or self._connection_lost):
+        state = self.activity[0]
+        may_wait = state is RankState.WAITING or (
+            self._may_wait_on_device and state is RankState.COMPUTING
+        )
+        if failure is None and (may_wait or self._connection_lost):
             failure = self._check_peers(store)
         if failure is not None:
             self._publish_failure(store, failure)
@@ -244,7 +249,9 @@ class HeartbeatMonitor:
         }
         heartbeats[self.rank] = self.build_heartbeat()
         statuses = self._tracker.update(heartbeats, time.monotonic())
-        return diagnose(self.rank, statuses, self.timeouts, self._connection_lost)
+        return diagnose(
+            self.rank, statuses, self.timeouts, self._connection_lost, self._may_wait_on_device
+        )
 
     def _sleep_until_wakeup(self) -> None:
         """Sleep until the next interval, or until a byte arrives on the wakeup socket.
@@ -441,6 +448,8 @@ class Watchdog:
         host_rank: The rank that serves the store. None if another process does.
         monitored_ranks: The ranks whose heartbeats this rank reads: all that it ever waits for.
             Empty means all ranks. It still hears of failures that other ranks find.
+        may_wait_on_device: Whether the GPU waits for messages by itself (NCCL), so that this rank
+            may wait for others while it computes.
     """
 
     def __init__(
@@ -452,10 +461,18 @@ class Watchdog:
         abort_groups: Callable[[], object] = lambda: None,
         host_rank: int | None = None,
         monitored_ranks: Sequence[int] = (),
+        may_wait_on_device: bool = False,
     ) -> None:
         other_ranks = [other for other in monitored_ranks or range(size) if other != rank]
         self._monitor = HeartbeatMonitor(
-            store, rank, size, Timeouts(heartbeat), abort_groups, host_rank, other_ranks
+            store,
+            rank,
+            size,
+            Timeouts(heartbeat),
+            abort_groups,
+            host_rank,
+            other_ranks,
+            may_wait_on_device,
         )
         # The threads refer to the monitor and not to this object, so that it can be collected.
         self._finalizer = weakref.finalize(self, _close_monitor, self._monitor)
