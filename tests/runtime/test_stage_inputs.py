@@ -27,7 +27,8 @@ from penstock import (
     stash,
 )
 from penstock.microbatch import MicrobatchRows
-from penstock.runtime.stage_inputs import Batch, build_stage_inputs
+from penstock.runtime.request import Request
+from penstock.runtime.stage_inputs import build_stage_inputs
 from penstock.runtime.transport import Mailbox
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
@@ -318,7 +319,9 @@ def test_stage_inputs_are_moved_once_per_device() -> None:
     x, mask = real(4, 4), real(4, 1)
     named = {"mask": mask, "positions": torch.arange(4)}
     stage_inputs = build_stage_inputs(
-        split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.stage_device(stage).device
+        split.partition,
+        Request((x,), named, (x,), chunks=2),
+        lambda stage: split.stage_device(stage).device,
     )
     sizes = {stage: len(values[0]) for stage, values in stage_inputs.by_stage.items()}
     assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}

@@ -27,7 +27,7 @@ from penstock.model.traced.traced_partition import TracedPartition
 from penstock.model.traced.units import UnitSelector
 from penstock.pipe import Pipe
 from penstock.runtime.memory import Memory
-from penstock.runtime.train_step import StepResult
+from penstock.runtime.step import StepResult
 from penstock.schedules.ir import Schedule
 from penstock.schedules.registry import ScheduleLike, default_stages_per_rank
 from penstock.stage.aux_loss import added_losses

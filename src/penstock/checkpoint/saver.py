@@ -44,7 +44,7 @@ from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.placement import PlacedPartition
 from penstock.model.tied import find_tied_names
-from penstock.runtime.step_request import CheckpointPeers
+from penstock.runtime.step import CheckpointPeers
 
 # -------------------------------------------------------------------------------------------------
 # A save in progress, and the one that a pipe has to wait for.

@@ -11,8 +11,9 @@ Each tensor goes straight to the device of the stage that uses it, not from stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,24 +30,17 @@ from penstock.microbatch import (
 from penstock.model.partition import Partition, SequentialLayout
 from penstock.model.sequential_stage import SideInputs, check_side_inputs
 from penstock.model.traced.traced_partition import TracedMicrobatch, TracedPartition
+from penstock.runtime.request import Request
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import LossReduction, TargetCounter, extract_model_loss
+from penstock.stage.payload import Payload, flatten_values
 from penstock.torch_compat import pytree
 
 # For each stage, the input values of each micro-batch.
 InputsByStage = Mapping[int, list[tuple[Any, ...]]]
+Cell = tuple[int, int]  # stage, micro-batch
 # Returns the device of a stage, or None if this process does not supply the stage's inputs.
 DeviceOfStage = Callable[[int], torch.device | None]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The arguments of one call of a pipe."""
-
-    inputs: tuple[Any, ...]
-    keyword_inputs: Mapping[str, Any] = field(default_factory=dict)
-    target: tuple[Any, ...] = ()  # one value, or none
-    uses_model_loss: bool = False  # a step without loss_fn: the model computes the loss itself
 
 
 @dataclass(frozen=True)
@@ -117,25 +111,24 @@ class StageInputs:
 
 
 def build_stage_inputs(
-    partition: Partition, chunks: int, batch: Batch, device_of_stage: DeviceOfStage
+    partition: Partition, request: Request, device_of_stage: DeviceOfStage
 ) -> StageInputs:
-    """Split a batch into micro-batches and assign its tensors to stages."""
-    check_inputs(batch.inputs, batch.keyword_inputs.values(), device_of_stage(0))
+    """Split the batch of a request into micro-batches and assign its tensors to stages."""
+    check_inputs(request.inputs, request.keyword_inputs.values(), device_of_stage(0))
     if isinstance(partition.layout, TracedPartition):
-        return _build_traced_inputs(partition, partition.layout, chunks, batch, device_of_stage)
-    return _build_sequential_inputs(partition, partition.layout, chunks, batch, device_of_stage)
+        return _build_traced_inputs(partition, partition.layout, request, device_of_stage)
+    return _build_sequential_inputs(partition, partition.layout, request, device_of_stage)
 
 
 def _build_sequential_inputs(
     partition: Partition,
     sequential: SequentialLayout,
-    chunks: int,
-    batch: Batch,
+    request: Request,
     device_of_stage: DeviceOfStage,
 ) -> StageInputs:
-    inputs, keyword_inputs, target = batch.inputs, batch.keyword_inputs, batch.target
+    inputs, keyword_inputs, target = request.inputs, request.keyword_inputs, request.target
     if not keyword_inputs and not target:
-        pieces, rows = scatter(inputs, chunks)
+        pieces, rows = scatter(inputs, request.chunks)
         by_stage = {0: pieces} if device_of_stage(0) else {}
         return StageInputs(
             by_stage,
@@ -158,7 +151,7 @@ def _build_sequential_inputs(
     for value in target:
         values.append(move_to_device(value, device_of_stage(last_stage)))
         names.append("target")
-    pieces, rows = scatter(tuple(values), chunks, names)
+    pieces, rows = scatter(tuple(values), request.chunks, names)
     by_stage = {0: [piece[: len(inputs)] for piece in pieces]}
     for stage in sorted({stage for stages in consumers.values() for stage in stages}):
         stage_indices = {
@@ -221,19 +214,18 @@ def _find_consumers(
 def _build_traced_inputs(
     partition: Partition,
     traced: TracedPartition,
-    chunks: int,
-    batch: Batch,
+    request: Request,
     device_of_stage: DeviceOfStage,
 ) -> StageInputs:
     """Split a batch for a traced model: trace each micro-batch and assign its inputs to stages."""
     inputs, keyword_inputs = (
-        batch.inputs,
-        {**traced.get_default_inputs(batch.keyword_inputs), **batch.keyword_inputs},
+        request.inputs,
+        {**traced.get_default_inputs(request.keyword_inputs), **request.keyword_inputs},
     )
     last_stage = len(partition.stages) - 1
-    target = tuple(move_to_device(value, device_of_stage(last_stage)) for value in batch.target)
+    target = tuple(move_to_device(value, device_of_stage(last_stage)) for value in request.target)
     names = [*(f"input {index}" for index in range(len(inputs))), *keyword_inputs, "target"]
-    pieces, rows = scatter((*inputs, *keyword_inputs.values(), *target), chunks, names)
+    pieces, rows = scatter((*inputs, *keyword_inputs.values(), *target), request.chunks, names)
     settings, keywords_start = traced.read_settings(), len(inputs)
     keywords_end = keywords_start + len(keyword_inputs)
     plans = [
@@ -273,10 +265,10 @@ def _build_traced_inputs(
     model_targets = None if target else _find_model_targets(plans)
     loss_shares = (
         _compute_loss_shares(rows, model_targets, device_of_stage(last_stage))
-        if not batch.uses_model_loss
+        if not request.uses_model_loss
         else ()
     )
-    if model_targets is not None and batch.uses_model_loss:
+    if model_targets is not None and request.uses_model_loss:
         targets, target_counter = (
             [move_to_device(labels, device_of_stage(last_stage)) for labels in model_targets[0]],
             model_targets[1],
@@ -339,3 +331,60 @@ def _find_model_targets(
     ):
         return None
     return [target for target, _ in pairs], pairs[0][1]
+
+
+# ---- the inputs as payloads of cells -------------------------------------------------------------
+
+
+def collect_tensors_by_cell(inputs_by_stage: InputsByStage) -> dict[Cell, list[Tensor]]:
+    """Return the caller's tensors that enter each cell."""
+    return {
+        (stage, microbatch): flatten_values(values)[0]
+        for stage, batches in inputs_by_stage.items()
+        for microbatch, values in enumerate(batches)
+    }
+
+
+def build_input_payloads(inputs_by_stage: InputsByStage) -> dict[Cell, Payload]:
+    """Return the payloads that carry the caller's tensors into the cells.
+
+    A tensor is marked as shared if it requires a gradient or enters several cells. Layers must not
+    change such a tensor in place.
+    """
+    flattened = {
+        (stage, microbatch): flatten_values(values)
+        for stage, batches in inputs_by_stage.items()
+        for microbatch, values in enumerate(batches)
+    }
+    use_counts = Counter(id(tensor) for tensors, _ in flattened.values() for tensor in tensors)
+    # `.data` shares the memory but has a version counter of its own, which starts at 0. So
+    # `propagate_version_bumps` can tell afterwards whether a layer worked in place.
+    return {
+        cell: Payload(
+            tuple(tensor.data for tensor in tensors),
+            layout,
+            tuple(tensor.requires_grad for tensor in tensors),
+            frozenset(
+                index
+                for index, tensor in enumerate(tensors)
+                if tensor.requires_grad or use_counts[id(tensor)] > 1
+            ),
+        )
+        for cell, (tensors, layout) in flattened.items()
+    }
+
+
+def propagate_version_bumps(
+    caller_tensors: Iterable[Tensor], payload_tensors: Iterable[Tensor | None]
+) -> None:
+    """Increment the version of each caller tensor whose payload tensor a layer changed in place.
+
+    Without this the caller's autograd would use a saved input that no longer has its old values.
+    """
+    for caller_tensor, payload_tensor in zip(caller_tensors, payload_tensors, strict=True):
+        if (
+            payload_tensor is not None
+            and not payload_tensor.is_inference()
+            and payload_tensor._version
+        ):
+            torch.autograd.graph.increment_version(caller_tensor)

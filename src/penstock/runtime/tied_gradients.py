@@ -78,6 +78,18 @@ class LocalTiedWeights:
             )
 
 
+def build_local_tied_weights(
+    stages: Sequence[Stage],
+    devices: Sequence[Device],
+    placement: Sequence[int],
+    proxy_hooked: bool,
+    chunks: int,
+) -> LocalTiedWeights | None:
+    """Return the tied weights of one call, or None if no stage needs proxies."""
+    tied_weights = LocalTiedWeights(stages, devices, placement, proxy_hooked, chunks)
+    return tied_weights if any(tied_weights.proxies.values()) else None
+
+
 def unwrap_stage_modules(stage: Stage) -> list[nn.Module]:
     """Return the modules of a stage, without the proxies that another call may have put in."""
     return [unwrap_proxy(module) for module in stage.modules()]

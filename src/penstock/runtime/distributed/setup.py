@@ -34,7 +34,7 @@ from penstock.runtime.distributed.control_channel import check_ranks_agree
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
 from penstock.runtime.distributed.tied_weights import broadcast_tied_weights
 from penstock.runtime.distributed.topology import Topology
-from penstock.runtime.step_request import CallOptions
+from penstock.runtime.request import Request
 from penstock.torch_compat import TORCH_VERSION
 
 
@@ -121,7 +121,7 @@ def _describe_stages(placed_partition: PlacedPartition) -> dict[str, str]:
 def check_same_pipe(
     groups: ProcessGroups,
     call_name: str,
-    options: CallOptions,
+    request: Request,
     data_policy: DataPolicy,
     placed_partition: PlacedPartition,
     extra_facts: Mapping[str, str],
@@ -130,7 +130,7 @@ def check_same_pipe(
     facts = {
         "penstock": sys.modules["penstock"].__version__,
         "torch": TORCH_VERSION.split("+")[0],
-        **collect_call_facts(options, **asdict(data_policy)),
+        **collect_call_facts(request, **asdict(data_policy)),
         **_describe_stages(placed_partition),
         **extra_facts,
     }
