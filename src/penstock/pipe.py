@@ -33,6 +33,7 @@ from penstock.model.placement import (
 )
 from penstock.model.sequential import check_model
 from penstock.model.sequential_stage import find_side_names_per_layer
+from penstock.model.stage_inputs import Batch
 from penstock.model.stage_wrapping import StageFn, wrap_stages
 from penstock.model.traced.units import UnitSelector
 from penstock.runtime.distributed.call_setup import DataPolicy
@@ -49,7 +50,6 @@ from penstock.runtime.distributed.topology import resolve_topology
 from penstock.runtime.local_engine import LocalEngine
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import ProgramCache
-from penstock.runtime.stage_inputs import Batch
 from penstock.runtime.step_request import CallOptions, Engine, PreparedPipe, StepRequest
 from penstock.runtime.train_step import StepResult
 from penstock.schedules.cost import Cost
@@ -222,10 +222,9 @@ class Pipe(nn.Module):
         self.training = module.training
         # The children of the pipe are the model's own, under the model's names. A child may be
         # called "chunks" or "training", so no attribute is set from here on: it would replace it.
-        self._modules.update(
-            self._placed_partition.partition.children(self._placed_partition.local_stages)
-        )
-        self._placed_partition.partition.record_members()
+        self._modules.update(self._placed_partition.partition.children())
+        # The first check records the modules around the units, with which later ones compare.
+        self._placed_partition.partition.check_unchanged(self._modules)
         # Parameters and buffers of the model itself, outside of any child. The dictionaries are
         # shared with the model, so that both see later changes.
         registries = ("_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -239,11 +238,13 @@ class Pipe(nn.Module):
         stage_fn: StageFn | None,
     ) -> PreparedPipe:
         """Wrap the stages with `stage_fn`, build the schedule and verify it."""
-        local_indices = [stage.index for stage in placed_partition.local_stages]
         self._placed_partition = replace(
             placed_partition,
             partition=wrap_stages(
-                placed_partition.partition, stage_fn, local_indices, placed_partition.tied_tensors
+                placed_partition.partition,
+                stage_fn,
+                placed_partition.stage_devices,
+                placed_partition.tied_tensors,
             ),
         )
         graph = self._placed_partition.partition.graph

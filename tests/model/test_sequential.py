@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, Namespace, PipeSequential, WithDevice, pop, skippable, stash
-from penstock.model.partition import Partition, SequentialLayout
 from penstock.model.sequential import (
     check_children,
     cut_sequential,
@@ -21,11 +20,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def on(device: torch.device) -> nn.Module:
     return nn.Linear(2, 2, device=device)
-
-
-def _routes(partition: Partition) -> tuple[Any, ...]:
-    assert isinstance(partition.layout, SequentialLayout)
-    return partition.layout.skip_routes
 
 
 # ---- children -----------------------------------------------------------------------------
@@ -138,19 +132,19 @@ def test_cut_sequential_adds_an_edge_for_each_skip() -> None:
     """
     model = nn.Sequential(StashTwo(), Stash(), nn.ReLU(), PopB(), Pop(), PopA())
     partition = cut_sequential(model, [1, 1, 2, 2])
-    assert [(key.name, src, dst) for key, src, dst in _routes(partition)] == [
+    assert [(key.name, src, dst) for key, src, dst in partition.skip_routes] == [
         ("b", 0, 2),
         ("far", 1, 3),
         ("a", 0, 3),
     ]
     assert partition.graph.edges == ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
-    assert _routes(cut_sequential(model, [6])) == ()
+    assert cut_sequential(model, [6]).skip_routes == ()
 
 
 def test_cut_sequential_separates_skips_by_namespace() -> None:
     one, two = Namespace(), Namespace()
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
-    routes = _routes(cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]))
+    routes = cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]).skip_routes
     assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
 
 

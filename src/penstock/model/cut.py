@@ -34,7 +34,7 @@ from penstock.model.huggingface import (
 )
 from penstock.model.partition import Partition
 from penstock.model.profiler import ModuleCall, profile_call, profile_calls
-from penstock.model.traced.build_stages import TracedModel, assign_calls, build_stages
+from penstock.model.traced.build_stages import TracedModel, assign_calls, build_partition
 from penstock.model.traced.pytrees import unflatten
 from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.trace import NodeKind, Trace, ValueRef
@@ -49,7 +49,6 @@ from penstock.schedules.balance_problem import (
     UnitOutput,
     check_cut,
 )
-from penstock.schedules.ir import StageGraph
 from penstock.torch_compat import is_compiled_wrapper
 
 # ---- choosing the cut ----------------------------------------------------------------------------
@@ -357,12 +356,10 @@ def cut_model(
     counts, costs = choose_unit_counts(traced_model, stages, balance, limits)
     ownership, assignment = assign_calls(traced_model, counts)
     summary = CutSummary(tuple(traced_model.calls), tuple(counts), assignment, costs)
-    built_stages, traced_partition = build_stages(
-        traced_model, ownership, summary, dict(enumerate(limits.devices))
-    )
-    graph = StageGraph.chain(count, assignment.edges)
     outline = describe_traced_model(traced_model, ownership, summary)
-    return Partition(tuple(built_stages), graph, traced_partition, outline)
+    return build_partition(
+        traced_model, ownership, summary, outline, dict(enumerate(limits.devices))
+    )
 
 
 def _check_traceable(model: nn.Module) -> None:

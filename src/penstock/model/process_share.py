@@ -27,11 +27,10 @@ from penstock.model.traced.build_stages import (
     TracedModel,
     assign_calls,
     build_draft_stages,
-    build_stages,
+    build_partition,
 )
 from penstock.model.traced.local_model import LocalMembers, build_local_model
 from penstock.model.traced.traced_partition import CutSummary, StageOwnership, UnitCost
-from penstock.schedules.ir import StageGraph
 from penstock.stage.stage import Stage
 
 
@@ -88,16 +87,19 @@ def build_process_share(
     local_trace = replace(traced_model, model=local_model.model, units=local_model.units)
     costs = [UnitCost(*row) for row in cost_rows]
     summary = CutSummary(tuple(traced_model.calls), tuple(counts), assignment, costs)
-    local_stages, traced_partition = build_stages(
-        local_trace, ownership, summary, local_devices, local_model
-    )
-    stages = [stage.as_remote() for stage in drafts]
-    for stage in local_stages:
-        ties = _relocate_tied_tensors(ties, drafts[stage.index], stage)
-        stages[stage.index] = stage
-    graph = StageGraph.chain(len(counts), assignment.edges)
     outline = describe_traced_model(traced_model, ownership, summary)
-    partition = Partition(tuple(stages), graph, traced_partition, outline)
+    remote_stages = {stage.index: stage.as_remote() for stage in drafts}
+    partition = build_partition(
+        local_trace, ownership, summary, outline, local_devices, local_model, remote_stages
+    )
+    # A draft and the stage that is built from it have equal trees of modules.
+    built_modules = {
+        before: after
+        for index in local_devices
+        for draft, built in zip(drafts[index].layers, partition.stages[index].layers, strict=True)
+        for before, after in zip(draft.modules(), built.modules(), strict=True)
+    }
+    ties = tuple(tie.relocate(built_modules) for tie in ties)
     return ProcessShare(partition, ties, tied_names)
 
 
@@ -147,20 +149,4 @@ def _find_local_state(
     ]
     return LocalMembers(
         units, parent_parameters | used, written_elsewhere, division.buffer_readers, tied_names
-    )
-
-
-def _relocate_tied_tensors(
-    tied_tensors: tuple[TiedTensor, ...], draft: Stage, built_stage: Stage
-) -> tuple[TiedTensor, ...]:
-    """Replace the modules of a draft by those of the built stage in the tied tensors' locations."""
-    # A draft and the stage that is built from it have equal trees of modules.
-    pairs = {
-        id(a): b
-        for before, after in zip(draft.layers, built_stage.layers, strict=True)
-        for a, b in zip(before.modules(), after.modules(), strict=True)
-    }
-    return tuple(
-        replace(tie, locations=tuple((pairs.get(id(m), m), key) for m, key in tie.locations))
-        for tie in tied_tensors
     )

@@ -9,7 +9,7 @@ has the tensor owns it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -38,6 +38,11 @@ class TiedTensor:
         for module, name in self.locations:
             return _registered_tensors(module)[name]
         return None
+
+    def relocate(self, new_modules: Mapping[nn.Module, nn.Module]) -> TiedTensor:
+        """Return the same with modules of its locations replaced by others."""
+        locations = tuple((new_modules.get(m, m), name) for m, name in self.locations)
+        return replace(self, locations=locations)
 
 
 def find_tied_tensors(

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.model.stage_inputs import InputsByStage
 from penstock.runtime.execution import Execution
 from penstock.runtime.program_cache import Phase
-from penstock.runtime.stage_inputs import InputsByStage
 from penstock.stage.payload import (
     Payload,
     PayloadLayout,

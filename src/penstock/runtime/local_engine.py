@@ -2,7 +2,7 @@
 
 A step takes this path:
 
-    step -> build_stage_inputs              split the batch
+    step -> Partition.build_stage_inputs    split the batch
          -> _run_with_fallback              choose the runtime; threads if a capture fails
               -> GraphCache.run_step        runtime "graph": replay, or capture `_run_step`
               -> _run_step                  runtimes "threads" and "inline"
@@ -34,6 +34,7 @@ from penstock.data_parallel.sync import Replicas
 from penstock.device.device import Device, Gpu
 from penstock.errors import ArgumentError, RunError
 from penstock.model.isolation import isolated_step
+from penstock.model.stage_inputs import Batch
 from penstock.model.stage_wrapping import check_separate_process_groups
 from penstock.runtime.autograd_call import AutogradCall
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
@@ -48,7 +49,6 @@ from penstock.runtime.execution import (
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
 from penstock.runtime.memory import Memory, count_resident_bytes, profile_step_memory
-from penstock.runtime.stage_inputs import Batch, build_stage_inputs
 from penstock.runtime.step_request import (
     CallOptions,
     CheckpointPeers,
@@ -155,8 +155,8 @@ class LocalEngine:
         """Return the output of the model. It is part of the caller's graph if gradients are on."""
         self._prepared_pipe.check_model_unchanged()
         self._replicas.check_forward_allowed()
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, options.chunks, batch, self._device_of
+        stage_inputs = self._placed_partition.partition.build_stage_inputs(
+            options.chunks, batch, self._placed_partition.stage_devices
         )
         key = options.build_program_key(stage_inputs.chunks, torch.is_grad_enabled())
         program, *phases = self._program_cache.for_graph(
@@ -189,11 +189,12 @@ class LocalEngine:
     def step(self, options: CallOptions, batch: Batch, request: StepRequest) -> StepResult:
         """Run forward, loss and backward of a batch under the schedule."""
         self._prepared_pipe.check_model_unchanged()
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, options.chunks, batch, self._device_of
+        stage_inputs = self._placed_partition.partition.build_stage_inputs(
+            options.chunks, batch, self._placed_partition.stage_devices
         )
         loss_scale = read_loss_scale(
-            request.scaler, self._device_of(len(self._placed_partition.partition.stages) - 1)
+            request.scaler,
+            self._placed_partition.stage_devices[len(self._placed_partition.placement) - 1],
         )
         with self._get_step_lock():
             result = self._run_with_fallback(
@@ -314,8 +315,8 @@ class LocalEngine:
                 list(dict.fromkeys([*partition.names(), *stage_modules])), batch
             ) as isolated_batch,
         ):
-            stage_inputs = build_stage_inputs(
-                partition, options.chunks, isolated_batch, self._device_of
+            stage_inputs = partition.build_stage_inputs(
+                options.chunks, isolated_batch, self._placed_partition.stage_devices
             )
             program, _ = self._prepared_pipe.select_step_program(options, stage_inputs)
             run_step = partial(self._run_step, PreparedStep(options, request, stage_inputs, None))
@@ -370,9 +371,6 @@ class LocalEngine:
                 module for stage_module in stage_modules for module in stage_module.modules()
             )
         )
-
-    def _device_of(self, stage: int) -> torch.device:
-        return self._placed_partition.stage_device(stage).device
 
     def _get_step_lock(self) -> AbstractContextManager[object]:
         """Return the lock that a step holds. Raise if the caller is one of the pipe's workers.

@@ -2,7 +2,7 @@
 
 CallOptions    options of the pipe as they are now: chunks, checkpoint, training, runtime
 StepRequest    arguments of `pipe.step`: loss function, outputs, scaler, optimizer
-Batch          the inputs and the target (see stage_inputs.py)
+Batch          the inputs and the target (see model/stage_inputs.py)
 PreparedPipe   the part that does not change between calls: stages, programs, replicas
 PreparedStep   options, request and the batch split into micro-batches
 """
@@ -21,12 +21,10 @@ from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import Replicas
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.placement import PlacedPartition
-from penstock.model.sequential import check_layers_unchanged
-from penstock.model.traced.traced_partition import TracedPartition
+from penstock.model.stage_inputs import Batch, StageInputs
 from penstock.runtime.execution import CellPolicy
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
-from penstock.runtime.stage_inputs import Batch, StageInputs
 from penstock.runtime.train_step import HasTimeline, StepResult
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Program, Schedule
@@ -65,14 +63,9 @@ class PreparedPipe:
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
-        # A stage holds its layers. A layer that the user puts into the pipe later would be saved
-        # and optimised, but it would not run.
-        layout = self.placed_partition.partition.layout
-        if isinstance(layout, TracedPartition):
-            layout.check_unchanged()
-        else:
-            check_layers_unchanged(self.layers, self.placed_partition.local_stages)
-        self.placed_partition.uninitialized_tensors.check_initialized()
+        self.placed_partition.partition.check_unchanged(self.layers)
+        if self.placed_partition.uninitialized_tensors.slots:
+            self.placed_partition.uninitialized_tensors.check_initialized()
 
     def select_step_program(
         self, options: CallOptions, stage_inputs: StageInputs

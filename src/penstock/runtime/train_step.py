@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.data_parallel.sync import Replicas
 from penstock.microbatch import MicrobatchRows, gather
+from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.autograd_call import (
     Cell,
     build_input_payloads,
@@ -30,7 +31,6 @@ from penstock.runtime.autograd_call import (
 from penstock.runtime.execution import Execution
 from penstock.runtime.loss_accumulator import LossAccumulator
 from penstock.runtime.program_cache import Phase
-from penstock.runtime.stage_inputs import StageInputs
 from penstock.schedules.ir import Program
 from penstock.schedules.timeline import Timeline
 from penstock.torch_compat import pytree

@@ -145,10 +145,10 @@ def test_trace_cache_is_bounded() -> None:
         torch.testing.assert_close(
             pipe(batch), torch.cat([model(piece) for piece in batch.chunk(2)])
         )
-    whole = pipe._placed_partition.partition.layout
+    whole = pipe._placed_partition.partition
     assert isinstance(whole, TracedPartition)
-    assert [len(ways) for ways in whole._trace_cache.values()] == [MAX_TRACES_PER_KEY] * len(
-        whole._trace_cache
+    assert [len(ways) for ways in whole._memory.cache.values()] == [MAX_TRACES_PER_KEY] * len(
+        whole._memory.cache
     )
 
 

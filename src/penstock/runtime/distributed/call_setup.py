@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.microbatch import Chunk, MicrobatchRows, NoChunk
 from penstock.model.placement import PlacedPartition
-from penstock.model.traced.traced_partition import TracedPartition
+from penstock.model.stage_inputs import Batch, InputsByStage, StageInputs
 from penstock.runtime.autograd_call import Cell, build_input_payloads, collect_tensors_by_cell
 from penstock.runtime.distributed.channels import CallCacheEntry, ProcessTransport
 from penstock.runtime.distributed.control_channel import (
@@ -35,7 +35,6 @@ from penstock.runtime.distributed.control_channel import (
 )
 from penstock.runtime.distributed.payload_codec import WireTensorSpec
 from penstock.runtime.distributed.process_groups import ProcessGroups
-from penstock.runtime.stage_inputs import Batch, InputsByStage, StageInputs, build_stage_inputs
 from penstock.runtime.step_request import CallOptions
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
@@ -189,13 +188,18 @@ class CallSetup:
             placed_partition,
             data_policy,
         )
-        self._is_traced = isinstance(placed_partition.partition.layout, TracedPartition)
+        self._partition = placed_partition.partition
         self._data_rank = placed_partition.placement[0]
+        # Inputs of remote stages are sent from host memory.
+        self._input_devices = placed_partition.stage_devices
+        if self.scatters_inputs:
+            host = dict.fromkeys(range(len(placed_partition.placement)), torch.device("cpu"))
+            self._input_devices = {**host, **placed_partition.stage_devices}
 
     @property
     def scatters_inputs(self) -> bool:
         """Whether the data rank sends each stage its part of the batch."""
-        return self._data_policy.data == "first" and not self._is_traced
+        return self._data_policy.data == "first" and not self._partition.needs_whole_batch
 
     def prepare_call(
         self, call_name: str, options: CallOptions, batch: Batch, facts: RankFacts, local_state: str
@@ -218,10 +222,10 @@ class CallSetup:
             batch = broadcast_batch(
                 self._groups.pipeline_channel, self._data_rank, batch, f"the data of {call_name}"
             )
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, options.chunks, batch, self._input_device
+        stage_inputs = self._partition.build_stage_inputs(
+            options.chunks, batch, self._input_devices
         )
-        if self._is_traced and self._data_policy.data == "first":
+        if self._data_policy.data == "first":
             self._check_input_gradients(stage_inputs)
         facts = {**facts, **collect_batch_facts(batch)}
         if stage_inputs.assignment_digest:
@@ -260,8 +264,8 @@ class CallSetup:
         stage_inputs, text = None, None
         local_state += describe_batch_strides(batch)
         if self._data_rank == self._groups.rank:
-            stage_inputs = build_stage_inputs(
-                self._placed_partition.partition, options.chunks, batch, self._input_device
+            stage_inputs = self._partition.build_stage_inputs(
+                options.chunks, batch, self._input_devices
             )
             local_state += str(collect_batch_facts(batch))
             text = BatchAnnouncement.from_stage_inputs(stage_inputs, bool(batch.target)).to_json()
@@ -275,9 +279,8 @@ class CallSetup:
             )
             cache_entry.batch_announcement = announced_text
         announcement = BatchAnnouncement.from_json(cache_entry.batch_announcement)
-        graph = self._placed_partition.partition.graph
         stage_inputs = stage_inputs or StageInputs(
-            {}, announcement.rows, announcement.chunks, graph
+            {}, announcement.rows, announcement.chunks, self._partition.graph
         )
         return AgreedCall(
             stage_inputs,
@@ -297,15 +300,6 @@ class CallSetup:
         cached = self._groups.get_cache_entry(cache_key)
         always_sent = self._data_policy.shapes == "sent"
         return CallCacheEntry() if always_sent else cached, not cached.is_complete
-
-    def _input_device(self, stage: int) -> torch.device | None:
-        """Return the device for the inputs of a stage. None leaves them where they are.
-
-        Inputs of remote stages are sent from host memory.
-        """
-        if self._placed_partition.is_local(stage):
-            return self._groups.device.device
-        return torch.device("cpu") if self.scatters_inputs else None
 
     def _check_input_gradients(self, stage_inputs: StageInputs) -> None:
         """Raise if an input on another rank than the data rank requires grad.
@@ -409,7 +403,7 @@ def receive_inputs(
 
     Every rank but the data rank calls this. All receives are posted before the first wait.
     """
-    local_cells = [cell for cell in cells if placed_partition.is_local(cell[0])]
+    local_cells = [cell for cell in cells if cell[0] in placed_partition.stage_devices]
     waits: list[Callable[[], Payload]] = [
         transport.recv_from(placed_partition.placement[0], Message(OUTSIDE, *cell))
         for cell in local_cells

@@ -32,6 +32,7 @@ from penstock.data_parallel.grad_scaler import propagate_overflow
 from penstock.device.device import Device
 from penstock.errors import RunError
 from penstock.microbatch import move_to_device
+from penstock.model.stage_inputs import Batch
 from penstock.runtime.autograd_call import (
     Cell,
     build_input_payloads,
@@ -72,7 +73,6 @@ from penstock.runtime.inline import use_worker_thread_settings
 from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase
-from penstock.runtime.stage_inputs import Batch
 from penstock.runtime.step_request import (
     CallOptions,
     CheckpointPeers,
@@ -218,7 +218,7 @@ class DistributedEngine:
             self._wait_for_device(execution)
             _copy_back_input_changes(collect_tensors_by_cell(stage_inputs.by_stage), execution)
             outputs = None
-            if self._placed_partition.is_local(self._last_stage):
+            if self._last_stage in self._placed_partition.stage_devices:
                 cells = [(self._last_stage, i) for i in range(stage_inputs.chunks)]
                 values = [_unpack_output(execution.cell_io.outputs.pop(cell)) for cell in cells]
                 outputs = stage_inputs.merge_outputs(values)
@@ -381,7 +381,7 @@ class DistributedEngine:
         """Set the inputs of the local cells. With data="first", exchange inputs between ranks."""
         partition, inputs = self._placed_partition, agreed_call.stage_inputs.by_stage
         execution.cell_io.inputs = build_input_payloads(
-            {s: v for s, v in inputs.items() if partition.is_local(s)}
+            {s: v for s, v in inputs.items() if s in partition.stage_devices}
         )
         if self._call_setup.scatters_inputs:
             # Through host memory: NCCL communicators exist only for ranks whose stages exchange
@@ -455,7 +455,7 @@ class DistributedEngine:
         execution, transport = self._build_execution(program, stages, agreed_call)
         self._load_inputs(execution, program, agreed_call)
         scale = read_loss_scale(request.scaler, self._device.device)
-        has_last_stage = self._placed_partition.is_local(self._last_stage)
+        has_last_stage = self._last_stage in self._placed_partition.stage_devices
         accumulator, replica_losses = None, None
         if has_last_stage:
             targets = (

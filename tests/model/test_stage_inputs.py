@@ -27,7 +27,7 @@ from penstock import (
     stash,
 )
 from penstock.microbatch import MicrobatchRows
-from penstock.runtime.stage_inputs import Batch, build_stage_inputs
+from penstock.model.stage_inputs import Batch
 from penstock.runtime.transport import Mailbox
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
@@ -314,11 +314,11 @@ def test_stage_inputs_are_moved_once_per_device() -> None:
     """An input is moved once per device and shared by the stages on it."""
     split = Pipe(network(), 2, stages=6)._placed_partition
     here = split.devices[0]
-    split = replace(split, devices=(here, Elsewhere()), placement=(0, 1, 1, 0, 1, 0))  # type: ignore[arg-type]
+    split = replace(split, devices={0: here, 1: Elsewhere()}, placement=(0, 1, 1, 0, 1, 0))  # type: ignore[dict-item]
     x, mask = real(4, 4), real(4, 1)
     named = {"mask": mask, "positions": torch.arange(4)}
-    stage_inputs = build_stage_inputs(
-        split.partition, 2, Batch((x,), named, (x,)), lambda stage: split.stage_device(stage).device
+    stage_inputs = split.partition.build_stage_inputs(
+        2, Batch((x,), named, (x,)), split.stage_devices
     )
     sizes = {stage: len(values[0]) for stage, values in stage_inputs.by_stage.items()}
     assert sizes == {0: 2, 1: 1, 2: 1, 4: 1, 5: 1}
