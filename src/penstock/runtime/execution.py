@@ -116,7 +116,7 @@ class Execution:
         placement: Sequence[int],
         cell_policy: CellPolicy,
         executor: LaneExecutor,
-        tied_weights: TiedWeights,
+        tied_weights: TiedWeights | None,
         rng_policy: RngPolicy = DEFAULT_RNG_POLICY,
     ) -> None:
         self.cell_io = CellIO()
@@ -134,7 +134,7 @@ class Execution:
                 partial(cell_policy.saved_for_backward, stage.index),
                 partial(cell_policy.splits_backward, stage.index),
                 cell_policy.require_known_leaves,
-                tied_weights.proxies[stage.index],
+                None if tied_weights is None else tied_weights.proxies[stage.index],
             )
             for stage in stages
             if placement[stage.index] in devices
@@ -191,7 +191,8 @@ class Execution:
                 self._release_streams(streams)
             raise
         self._release_streams(streams)
-        self._tied_weights.accumulate_gradients()
+        if self._tied_weights is not None:
+            self._tied_weights.accumulate_gradients()
         self._update_caller_rng(states_before)
 
     def _release_streams(self, streams: CallerStreams) -> None:

@@ -58,7 +58,7 @@ from penstock.runtime.step_request import (
     build_cell_policy,
 )
 from penstock.runtime.threads import ThreadExecutor, WorkerPool
-from penstock.runtime.tied_gradients import LocalTiedWeights
+from penstock.runtime.tied_gradients import build_local_tied_weights
 from penstock.runtime.train_step import HasTimeline, RuntimeUsed, StepResult, run_train_step
 from penstock.runtime.transport import Mailboxes
 from penstock.schedules.cost import Cost
@@ -337,7 +337,7 @@ class LocalEngine:
         devices, placement = self._placed_partition.devices, self._placed_partition.placement
         # In a capture the ranks get devices whose timestamps the graph itself writes.
         devices = dict(enumerate(overrides.devices)) or devices
-        tied_weights = LocalTiedWeights(
+        tied_weights = build_local_tied_weights(
             stages, list(devices.values()), placement, in_caller_graph, schedule.chunks
         )
         cell_policy = build_cell_policy(schedule, in_caller_graph or overrides.require_known_leaves)

@@ -117,7 +117,10 @@ class StageRunner:
         proxies: StageProxies | None = None,
     ) -> None:
         self.stage = stage
-        self._proxies = StageProxies(stage.modules()) if proxies is None else proxies
+        if proxies is None:
+            # A call in another thread may have put its proxies into the modules.
+            proxies = StageProxies([*map(unwrap_proxy, stage.modules())])
+        self._proxies = proxies
         modules = self._proxies.modules
         self.parameters = find_trainable_parameters(modules)
         self.collected_grads: list[Tensor | None] | None = None

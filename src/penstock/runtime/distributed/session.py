@@ -67,7 +67,6 @@ from penstock.runtime.distributed.step_results import (
     all_gather_results,
     exchange_replica_shares,
 )
-from penstock.runtime.distributed.tied_weights import DistributedTiedGradients
 from penstock.runtime.execution import Execution, RngPolicy
 from penstock.runtime.inline import use_worker_thread_settings
 from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
@@ -80,6 +79,7 @@ from penstock.runtime.step_request import (
     StepRequest,
     build_cell_policy,
 )
+from penstock.runtime.tied_gradients import build_distributed_tied_weights
 from penstock.runtime.train_step import HasTimeline, StepResult, backpropagate_to_inputs
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import BoundAction, Worker
@@ -338,7 +338,7 @@ class DistributedEngine:
             layer.begin_minibatch(schedule.chunks)
         transport = self._build_transport(groups.links, program, agreed_call.cache_entry)
         local_stages = [stages[stage.index] for stage in self._placed_partition.local_stages]
-        tied_gradients = DistributedTiedGradients(
+        tied_weights = build_distributed_tied_weights(
             local_stages,
             self._placed_partition.tied_tensors,
             schedule.chunks,
@@ -359,7 +359,7 @@ class DistributedEngine:
             *devices_and_placement,
             build_cell_policy(schedule),
             executor,
-            tied_gradients,
+            tied_weights,
             rng_policy,
         )
         return execution, transport

@@ -30,9 +30,9 @@ from penstock.model.tied import TiedTensor
 from penstock.runtime.distributed.call_setup import DataPolicy, collect_call_facts
 from penstock.runtime.distributed.control_channel import check_ranks_agree
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
-from penstock.runtime.distributed.tied_weights import broadcast_tied_weights
 from penstock.runtime.distributed.topology import Topology
 from penstock.runtime.step_request import CallOptions
+from penstock.runtime.tied_gradients import broadcast_tied_weights
 from penstock.torch_compat import TORCH_VERSION
 
 
