@@ -29,13 +29,14 @@ from penstock.model.cut import (
     BALANCE_MODES,
     ExampleMicrobatch,
     ResourceLimits,
+    build_process_share,
     cut_model,
+    decide_cut,
     trace_with_enough_units,
 )
 from penstock.model.describe import measure_transfer_bytes
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition
-from penstock.model.process_share import build_process_share, decide_cut
 from penstock.model.sequential import (
     PipeSequential,
     check_model,
@@ -355,17 +356,15 @@ def _place_traced_across_processes(
         )
         _move_stages(local_stages, [device for _ in local_stages])
 
-    share = build_process_share(
+    partition, ties, tied_names = build_process_share(
         traced_model, decided_cut, placement, process.rank, device, prepare_stages
     )
     # `prepare_stages` moved the layers of the draft stages. The final stages have new copies of
     # some modules, which are moved now.
-    local_stages = [s for s in share.partition.stages if placement[s.index] == process.rank]
+    local_stages = [s for s in partition.stages if placement[s.index] == process.rank]
     _move_stages(local_stages, [device for _ in local_stages])
     devices = {process.rank: process.device}
-    return PlacedPartition(
-        share.partition, devices, placement, share.tied_tensors, share.tied_names, *uninitialized
-    )
+    return PlacedPartition(partition, devices, placement, ties, tied_names, *uninitialized)
 
 
 def count_stages(stages: int | Sequence[int]) -> int:

@@ -20,11 +20,10 @@ from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.partition import Partition
 from penstock.model.sequential import list_module_tensors
 from penstock.model.sequential_stage import SequentialStage
-from penstock.model.tied import TiedTensor
+from penstock.model.tied import TiedTensor, collect_tensor_uses
 from penstock.stage.stage import Stage
 
 StageFn = Callable[[nn.Module, int], nn.Module]
-ParameterLocation = tuple[nn.Module, str]  # the module that registers a parameter, and its name
 
 
 def wrap_stages(
@@ -67,33 +66,20 @@ def _apply_stage_fn(
     stages: Sequence[Stage], stage_fn: StageFn, stage_indices: Collection[int]
 ) -> tuple[Stage, ...]:
     """Wrap these stages. Raise if that ends a tie between two layers."""
-    tied_locations = [
-        locations for locations in _find_parameter_locations(stages).values() if len(locations) > 1
-    ]
+    uses = [uses for uses in collect_tensor_uses(stages).values() if len(uses) > 1]
     wrapped = tuple(
         _wrap_stage(stage, stage_fn) if stage.index in stage_indices else stage for stage in stages
     )
     # `fully_shard` replaces parameters. If it replaces a tied parameter in one layer only, the two
     # layers would train apart from each other without an error.
-    for locations in tied_locations:
-        if len({id(module._parameters[name]) for module, name in locations}) > 1:
+    for locations in [[use.location for use in tensor_uses] for tensor_uses in uses]:
+        if len({id(module._parameters.get(name)) for module, name in locations}) > 1:
             raise ArgumentError(
                 f"stage_fn replaced the parameter '{locations[0][1]}' in one layer but not in "
                 "another layer that shares it, so they are no longer tied. Leave these layers out "
                 "of stage_fn, or put them into one stage and wrap them together."
             )
     return wrapped
-
-
-def _find_parameter_locations(
-    stages: Sequence[Stage],
-) -> dict[nn.Parameter, list[ParameterLocation]]:
-    locations: dict[nn.Parameter, list[ParameterLocation]] = {}
-    for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                locations.setdefault(parameter, []).append((module, name))
-    return locations
 
 
 def _wrap_stage(stage: Stage, stage_fn: StageFn) -> Stage:

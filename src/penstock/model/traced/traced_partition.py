@@ -161,7 +161,7 @@ class _CompiledTrace:
     programs: Mapping[int, StageProgram]
     loss_targets: LossTargets | None
     target_replay: TraceReplay  # computes the loss targets, if there are any
-    fingerprint: str  # of the assignment
+    fingerprint: str  # of the assignment, which all processes must agree on
 
 
 TraceCache = OrderedDict[Any, list[_CompiledTrace]]  # by cache key
@@ -296,7 +296,7 @@ class TracedPartition(Partition):
         ]
         # Micro-batches of one batch may take different paths through the forward. The program is
         # the same for all of them, so an edge that one micro-batch needs is an edge for all.
-        edges = sorted({edge for plan in plans for edge in plan.edges})
+        edges = sorted({edge for plan in plans for edge in plan.compiled.assignment.edges})
         graph = StageGraph.chain(len(self.stages), edges)
         by_stage = self._assign_inputs(plans, settings, graph, devices)
         targets, target_counter = [piece[-1] for piece in pieces] if target else [], None
@@ -323,7 +323,7 @@ class TracedPartition(Partition):
             len(pieces),
             graph,
             has_target,
-            " ".join(plan.fingerprint for plan in plans),
+            " ".join(plan.compiled.fingerprint for plan in plans),
             target_counter,
             loss_shares,
             label_inputs,
@@ -343,18 +343,14 @@ class TracedPartition(Partition):
         }
         requests = [plan.make_forward_request(settings, destinations) for plan in plans]
         by_stage: dict[int, list[tuple[Any, ...]]] = {}
-        for stage in self.stages:
-            index = stage.index
-            if index in devices:
-                stage.may_draw_random |= any(plan.uses_rng(index) for plan in plans)
-                stage.may_mutate_inputs |= any(plan.mutates_inputs(index) for plan in plans)
-                by_stage[index] = [
-                    (
-                        request,
-                        *(move_to_device(t, devices[index]) for t in plan.select_inputs(index)),
-                    )
-                    for request, plan in zip(requests, plans, strict=True)
-                ]
+        for index, device in devices.items():
+            programs = [plan.compiled.programs[index] for plan in plans]
+            self.stages[index].may_draw_random |= any(p.uses_rng for p in programs)
+            self.stages[index].may_mutate_inputs |= any(p.mutates_inputs for p in programs)
+            by_stage[index] = [
+                (request, *(move_to_device(plan.tensors[i], device) for i in program.input_indices))
+                for request, plan, program in zip(requests, plans, programs, strict=True)
+            ]
         return by_stage
 
     def trace_microbatch(
@@ -541,16 +537,6 @@ class TracedMicrobatch:
     tree_spec: Any
     tensors: Sequence[Tensor]
 
-    @property
-    def edges(self) -> list[tuple[int, int]]:
-        """The pairs of stages (source, destination) between which values are sent."""
-        return self.compiled.assignment.edges
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the assignment, which all processes must agree on."""
-        return self.compiled.fingerprint
-
     def compute_loss_targets(self) -> tuple[Tensor, TargetCounter] | None:
         """Return the targets of the model's own loss and a counter of those that count.
 
@@ -577,18 +563,6 @@ class TracedMicrobatch:
         return ForwardRequest(
             self.compiled.programs, plain_leaves, positions, self.tree_spec, settings, destinations
         )
-
-    def uses_rng(self, stage: int) -> bool:
-        """Return whether a stage draws random numbers between units."""
-        return self.compiled.programs[stage].uses_rng
-
-    def mutates_inputs(self, stage: int) -> bool:
-        """Return whether a stage changes a received tensor or one of the batch in place."""
-        return self.compiled.programs[stage].mutates_inputs
-
-    def select_inputs(self, stage: int) -> list[Tensor]:
-        """Return the tensors of the batch that a stage takes."""
-        return [self.tensors[index] for index in self.compiled.programs[stage].input_indices]
 
 
 def _compute_loss_shares(
