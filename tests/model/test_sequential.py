@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import ArgumentError, Namespace, PipeSequential, WithDevice, pop, skippable, stash
+from penstock import ArgumentError, Namespace, WithDevice, pop, skippable, stash
 from penstock.model.sequential import (
     check_children,
     cut_sequential,
     find_layer_device,
     group_by_device,
 )
-from tests.support import Do, Pop, Stash
+from tests.support import Pop, Stash
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -31,12 +31,9 @@ def test_check_children_refuses_other_modules(module: Any) -> None:
         check_children(module)
 
 
-def test_check_children_refuses_an_empty_sequential() -> None:
+def test_check_children_refuses_empty_and_duplicate_layers() -> None:
     with pytest.raises(ArgumentError, match="the Sequential is empty"):
         check_children(nn.Sequential())
-
-
-def test_check_children_refuses_duplicate_layers() -> None:
     a, b = nn.ReLU(), nn.Tanh()
     with pytest.raises(ValueError, match="several places, 0 and 2, 1 and 3: duplicate children"):
         check_children(nn.Sequential(a, b, a, b))
@@ -64,11 +61,9 @@ def test_find_layer_device_refuses_a_layer_on_two_devices() -> None:
 
 
 def test_group_by_device_joins_neighbours_on_one_device() -> None:
+    """A layer without parameters stays with the one before it, or goes with the first."""
     layers = [on(CPU), on(CPU), on(META), nn.ReLU(), on(CPU)]
     assert group_by_device(layers) == ([2, 2, 1], [CPU, META, CPU])
-
-
-def test_group_by_device_keeps_layers_without_parameters_with_their_neighbour() -> None:
     layers = [nn.Flatten(), nn.ReLU(), on(META), nn.ReLU()]
     assert group_by_device(layers) == ([4], [META])
     assert group_by_device([nn.ReLU(), nn.Tanh()]) == ([2], [CPU])
@@ -146,12 +141,3 @@ def test_cut_sequential_separates_skips_by_namespace() -> None:
     layers = [Stash().isolate(one), Stash().isolate(two), Pop().isolate(two), Pop().isolate(one)]  # type: ignore[operator]
     routes = cut_sequential(nn.Sequential(*layers), [1, 1, 1, 1]).skip_routes
     assert [(src, dst) for _, src, dst in routes] == [(1, 2), (0, 3)]
-
-
-# ---- tuples as arguments ------------------------------------------------------------------
-
-
-def test_pipe_sequential_passes_tuples_as_arguments() -> None:
-    model = PipeSequential(Do(lambda a, b: (a + b, a - b)), Do(lambda a, b: [a, b]), Do(sum))
-    assert model(5, 3) == 10
-    assert PipeSequential(Do(lambda x: x))(1) == 1

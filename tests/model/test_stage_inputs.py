@@ -33,12 +33,10 @@ from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from tests.support import (
     CHECKPOINTS,
-    SCHEDULES,
     closely,
     each_checkpoint,
     each_door,
     each_runtime,
-    each_schedule,
 )
 
 
@@ -161,21 +159,6 @@ def test_side_inputs_match_the_unsplit_model(
             model.zero_grad()
             pipe.zero_grad()
             compare(pipe, model, door, rows, learns)
-
-
-@each_schedule
-def test_side_inputs_under_every_schedule(schedule: str) -> None:
-    model = network()
-    devices = ["cpu"] * (6 // SCHEDULES[schedule])
-    pipe = Pipe(
-        copy.deepcopy(model),
-        6,
-        stages=6,
-        devices=devices,
-        schedule=schedule,
-        loss_fn=functional.mse_loss,
-    )
-    compare(pipe, model, "step", 12, learns=True)
 
 
 def test_side_inputs_of_a_plain_sequential() -> None:
