@@ -226,10 +226,9 @@ class Pipe(nn.Module):
         self.training = module.training
         # The children of the pipe are the model's own, under the model's names. A child may be
         # called "chunks" or "training", so no attribute is set from here on: it would replace it.
-        self._modules.update(
-            self._placed_partition.partition.children(self._placed_partition.local_stages)
-        )
-        self._placed_partition.partition.record_members()
+        self._modules.update(self._placed_partition.partition.children())
+        # The first check records the modules around the units, with which later ones compare.
+        self._placed_partition.partition.check_unchanged(self._modules)
         # Parameters and buffers of the model itself, outside of any child. The dictionaries are
         # shared with the model, so that both see later changes.
         registries = ("_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -243,11 +242,13 @@ class Pipe(nn.Module):
         stage_fn: StageFn | None,
     ) -> PreparedPipe:
         """Wrap the stages with `stage_fn`, build the schedule and verify it."""
-        local_indices = [stage.index for stage in placed_partition.local_stages]
         self._placed_partition = replace(
             placed_partition,
             partition=wrap_stages(
-                placed_partition.partition, stage_fn, local_indices, placed_partition.tied_tensors
+                placed_partition.partition,
+                stage_fn,
+                placed_partition.stage_devices,
+                placed_partition.tied_tensors,
             ),
         )
         graph = self._placed_partition.partition.graph
@@ -396,6 +397,7 @@ class Pipe(nn.Module):
             return_outputs=outputs,
             scaler=scaler,
             optimizer=optimizer,
+            uses_model_loss=loss_fn is None,
         )
 
     def clip_grad_norm_(

@@ -130,7 +130,7 @@ def build_saver(
     )
     model = placed.partition.model if is_pretrained(placed.partition.model) else None
     return Saver(
-        LocalState(module, tied_names, save_group, peers.replica, placed.is_local(0), model),
+        LocalState(module, tied_names, save_group, peers.replica, 0 in placed.stage_devices, model),
         pending,
     )
 

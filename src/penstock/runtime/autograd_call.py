@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.runtime.execution import Execution
-from penstock.runtime.program_cache import Phase
-from penstock.runtime.stage_inputs import (
+from penstock.model.stage_inputs import (
     InputsByStage,
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
+from penstock.runtime.execution import Execution
+from penstock.runtime.program_cache import Phase
 from penstock.stage.payload import Payload, PayloadLayout, tensor_versions, unflatten_values
 from penstock.torch_compat import keeps_graph
 

@@ -29,6 +29,7 @@ from penstock.device.device import Device, Gpu
 from penstock.errors import ArgumentError, RunError
 from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
+from penstock.model.stage_inputs import StageInputs, build_input_payloads
 from penstock.model.stage_wrapping import check_separate_process_groups
 from penstock.runtime.autograd_call import AutogradCall
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
@@ -45,7 +46,6 @@ from penstock.runtime.loss_accumulator import LossAccumulator, combine_metrics, 
 from penstock.runtime.memory import Memory, count_resident_bytes, profile_step_memory
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.request import Request
-from penstock.runtime.stage_inputs import StageInputs, build_input_payloads, build_stage_inputs
 from penstock.runtime.step import (
     CheckpointPeers,
     HasTimeline,
@@ -167,12 +167,12 @@ class LocalEngine:
 
     def prepare(self, call_name: str, request: Request) -> LocalCall:
         """Split the batch into the inputs of the stages."""
-        inputs = build_stage_inputs(self.placed_partition.partition, request, self._device_of)
-        last_stage = len(self.placed_partition.partition.stages) - 1
+        devices = self.placed_partition.stage_devices
+        inputs = self.placed_partition.partition.build_stage_inputs(request, devices)
         loss_scale = (
             None
             if request.scaler is None
-            else read_loss_scale(request.scaler, self._device_of(last_stage))
+            else read_loss_scale(request.scaler, devices[len(devices) - 1])
         )
         return LocalCall(self, request, inputs, loss_scale)
 
@@ -247,7 +247,8 @@ class LocalEngine:
         batch = request.inputs, dict(request.keyword_inputs), request.target
         with self.step_lock, isolated_step(modules, batch) as (args, kwargs, target):
             isolated_request = replace(request, inputs=args, keyword_inputs=kwargs, target=target)
-            inputs = build_stage_inputs(partition, isolated_request, self._device_of)
+            devices = self.placed_partition.stage_devices
+            inputs = partition.build_stage_inputs(isolated_request, devices)
             program, _ = self._prepared_pipe.select_step_program(request, inputs)
             run_step = partial(self._run_eagerly, PreparedStep(isolated_request, inputs, None))
             readings = profile_step_memory(run_step, self.placed_partition.devices, placement)
@@ -281,9 +282,6 @@ class LocalEngine:
                 module for stage_module in stage_modules for module in stage_module.modules()
             )
         )
-
-    def _device_of(self, stage: int) -> torch.device:
-        return self.placed_partition.stage_device(stage).device
 
     def _get_worker_pool(self) -> WorkerPool:
         """Return the threads of the pipe. They start with its first call and end with the pipe."""

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from penstock.errors import ArgumentError, PenstockTypeError
-from penstock.runtime.program_cache import ProgramKey
+from penstock.model.stage_inputs import Batch
 from penstock.stage.loss import LossFn
 
 
 @dataclass(frozen=True)
-class Request:
-    """The arguments of one call of a pipe, and the options of the pipe as they are now.
+class Request(Batch):
+    """The batch of one call of a pipe, with the options of the call and of the pipe.
 
     Attributes:
-        inputs: The positional inputs of the model.
-        keyword_inputs: The inputs by name.
-        target: The target in a tuple, or an empty tuple.
-        chunks: The number of micro-batches that was asked for.
         checkpoint: Which micro-batches are recomputed: "always", "except_last" or "never".
         training: Whether the pipe is in training mode.
         runtime: The runtime that was asked for.
@@ -33,10 +27,6 @@ class Request:
         optimizer: The optimizer whose `step()` is called after the backwards.
     """
 
-    inputs: tuple[Any, ...]
-    keyword_inputs: Mapping[str, Any] = field(default_factory=dict)
-    target: tuple[Any, ...] = ()
-    chunks: int = 1
     checkpoint: str = "except_last"
     training: bool = True
     runtime: str = "threads"
@@ -46,16 +36,6 @@ class Request:
     return_outputs: bool = False
     scaler: torch.amp.GradScaler | None = None
     optimizer: torch.optim.Optimizer | None = None
-
-    @property
-    def uses_model_loss(self) -> bool:
-        """Whether this is a step whose loss the model computes itself."""
-        return self.is_step and self.loss_fn is None
-
-    def build_program_key(self, chunks: int, allow_recompute: bool = True) -> ProgramKey:
-        """Return the key of the program for a call that was split into `chunks` micro-batches."""
-        # As in PyTorch's old `Pipe`, a model in eval mode is never recomputed.
-        return ProgramKey(chunks, self.training and allow_recompute, self.checkpoint)
 
     def check_optimizer(self) -> None:
         """Raise if an optimizer was given and cannot step: no gradients, or a scaler decides."""

@@ -33,18 +33,16 @@ from penstock.data_parallel.all_reduce import ReplicaGroup
 from penstock.data_parallel.clip import ClipGradOptions
 from penstock.data_parallel.sync import DeferredSync, Replicas
 from penstock.model.placement import PlacedPartition
-from penstock.model.sequential import check_layers_unchanged
-from penstock.model.traced.traced_partition import TracedPartition
-from penstock.runtime.execution import Execution
-from penstock.runtime.memory import Memory
-from penstock.runtime.program_cache import Phase, ProgramCache
-from penstock.runtime.request import Request
-from penstock.runtime.stage_inputs import (
+from penstock.model.stage_inputs import (
     Cell,
     StageInputs,
     collect_tensors_by_cell,
     propagate_version_bumps,
 )
+from penstock.runtime.execution import Execution
+from penstock.runtime.memory import Memory
+from penstock.runtime.program_cache import Phase, ProgramCache, ProgramKey
+from penstock.runtime.request import Request
 from penstock.runtime.worker import StepLoss
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Program
@@ -131,14 +129,9 @@ class PreparedPipe:
 
     def check_model_unchanged(self) -> None:
         """Raise if layers were replaced after the pipe was made, or are still on `meta`."""
-        # A stage holds its layers. A layer that the user puts into the pipe later would be saved
-        # and optimised, but it would not run.
-        layout = self.placed_partition.partition.layout
-        if isinstance(layout, TracedPartition):
-            layout.check_unchanged()
-        else:
-            check_layers_unchanged(self.layers, self.placed_partition.local_stages)
-        self.placed_partition.uninitialized_tensors.check_initialized()
+        self.placed_partition.partition.check_unchanged(self.layers)
+        if self.placed_partition.uninitialized_tensors.slots:
+            self.placed_partition.uninitialized_tensors.check_initialized()
 
     def select_step_program(
         self, request: Request, stage_inputs: StageInputs
@@ -149,10 +142,10 @@ class PreparedPipe:
         """
         programs = self.program_cache.for_graph(stage_inputs.graph)
         if torch.is_grad_enabled():
-            return programs.get_step_phase(request.build_program_key(stage_inputs.chunks))
+            return programs.get_step_phase(_build_program_key(request, stage_inputs.chunks))
         # Without a backward there is nothing to recompute for.
         program, forwards, _ = programs.get_forward_backward_phases(
-            request.build_program_key(stage_inputs.chunks, False)
+            _build_program_key(request, stage_inputs.chunks, False)
         )
         return program, forwards
 
@@ -163,10 +156,16 @@ class PreparedPipe:
 
         Without a `cost`, the measured costs of the last step are used, if there was one.
         """
-        program, _ = self.program_cache.get_step_phase(request.build_program_key(request.chunks))
+        program, _ = self.program_cache.get_step_phase(_build_program_key(request, request.chunks))
         if cost is None and last_measured is not None:
             cost = last_measured.timeline.cost
         return simulate(program, cost)
+
+
+def _build_program_key(request: Request, chunks: int, allow_recompute: bool = True) -> ProgramKey:
+    """Return the key of the program for a call that was split into `chunks` micro-batches."""
+    # As in PyTorch's old `Pipe`, a model in eval mode is never recomputed.
+    return ProgramKey(chunks, request.training and allow_recompute, request.checkpoint)
 
 
 class StepTotals(Protocol):
@@ -337,7 +336,7 @@ def run_forward(pipe: PreparedPipe, request: Request, engine: Engine) -> Any:
         in_caller_graph = torch.is_grad_enabled()
         programs = pipe.program_cache.for_graph(call.inputs.graph)
         program, *phases = programs.get_forward_backward_phases(
-            request.build_program_key(call.inputs.chunks, in_caller_graph)
+            _build_program_key(request, call.inputs.chunks, in_caller_graph)
         )
         # `pipe(x)` returns an output and no loss, so an `add_loss` inside a layer would be lost.
         aux_sink = select_forward_sink()

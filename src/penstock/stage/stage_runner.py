@@ -122,7 +122,12 @@ class StageRunner:
     ) -> None:
         self.stage = stage
         self._proxies, self._aux_sink = proxies, aux_sink
-        modules = stage.modules() if proxies is None else proxies.modules
+        # A call in another thread may have put its proxies into the modules.
+        modules = (
+            [unwrap_proxy(m) if "_stands_for" in m.__dict__ else m for m in stage.modules()]
+            if proxies is None
+            else proxies.modules
+        )
         self.parameters = find_trainable_parameters(modules)
         self.collected_grads: list[Tensor | None] | None = None
         self.has_recomputed = False

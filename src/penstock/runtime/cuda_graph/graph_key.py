@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.partition import Partition
+from penstock.model.stage_inputs import StageInputs
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.cuda_graph.fingerprint import (
     CachedHash,
@@ -35,7 +36,6 @@ from penstock.runtime.cuda_graph.fingerprint import (
 )
 from penstock.runtime.cuda_graph.static_inputs import FlatInputs
 from penstock.runtime.request import Request
-from penstock.runtime.stage_inputs import StageInputs
 from penstock.stage.caller_context import CallerContext
 from penstock.torch_compat import get_global_hook_ids
 

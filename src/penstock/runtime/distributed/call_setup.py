@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.microbatch import Chunk, MicrobatchRows, NoChunk
 from penstock.model.placement import PlacedPartition
-from penstock.model.traced.traced_partition import TracedPartition
+from penstock.model.stage_inputs import (
+    Cell,
+    InputsByStage,
+    StageInputs,
+    build_input_payloads,
+    collect_tensors_by_cell,
+)
 from penstock.runtime.distributed.channels import CallCacheEntry, ProcessTransport
 from penstock.runtime.distributed.control_channel import (
     ControlChannel,
@@ -35,14 +41,6 @@ from penstock.runtime.distributed.control_channel import (
 from penstock.runtime.distributed.payload_codec import WireTensorSpec
 from penstock.runtime.distributed.process_groups import ProcessGroups
 from penstock.runtime.request import Request
-from penstock.runtime.stage_inputs import (
-    Cell,
-    InputsByStage,
-    StageInputs,
-    build_input_payloads,
-    build_stage_inputs,
-    collect_tensors_by_cell,
-)
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from penstock.stage.rng import peek_seed
@@ -195,13 +193,18 @@ class CallSetup:
             placed_partition,
             data_policy,
         )
-        self._is_traced = isinstance(placed_partition.partition.layout, TracedPartition)
+        self._partition = placed_partition.partition
         self._data_rank = placed_partition.placement[0]
+        # Inputs of remote stages are sent from host memory.
+        self._input_devices = placed_partition.stage_devices
+        if self.scatters_inputs:
+            host = dict.fromkeys(range(len(placed_partition.placement)), torch.device("cpu"))
+            self._input_devices = {**host, **placed_partition.stage_devices}
 
     @property
     def scatters_inputs(self) -> bool:
         """Whether the data rank sends each stage its part of the request."""
-        return self._data_policy.data == "first" and not self._is_traced
+        return self._data_policy.data == "first" and not self._partition.needs_whole_batch
 
     def prepare_call(
         self, call_name: str, request: Request, facts: RankFacts, local_state: str
@@ -224,10 +227,8 @@ class CallSetup:
             request = broadcast_batch(
                 self._groups.pipeline_channel, self._data_rank, request, f"the data of {call_name}"
             )
-        stage_inputs = build_stage_inputs(
-            self._placed_partition.partition, request, self._input_device
-        )
-        if self._is_traced and self._data_policy.data == "first":
+        stage_inputs = self._partition.build_stage_inputs(request, self._input_devices)
+        if self._data_policy.data == "first":
             self._check_input_gradients(stage_inputs)
         facts = {**facts, **collect_batch_facts(request)}
         if stage_inputs.assignment_digest:
@@ -266,9 +267,7 @@ class CallSetup:
         stage_inputs, text = None, None
         local_state += describe_batch_strides(request)
         if self._data_rank == self._groups.rank:
-            stage_inputs = build_stage_inputs(
-                self._placed_partition.partition, request, self._input_device
-            )
+            stage_inputs = self._partition.build_stage_inputs(request, self._input_devices)
             local_state += str(collect_batch_facts(request))
             text = BatchAnnouncement.from_stage_inputs(stage_inputs, bool(request.target)).to_json()
         agreement = check_ranks_agree(
@@ -281,9 +280,8 @@ class CallSetup:
             )
             cache_entry.batch_announcement = announced_text
         announcement = BatchAnnouncement.from_json(cache_entry.batch_announcement)
-        graph = self._placed_partition.partition.graph
         stage_inputs = stage_inputs or StageInputs(
-            {}, announcement.rows, announcement.chunks, graph
+            {}, announcement.rows, announcement.chunks, self._partition.graph
         )
         return AgreedCall(
             stage_inputs,
@@ -303,15 +301,6 @@ class CallSetup:
         cached = self._groups.get_cache_entry(cache_key)
         always_sent = self._data_policy.shapes == "sent"
         return CallCacheEntry() if always_sent else cached, not cached.is_complete
-
-    def _input_device(self, stage: int) -> torch.device | None:
-        """Return the device for the inputs of a stage. None leaves them where they are.
-
-        Inputs of remote stages are sent from host memory.
-        """
-        if self._placed_partition.is_local(stage):
-            return self._groups.device.device
-        return torch.device("cpu") if self.scatters_inputs else None
 
     def _check_input_gradients(self, stage_inputs: StageInputs) -> None:
         """Raise if an input on another rank than the data rank requires grad.
@@ -415,7 +404,7 @@ def receive_inputs(
 
     Every rank but the data rank calls this. All receives are posted before the first wait.
     """
-    local_cells = [cell for cell in cells if placed_partition.is_local(cell[0])]
+    local_cells = [cell for cell in cells if cell[0] in placed_partition.stage_devices]
     waits: list[Callable[[], Payload]] = [
         transport.recv_from(placed_partition.placement[0], Message(OUTSIDE, *cell))
         for cell in local_cells

@@ -32,6 +32,12 @@ from penstock.data_parallel.clip import (
 from penstock.data_parallel.grad_scaler import propagate_overflow
 from penstock.errors import RunError
 from penstock.microbatch import move_to_device
+from penstock.model.stage_inputs import (
+    Cell,
+    build_input_payloads,
+    collect_tensors_by_cell,
+    propagate_version_bumps,
+)
 from penstock.runtime.distributed.call_setup import (
     AgreedCall,
     CallSetup,
@@ -64,20 +70,14 @@ from penstock.runtime.distributed.step_results import (
     all_gather_results,
     exchange_replica_shares,
 )
-from penstock.runtime.distributed.tied_weights import DistributedTiedGradients
 from penstock.runtime.execution import Execution, RngPolicy
 from penstock.runtime.inline import use_worker_thread_settings
 from penstock.runtime.loss_accumulator import LossAccumulator, read_loss_scale
 from penstock.runtime.memory import Memory
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.request import Request
-from penstock.runtime.stage_inputs import (
-    Cell,
-    build_input_payloads,
-    collect_tensors_by_cell,
-    propagate_version_bumps,
-)
 from penstock.runtime.step import CheckpointPeers, HasTimeline, PreparedPipe, StepResult
+from penstock.runtime.tied_gradients import build_distributed_tied_weights
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import BoundAction, Worker
 from penstock.schedules.cost import Cost
@@ -330,7 +330,7 @@ class DistributedCall:
         schedule, groups, agreed_call = program.schedule, self._groups, self._agreed_call
         transport = self._transport = self._build_transport(groups.links, program)
         local_stages = [stages[stage.index] for stage in self._placed_partition.local_stages]
-        tied_gradients = DistributedTiedGradients(
+        tied_weights = build_distributed_tied_weights(
             local_stages,
             self._placed_partition.tied_tensors,
             schedule.chunks,
@@ -351,7 +351,7 @@ class DistributedCall:
             self._placed_partition.placement,
             RankExecutor(transport, on_compute, agreed_call.cache_entry, groups.pipeline_watchdog),
             self._load_inputs(program),
-            tied_gradients,
+            tied_weights,
             aux_sink,
             rng_policy=rng_policy,
         )
@@ -371,7 +371,7 @@ class DistributedCall:
         """Return the inputs of the local cells. With data="first", exchange them between ranks."""
         partition, by_stage = self._placed_partition, self.inputs.by_stage
         payloads = build_input_payloads(
-            {s: values for s, values in by_stage.items() if partition.is_local(s)}
+            {s: values for s, values in by_stage.items() if s in partition.stage_devices}
         )
         if self._engine.call_setup.scatters_inputs:
             # Through host memory: NCCL communicators exist only for ranks whose stages exchange
@@ -393,7 +393,7 @@ class DistributedCall:
         accumulator, replica_losses = None, None
         # On every rank: this also initialises the scaler, which every rank steps with.
         scale = read_loss_scale(self.request.scaler, self._device.device)
-        if self._placed_partition.is_local(self._last_stage):
+        if self._last_stage in self._placed_partition.stage_devices:
             targets = (
                 self._collect_targets(execution) if self.has_target else [()] * self.inputs.chunks
             )
@@ -480,7 +480,7 @@ class DistributedCall:
             if cell in inputs:
                 propagate_version_bumps(tensors, inputs[cell].tensors)
         outputs = None
-        if self._placed_partition.is_local(self._last_stage):
+        if self._last_stage in self._placed_partition.stage_devices:
             cells = [(self._last_stage, i) for i in range(self.inputs.chunks)]
             values = [_unpack_output(execution.cell_io.outputs.pop(cell)) for cell in cells]
             outputs = self.inputs.merge_outputs(values)
