@@ -301,8 +301,8 @@ class DistributedEngine:
         """Raise: measuring needs all stages in one process."""
         raise RunError(
             "pipe.memory measures a step in one thread, but the ranks of this pipe are processes. "
-            "Create the same pipe in one process, or read torch.cuda.max_memory_allocated() on "
-            "each rank."
+            "Create the same pipe in one process, or read "
+            "torch.accelerator.max_memory_allocated() on each rank."
         )
 
     # ---- the beginning and the end of a call ----------------------------------------------
@@ -406,7 +406,7 @@ class DistributedEngine:
         (worker,) = execution.workers
         watchdog = self.groups.pipeline_watchdog
         for bound_action, _, end in worker.timed_actions:
-            if isinstance(end, torch.cuda.Event):
+            if isinstance(end, torch.Event):
                 watchdog.mark_waiting(_GpuWait(bound_action.action))
                 end.synchronize()
                 watchdog.mark_arrived()
