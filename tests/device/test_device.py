@@ -258,7 +258,8 @@ def test_step_is_ordered_with_the_streams_of_the_caller(caller_stream: Stream) -
 
 def test_messages_through_host_memory_use_the_copy_stream() -> None:
     gpu, tensor, buffer = make_gpu(), torch.arange(3.0), torch.zeros(3)
-    assert gpu.copy_to_host([tensor], [buffer]) is gpu.copy_stream
+    copied: Any = gpu.copy_to_host([tensor], [buffer])
+    assert copied is gpu.copy_stream
     assert gpu.copy_stream.waited_for == [gpu.compute_stream]
     assert torch.equal(buffer, tensor)
     (received,) = gpu.copy_from_host([buffer])

@@ -150,7 +150,9 @@ class Device(Protocol):
     def record_event(self) -> torch.Event | None:
         """Return an event after everything that was launched so far, or None without streams."""
 
-    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+    def copy_to_host(
+        self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> torch.Event | None:
         """Copy tensors into host memory. Return an event to wait for, or None if they are there."""
 
     def copy_from_host(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -345,7 +347,8 @@ class Gpu:
 
     def record_event(self) -> torch.Event:
         """Return an event on the compute stream."""
-        return self.compute_stream.record_event()
+        event: torch.Event = self.compute_stream.record_event()
+        return event
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> torch.Event:
         """Copy the tensors into pinned memory, on the copy stream beside the computation."""
@@ -355,7 +358,8 @@ class Gpu:
         with self.module.stream(self.copy_stream):
             for tensor, buffer in zip(tensors, buffers, strict=True):
                 buffer.copy_(tensor, non_blocking=True)
-        return self.copy_stream.record_event()
+        copied: torch.Event = self.copy_stream.record_event()
+        return copied
 
     def copy_from_host(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Copy the buffers on the copy stream, and let the compute stream wait for that."""
