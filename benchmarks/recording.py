@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Pipe
 from penstock.device.device import Cpu, Gpu
-from penstock.device.gpu_timestamps import TimestampedGpu
+from penstock.device.nvidia import TimestampedGpu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

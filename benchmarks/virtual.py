@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
-from penstock.device.virtual_gpu import VirtualGpu
+from penstock.device.nvidia import VirtualGpu
 
 CYCLES = 4_000_000  # about 2 ms, enough for the host to launch the work of all groups
 TURNS = 8  # repetitions of the work in a measurement of contention

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, schedules
-from penstock.device.virtual_gpu import VirtualGpu
+from penstock.device.nvidia import VirtualGpu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

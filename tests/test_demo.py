@@ -367,19 +367,20 @@ def test_device_layout_measures_layers() -> None:
 
 
 def test_find_devices_without_a_gpu_gives_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(found, "list_accelerators", list)
     assert [repr(place) for place in find_devices().by_rank] == ["cpu", "cpu"]
 
 
 def test_find_devices_uses_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(found, "resolve_device", lambda name: name)
+    gpus = [torch.device("cuda", index) for index in range(3)]
+    monkeypatch.setattr(found, "list_accelerators", lambda: gpus)
+    monkeypatch.setattr(found, "resolve_device", str)
     places: tuple[Any, ...] = find_devices().by_rank
     assert places == ("cuda:0", "cuda:1", "cuda:2")
 
 
 def test_find_devices_splits_one_gpu_or_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(found, "list_accelerators", lambda: [torch.device("cuda:0")])
     monkeypatch.setattr(found, "virtual_devices", lambda name, n: [f"{name}/{i}" for i in range(n)])
     places: tuple[Any, ...] = find_devices().by_rank
     assert places == ("cuda:0/0", "cuda:0/1", "cuda:0/2", "cuda:0/3")

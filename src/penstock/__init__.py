@@ -53,7 +53,7 @@ if _typing.TYPE_CHECKING:
     from penstock.checker.check import check
     from penstock.checker.report import Mismatch, Report
     from penstock.checkpoint.directory import saved
-    from penstock.device.virtual_gpu import virtual_devices
+    from penstock.device.nvidia import virtual_devices
     from penstock.launch.init import init
     from penstock.microbatch import Chunk, NoChunk
     from penstock.model.partition import Partition
@@ -157,7 +157,7 @@ _ON_DEMAND = {
     "split": "model.placement",
     "stash": "stage.skip",
     "verify_skippables": "stage.skip",
-    "virtual_devices": "device.virtual_gpu",
+    "virtual_devices": "device.nvidia",
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.device.accelerator import has_streams
 from penstock.errors import ArgumentError, BatchShapeError, PenstockTypeError, RunError
 from penstock.torch_compat import pytree
 
@@ -139,7 +140,7 @@ def move_to_device(value: Any, device: torch.device | None) -> Any:
         if isinstance(leaf, Chunk):
             return Chunk(move(leaf.tensor), leaf.dim)
         if isinstance(leaf, Tensor) and device is not None:
-            return leaf.to(device, non_blocking=device.type == "cuda")
+            return leaf.to(device, non_blocking=has_streams(device.type))
         return leaf
 
     return pytree.tree_map(move, value)

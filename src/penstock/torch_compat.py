@@ -684,6 +684,18 @@ def clear_unsharded_grads(fsdp_param: Any) -> None:
     fsdp_param._unsharded_param.grad = None
 
 
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def get_mps_generator() -> torch.Generator:
+    """Return the default generator of Apple's GPU.
+
+    `torch.mps` has no `default_generators` like `torch.cuda` and `torch.xpu`. If the private
+    function is missing, a pipe on such a GPU raises an AttributeError when a layer draws.
+    """
+    return torch.mps._get_default_mps_generator()
+
+
 # ---- torch.distributed ---------------------------------------------------------------------------
 
 

@@ -134,7 +134,8 @@ def test_gpipe_refuses_an_invalid_balance() -> None:
 
 
 def test_gpipe_devices_default_to_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     with pytest.raises(IndexError, match="there are 1 GPUs, the default for devices"):
         GPipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])
 

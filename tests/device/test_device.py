@@ -1,10 +1,11 @@
-"""Tests that timing records few events and reuses them."""
+"""Tests of devices: streams and events emulated on the CPU, and accelerators without them."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,29 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import Compute, Pipe, Recv
-from penstock.device.device import Cpu, EventPool, GraphTimestamp, Timestamp
+from penstock.device.device import (
+    Cpu,
+    EagerAccelerator,
+    EventPool,
+    Gpu,
+    GraphTimestamp,
+    resolve_device,
+    transfer,
+)
+from penstock.errors import ArgumentError
 from penstock.runtime.worker import TimedAction, TimedActionLog
 from penstock.schedules.ir import consumes
+from penstock.stage.payload import Payload
 
 
 class Event:
-    """An event on a counting stream, which is always behind the host, or never."""
+    """A timing event on a counting stream, which is always behind the host, or never."""
 
     made = recorded = time = 0
     behind = True
+
+    def __new__(cls, enable_timing: bool = False) -> Any:
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         Event.made += 1
@@ -42,37 +56,50 @@ class Event:
         return float(end.at - self.at)
 
 
+class Stream:
+    """A stream that notes which streams it has waited for."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.waited_for: list[Stream] = []
+
+    def record_event(self) -> Stream:
+        return self  # an event of this stream, as far as these tests look
+
+    def wait_event(self, event: Stream) -> None:
+        self.waited_for.append(event)
+
+    wait_stream = wait_event
+
+
 @pytest.fixture(autouse=True)
-def _from_zero() -> None:
+def caller_stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Let `Gpu` use these streams and events on the CPU. Return the stream of the caller."""
     Event.made = Event.recorded = Event.time = 0
     Event.behind = True
+    caller = Stream()
+    module = SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        stream=lambda stream: nullcontext(),
+        device=lambda device: nullcontext(),
+        current_stream=lambda device: caller,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return caller
 
 
-class Streamed(Cpu):
-    """A device that takes timestamps by events, as a GPU does."""
-
-    def __init__(self) -> None:
-        self.timers = EventPool(Event)
-
-    def record_timestamp(self, previous: Any = None) -> Any:
-        return self.timers.record(None, previous)
-
-    def record_send_end(self, start: Any) -> Any:
-        return start
-
-    def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
-        self.timers.recycle(timestamps)
+def make_gpu() -> Gpu:
+    return Gpu(torch.device("cpu"))
 
 
 def made(**options: Any) -> Pipe:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    devices = [Streamed() for _ in range(3)]
+    options.setdefault("devices", [make_gpu() for _ in range(3)])
     return Pipe(
         layers,
         4,
         "always",
         stages=3,
-        devices=devices,
         loss_fn=mse_loss,
         runtime="inline",
         **options,
@@ -112,7 +139,7 @@ def test_event_pool_ignores_timestamps_of_other_types() -> None:
 
 
 def test_timed_action_log_recycles_its_events_when_deleted() -> None:
-    device = Streamed()
+    device = make_gpu()
     log = TimedActionLog(device)
     event: Any = device.record_timestamp()
     log.append(TimedAction(None, event, event))  # type: ignore[arg-type]
@@ -207,3 +234,127 @@ def test_cpu_takes_two_timestamps_per_compute(monkeypatch: pytest.MonkeyPatch) -
     actions = [action for lane in result.timeline.program.lanes for action in lane]
     computes = sum(isinstance(action, Compute) for action in actions)
     assert len(calls) == 1 + 2 * computes
+
+
+# ---- streams ------------------------------------------------------------------------------
+
+
+def test_receiver_waits_for_the_sender_alone() -> None:
+    sender, receiver, other = make_gpu(), make_gpu(), make_gpu()
+    payload = Payload((torch.ones(2),))
+    assert transfer(payload, sender, receiver).receive_on(receiver) is payload
+    assert receiver.compute_stream.waited_for == [sender.compute_stream]
+    assert not other.compute_stream.waited_for
+
+
+def test_step_is_ordered_with_the_streams_of_the_caller(caller_stream: Stream) -> None:
+    devices = [make_gpu() for _ in range(3)]
+    step(made(schedule="1f1b", devices=devices))
+    first, second, third = (device.compute_stream for device in devices)
+    assert caller_stream.waited_for == [first, second, third]
+    assert {*first.waited_for} == {caller_stream, second}
+    assert {*second.waited_for} == {caller_stream, first, third}
+
+
+def test_messages_through_host_memory_use_the_copy_stream() -> None:
+    gpu, tensor, buffer = make_gpu(), torch.arange(3.0), torch.zeros(3)
+    copied: Any = gpu.copy_to_host([tensor], [buffer])
+    assert copied is gpu.copy_stream
+    assert gpu.copy_stream.waited_for == [gpu.compute_stream]
+    assert torch.equal(buffer, tensor)
+    (received,) = gpu.copy_from_host([buffer])
+    assert torch.equal(received, tensor)
+    assert gpu.compute_stream.waited_for == [gpu.copy_stream]
+
+
+# ---- accelerators without streams ---------------------------------------------------------
+
+
+class FakeAccelerator(EagerAccelerator):
+    """An accelerator without streams, in host memory, that counts how often the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waits = 0
+
+    def record_timestamp(self, previous: Any = None) -> float:
+        self.waits += 1
+        return super().record_timestamp(previous)
+
+
+@pytest.mark.parametrize("runtime", ["auto", "inline", "threads"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_eager_accelerator_trains_as_the_unsplit_model(schedule: str, runtime: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    loss = sum(mse_loss(layers(part), part) / 4 for part in x.chunk(4))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    expected_grads = [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    layers.zero_grad()
+    devices = [FakeAccelerator() for _ in range(3)]
+    pipe = Pipe(
+        layers, 4, stages=3, devices=devices, schedule=schedule, loss_fn=mse_loss, runtime=runtime
+    )
+    result = pipe.step(x, target=x)
+    torch.testing.assert_close(result.loss, loss.detach())
+    for parameter, gradient in zip(layers.parameters(), expected_grads, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert all(device.waits for device in devices)
+    assert result.timeline.makespan > 0
+
+
+def test_message_to_an_eager_accelerator_is_copied() -> None:
+    """The meta device stands for an accelerator with memory of its own."""
+    receiver = EagerAccelerator(torch.device("meta"))
+    payload = transfer(Payload((torch.ones(2), None)), Cpu(), receiver).receive_on(receiver)
+    moved, missing = payload.tensors
+    assert moved is not None
+    assert moved.is_meta
+    assert missing is None
+
+
+def test_graph_runtime_on_an_eager_accelerator_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    devices = [FakeAccelerator(), FakeAccelerator()]
+    pipe = Pipe(layers, 2, stages=2, devices=devices, loss_fn=mse_loss, runtime="graph")
+    with pytest.raises(ArgumentError, match="rank 0 is on cpu, which has no CUDA graphs"):
+        step(pipe)
+
+
+# ---- the class of a device ----------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let PyTorch report two accelerators of the type that the test asks for."""
+    kind: str = request.param
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "device_class"),
+    [("cuda", Gpu), ("xpu", Gpu), ("mps", EagerAccelerator)],
+    indirect=["accelerator"],
+)
+def test_class_of_a_device_follows_from_its_streams(
+    accelerator: str, device_class: type[object]
+) -> None:
+    device = resolve_device(accelerator)
+    assert type(device) is device_class
+    assert repr(device) == f"{accelerator}:1"
+    assert repr(resolve_device(f"{accelerator}:0")) == f"{accelerator}:0"
+    assert device.has_graphs == (accelerator == "cuda")
+    with pytest.raises(ArgumentError, match=f"sees here are cpu, {accelerator}:0, {accelerator}:1"):
+        resolve_device(f"{accelerator}:2")
+
+
+def test_rocm_has_streams_but_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    gpu = Gpu(torch.device("cuda:0"))
+    assert gpu.has_streams
+    assert not gpu.has_graphs

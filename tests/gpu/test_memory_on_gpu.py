@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import Pipe
-from penstock.runtime.memory import CudaAllocatorProbe
+from penstock.runtime.memory import AllocatorProbe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,7 +44,7 @@ def batch() -> Tensor:
 
 def test_allocator_probe_separates_streams_of_virtual_gpus() -> None:
     first, second = penstock.virtual_devices("cuda:0", 2)
-    probe = CudaAllocatorProbe({0: first, 1: second})
+    probe = AllocatorProbe({0: first, 1: second})
     before = probe.read_live_bytes()
     with first.activate():
         kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")

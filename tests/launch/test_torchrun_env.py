@@ -92,8 +92,8 @@ def test_select_device_uses_the_local_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
 ) -> None:
     """If only one GPU is visible, the rank takes it, whether it is the rank's own or shared."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     assert select_device(HERE) == torch.device(device)
 
 
@@ -109,6 +109,7 @@ def test_select_device_uses_the_local_rank(
 def test_nccl_is_chosen_only_if_every_rank_has_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch, gpus: list[str], backend: str
 ) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert launch.choose_backend(gpus) == backend
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)

@@ -15,7 +15,7 @@ from penstock import Action, Compute, Message, Op, Pipe, Recv, Send, lower, sche
 from penstock.device.device import Gpu
 from penstock.errors import RunError
 from penstock.runtime.distributed.session import DistributedEngine
-from penstock.runtime.memory import CudaAllocatorProbe, Memory, MemoryReading
+from penstock.runtime.memory import AllocatorProbe, Memory, MemoryReading
 from tests.support import each_runtime
 
 ROWS, SIZE = 16, 8  # of one micro-batch
@@ -284,11 +284,11 @@ class _Stream:
 def gpu(index: int, streams: tuple[int, int]) -> Gpu:
     place = object.__new__(Gpu)
     place.device = torch.device("cuda", index)
-    place.compute_stream, place.copy_stream = map(_Stream, streams)  # type: ignore[assignment]
+    place.compute_stream, place.copy_stream = map(_Stream, streams)
     return place
 
 
-def test_cuda_allocator_probe_separates_ranks_on_one_gpu_by_stream(
+def test_allocator_probe_separates_ranks_on_one_gpu_by_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def segment(stream: int, size: int) -> dict[str, int]:
@@ -296,14 +296,11 @@ def test_cuda_allocator_probe_separates_ranks_on_one_gpu_by_stream(
 
     segments = [segment(0, 1000), segment(11, 10), segment(11, 20), segment(12, 3), segment(21, 5)]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    probe = CudaAllocatorProbe({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
+    probe = AllocatorProbe({0: gpu(0, (11, 12)), 1: gpu(0, (21, 22))})
     assert probe.read_live_bytes() == {0: 33, 1: 5}
 
 
-def test_cuda_allocator_probe_of_a_rank_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stats(device: torch.device) -> Any:
-        return {"allocated_bytes": {"all": {"current": 100 + device.index}}}
-
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    probe = CudaAllocatorProbe({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
+def test_allocator_probe_of_a_rank_with_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 + device.index)
+    probe = AllocatorProbe({0: gpu(0, (1, 2)), 1: gpu(1, (3, 4))})
     assert probe.read_live_bytes() == {0: 100, 1: 101}

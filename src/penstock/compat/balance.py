@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.compat.legacy_pipe import DeviceLike, chunk_on_dim_zero
+from penstock.device.accelerator import get_accelerator_type, list_accelerators
 from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
 from penstock.schedules.balance import balance_costs
 
@@ -67,5 +68,5 @@ def balance_by_size(
 
 def _resolve_device(device: DeviceLike | None) -> torch.device | None:
     if device is None:
-        return torch.device("cuda") if torch.cuda.is_available() else None
+        return torch.device(get_accelerator_type()) if list_accelerators() else None
     return torch.device(device)

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from penstock.device.accelerator import list_accelerators
 from penstock.errors import ArgumentError
 from penstock.microbatch import Chunk
 from penstock.model.sequential import check_children
@@ -182,8 +183,7 @@ def split_by_balance(
         )
     counts = [int(count) for count in balance]
     check_cut(counts, len(module))
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    available = gpus if devices is None else [torch.device(device) for device in devices]
+    available = list_accelerators() if devices is None else list(map(torch.device, devices))
     if len(available) < len(counts):
         what = "devices" if devices is not None else "GPUs, the default for devices"
         raise IndexError(

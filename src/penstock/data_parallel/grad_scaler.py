@@ -34,9 +34,9 @@ def propagate_overflow(parameters: Sequence[nn.Parameter], ranks: PeerRanks | No
         overflow = torch.stack(
             ranks.all_gather(overflow.cpu(), "whether its gradients are finite")
         ).max()
-    # On a GPU the answer is not read, because that would make the host wait for the device. Adding
-    # 0 or infinity to one entry of each gradient does the same.
-    if not overflow.is_cuda and not overflow.item():
+    # On an accelerator the answer is not read, because that would make the host wait for the
+    # device. Adding 0 or infinity to one entry of each gradient does the same.
+    if overflow.is_cpu and not overflow.item():
         return
     for gradient in nonempty:
         gradient[(0,) * gradient.dim()].add_(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.demo.model import ByteBatch, move_batch, next_byte_loss
+from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
-from penstock.device.virtual_gpu import virtual_devices
+from penstock.device.nvidia import virtual_devices
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.model.sequential_profiler import measure_layer_times
 from penstock.pipe import Pipe
@@ -65,16 +66,16 @@ def parse_devices(names: str) -> DemoDevices:
 
 def find_devices() -> DemoDevices:
     """Return all GPUs; if there is one, virtual GPUs on it; if there is none, two CPU ranks."""
-    gpus = torch.cuda.device_count()
-    if gpus > 1:
-        return DemoDevices(tuple(resolve_device(f"cuda:{gpu}") for gpu in range(gpus)), "all GPUs")
-    if gpus == 0:
+    gpus = list_accelerators()
+    if len(gpus) > 1:
+        return DemoDevices(tuple(map(resolve_device, gpus)), "all GPUs")
+    if not gpus:
         return DemoDevices(
             (resolve_device("cpu"), resolve_device("cpu")), "two CPU ranks, because there is no GPU"
         )
     try:
         return DemoDevices(
-            tuple(virtual_devices("cuda:0", VIRTUAL_DEVICE_COUNT)),
+            tuple(virtual_devices(gpus[0], VIRTUAL_DEVICE_COUNT)),
             f"one GPU, split into {VIRTUAL_DEVICE_COUNT}",
         )
     except (ArgumentError, MissingExtra, RuntimeError) as error:

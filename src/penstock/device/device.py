@@ -1,4 +1,12 @@
-"""The device of a rank (the CPU, a GPU, or a part of one), and transfers between devices.
+"""The device of a rank (the CPU, an accelerator, or a part of one), and transfers between devices.
+
+| class            | device                                  | work                                |
+|------------------|-----------------------------------------|-------------------------------------|
+| Cpu              | the host                                | runs when it is called              |
+| Gpu              | an accelerator with streams: CUDA, XPU  | is queued on streams of the rank    |
+| EagerAccelerator | an accelerator without them: MPS        | is queued on the device's one queue |
+
+`resolve_device` chooses the class by what PyTorch offers for the type of device.
 
 On a GPU each rank has one stream for kernels and one for copies. A message between two GPUs is
 ordered by events, and the host does not wait for it:
@@ -9,20 +17,28 @@ ordered by events, and the host does not wait for it:
                                                          |
     receiver  compute stream                         [ stage 1 ]
 
-The receiver waits for the copy of one payload only, never for a whole device. On the CPU all ranks
-share the host's memory, and nothing is copied.
+The receiver waits for the copy of one payload only, never for a whole device. Ranks on the CPU, or
+on one accelerator, share its memory, and nothing is copied.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from penstock.device.accelerator import (
+    has_nvidia_driver,
+    has_streams,
+    list_accelerators,
+    resolve_index,
+    synchronize,
+)
 from penstock.errors import ArgumentError
 from penstock.stage.payload import Payload
 
@@ -33,7 +49,7 @@ from penstock.stage.payload import Payload
 
 
 class EventLike(Protocol):
-    """An event with the methods of `torch.cuda.Event` that the pool needs."""
+    """An event with the methods of `torch.Event` that the pool needs."""
 
     def record(self, stream: Any) -> None:
         """Let the event mark the current end of the stream."""
@@ -57,7 +73,7 @@ class EventPool(Generic[E]):
     """
 
     def __init__(self, event_class: type[E]) -> None:
-        self._event_class = event_class
+        self.event_class = event_class
         self._free: list[E] = []
 
     def record(self, stream: Any, previous: E | None) -> E:
@@ -74,13 +90,13 @@ class EventPool(Generic[E]):
         try:
             event = self._free.pop()
         except IndexError:
-            event = self._event_class()
+            event = self.event_class()
         event.record(stream)
         return event
 
     def recycle(self, events: Iterable[object]) -> None:
         """Take back events whose times have been read. Objects of other classes are ignored."""
-        reusable = {id(event): event for event in events if isinstance(event, self._event_class)}
+        reusable = {id(event): event for event in events if isinstance(event, self.event_class)}
         self._free += reusable.values()
 
 
@@ -94,7 +110,7 @@ class GraphTimestamp(NamedTuple):
     slot: int
 
 
-Timestamp = float | torch.cuda.Event | GraphTimestamp
+Timestamp = float | torch.Event | GraphTimestamp
 
 
 class Device(Protocol):
@@ -103,9 +119,18 @@ class Device(Protocol):
     A GPU queues work on a stream. `wait_for_caller` and `release_to_caller` order that stream with
     the caller's, at the start and at the end of a call. The CPU runs work when it is called, and
     there most methods do nothing.
+
+    Attributes:
+        device: PyTorch's name of the device.
+        has_streams: Whether the rank queues its work on streams of its own.
+        has_graphs: Whether a step can be captured as a CUDA graph and replayed.
+        copies_received: Whether the rank copies what it receives from a rank on the same device.
     """
 
     device: torch.device
+    has_streams: bool
+    has_graphs: bool
+    copies_received: bool
 
     def activate(self) -> Any:
         """Return a context in which this thread computes on the device."""
@@ -122,8 +147,19 @@ class Device(Protocol):
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
         """Take back timestamps that have been read."""
 
-    def receive(self, payload: Payload) -> Payload:
-        """Return a payload of another rank, ready for the work that is launched next."""
+    def record_event(self) -> torch.Event | None:
+        """Return an event after everything that was launched so far, or None without streams."""
+
+    def copy_to_host(
+        self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> torch.Event | None:
+        """Copy tensors into host memory. Return an event to wait for, or None if they are there."""
+
+    def copy_from_host(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies on the device, for the work that is launched next."""
+
+    def list_stream_handles(self) -> list[int]:
+        """Return the handles by which PyTorch's allocator knows the streams of this rank."""
 
     def wait_for_caller(self, caller_streams: CallerStreams) -> None:
         """Order all work that is launched from now on after the caller's work so far."""
@@ -136,13 +172,14 @@ class CallerStreams:
     """The caller's current stream on each device, with one event per stream for all ranks on it."""
 
     def __init__(self) -> None:
-        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._events: dict[torch.device, torch.Event] = {}
 
-    def current(self, device: torch.device) -> torch.cuda.Stream:
+    def current(self, device: torch.device) -> torch.Stream:
         """Return the caller's current stream on the device."""
-        return torch.cuda.current_stream(device)
+        stream: torch.Stream = torch.get_device_module(device).current_stream(device)
+        return stream
 
-    def event(self, device: torch.device) -> torch.cuda.Event:
+    def event(self, device: torch.device) -> torch.Event:
         """Return an event on the caller's stream; the first call records it."""
         # All ranks wait for one event: the caller is inside the pipe and launches no more work.
         if device not in self._events:
@@ -151,17 +188,19 @@ class CallerStreams:
 
 
 _NULL_CONTEXT = nullcontext()
+_STREAM_HANDLES = ("cuda_stream", "sycl_queue")  # attributes of a stream, by device type
 
 
 class Cpu:
     """The host. All its ranks share memory and a clock, so most methods have nothing to do."""
 
     device = torch.device("cpu")
+    has_streams = has_graphs = copies_received = False
 
     def __repr__(self) -> str:
-        return "cpu"
+        return str(self.device)
 
-    def activate(self) -> AbstractContextManager[None]:
+    def activate(self) -> AbstractContextManager[Any]:
         """Return a null context: every thread computes on the host."""
         return _NULL_CONTEXT
 
@@ -176,9 +215,21 @@ class Cpu:
     def recycle_timestamps(self, timestamps: Iterable[Timestamp]) -> None:
         """Do nothing: the timestamps are numbers."""
 
-    def receive(self, payload: Payload) -> Payload:
-        """Return the payload itself."""
-        return payload
+    def record_event(self) -> None:
+        """Return None: work has ended when its call returns."""
+
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Copy the tensors, and wait for it."""
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            buffer.copy_(tensor)
+
+    def copy_from_host(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies on the device, and wait for them."""
+        return [copy_to_device(buffer, self.device) for buffer in buffers]
+
+    def list_stream_handles(self) -> list[int]:
+        """Return an empty list."""
+        return []
 
     def wait_for_caller(self, caller_streams: CallerStreams) -> None:
         """Do nothing: the host runs everything when it is called."""
@@ -187,34 +238,76 @@ class Cpu:
         """Do nothing: the host runs everything when it is called."""
 
 
-class _TimingEvent(torch.cuda.Event):
-    """A timing event of a pool. Its class tells it apart from timestamps that are not reusable."""
+class EagerAccelerator(Cpu):
+    """An accelerator without streams, or whose streams PyTorch does not offer, such as MPS.
 
-    def __new__(cls) -> _TimingEvent:
-        event: _TimingEvent = super().__new__(cls, enable_timing=True)  # type: ignore[no-untyped-call]
-        return event
+    It runs the work of all its ranks in the order of their calls, and in order with the caller's.
+    Only copies to another device and timestamps wait for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Make the device the current one of this thread inside the context."""
+        return torch.accelerator.device_index(self.device.index)
+
+    def record_timestamp(self, previous: Timestamp | None = None) -> float:
+        """Wait for the device, and return the time of the host's clock."""
+        synchronize(self.device)
+        return time.perf_counter()
+
+    def record_send_end(self, start: Timestamp) -> float:
+        """Wait for the device, and return the time of the host's clock."""
+        return self.record_timestamp()
+
+
+@cache
+def _make_timing_event_class(event_class: type[torch.Event]) -> type[torch.Event]:
+    """Return the class of the timing events of all pools.
+
+    Its class tells such an event apart from timestamps that are not reusable.
+    """
+
+    class TimingEvent(event_class):  # type: ignore[misc, valid-type]
+        def __new__(cls) -> Any:
+            return super().__new__(cls, enable_timing=True)
+
+    return TimingEvent
 
 
 class Gpu:
-    """A CUDA device, or a group of its multiprocessors, with streams of its own.
+    """An accelerator with streams, or a group of its multiprocessors, with streams of its own.
+
+    Streams and events are those of the device type's module, such as `torch.cuda.Stream`. Their
+    methods do not check their arguments in older releases of PyTorch: given a plain `torch.Stream`
+    or `torch.Event`, they would read memory as something else.
 
     Args:
-        device: The CUDA device.
+        device: The accelerator.
         name: The name for messages; by default that of the device.
         create_stream: A function that creates a stream; by default a stream of the whole device.
+
+    Attributes:
+        module: The module of the device type, such as `torch.cuda`.
     """
+
+    has_streams = True
+    copies_received = False
 
     def __init__(
         self,
         device: torch.device,
         name: str | None = None,
-        create_stream: Callable[[], torch.cuda.Stream] | None = None,
+        create_stream: Callable[[], Any] | None = None,
     ) -> None:
         self.device = device
+        self.has_graphs = has_nvidia_driver(device.type)
         self._name = name or str(device)
-        make_stream = create_stream or (lambda: torch.cuda.Stream(device))
+        self.module = torch.get_device_module(device)
+        make_stream = create_stream or (lambda: self.module.Stream(device))
         self.compute_stream, self.copy_stream = make_stream(), make_stream()
-        self._event_pool = EventPool(_TimingEvent)
+        self._event_pool = EventPool(_make_timing_event_class(self.module.Event))
 
     def __repr__(self) -> str:
         return self._name
@@ -230,7 +323,7 @@ class Gpu:
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Launch the kernels of this thread on the compute stream inside the context."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.compute_stream):
+        with self.module.device(self.device), self.module.stream(self.compute_stream):
             yield
 
     def record_timestamp(self, previous: Timestamp | None = None) -> Timestamp:
@@ -239,11 +332,10 @@ class Gpu:
         A pipe inside a layer that is being captured reports no times, and a timing event would
         become a part of the graph.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return 0.0
-        return self._event_pool.record(
-            self.compute_stream, previous if isinstance(previous, _TimingEvent) else None
-        )
+        reusable = previous if isinstance(previous, self._event_pool.event_class) else None
+        return self._event_pool.record(self.compute_stream, reusable)
 
     def record_send_end(self, start: Timestamp) -> Timestamp:
         """Return the start: the compute stream has no part in a send."""
@@ -253,9 +345,34 @@ class Gpu:
         """Return the events to the pool."""
         self._event_pool.recycle(timestamps)
 
-    def receive(self, payload: Payload) -> Payload:
-        """Return the payload itself: `transfer` has copied it to this device."""
-        return payload
+    def record_event(self) -> torch.Event:
+        """Return an event on the compute stream."""
+        event: torch.Event = self.compute_stream.record_event()
+        return event
+
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> torch.Event:
+        """Copy the tensors into pinned memory, on the copy stream beside the computation."""
+        self.copy_stream.wait_event(self.record_event())
+        # Without this the caching allocator could reuse the tensors while they are copied.
+        record_stream(self.copy_stream, tensors)
+        with self.module.stream(self.copy_stream):
+            for tensor, buffer in zip(tensors, buffers, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+        copied: torch.Event = self.copy_stream.record_event()
+        return copied
+
+    def copy_from_host(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Copy the buffers on the copy stream, and let the compute stream wait for that."""
+        with self.module.stream(self.copy_stream):
+            received = [buffer.to(self.device, non_blocking=True) for buffer in buffers]
+        self.compute_stream.wait_event(self.copy_stream.record_event())
+        record_stream(self.compute_stream, received)
+        return received
+
+    def list_stream_handles(self) -> list[int]:
+        """Return the native handles of both streams, or an empty list where they have none."""
+        names = [name for name in _STREAM_HANDLES if hasattr(self.compute_stream, name)]
+        return [getattr(s, name) for name in names for s in (self.compute_stream, self.copy_stream)]
 
     def wait_for_caller(self, caller_streams: CallerStreams) -> None:
         """Let the compute stream wait for the caller's stream."""
@@ -280,7 +397,7 @@ class InFlightPayload:
     """
 
     def __init__(
-        self, payload: Payload, ready_event: torch.cuda.Event | None = None, borrowed: bool = False
+        self, payload: Payload, ready_event: torch.Event | None = None, borrowed: bool = False
     ) -> None:
         self._payload, self._ready_event, self._borrowed = payload, ready_event, borrowed
 
@@ -290,13 +407,15 @@ class InFlightPayload:
             receiver.compute_stream.wait_event(self._ready_event)
             if not self._borrowed:
                 record_stream(receiver.compute_stream, self._payload.tensors)
-        return receiver.receive(self._payload)
+        if receiver.copies_received:
+            return self._payload.map_tensors(Tensor.clone)
+        return self._payload
 
 
-def record_stream(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
+def record_stream(stream: torch.Stream, tensors: Iterable[Tensor | None]) -> None:
     """Keep the caching allocator from reusing the tensors' memory before the stream has read it."""
     for tensor in tensors:
-        if tensor is not None and tensor.is_cuda:
+        if tensor is not None and not tensor.is_cpu:
             tensor.record_stream(stream)
 
 
@@ -318,40 +437,39 @@ def transfer(payload: Payload, sender: Device, receiver: Device) -> InFlightPayl
             return InFlightPayload(payload, computed)
         sender.copy_stream.wait_event(computed)
         record_stream(sender.copy_stream, payload.tensors)
-        with torch.cuda.device(sender.device), torch.cuda.stream(sender.copy_stream):
+        with sender.module.device(sender.device), sender.module.stream(sender.copy_stream):
             moved = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
             return InFlightPayload(moved, sender.copy_stream.record_event())
     if isinstance(receiver, Gpu):  # from pageable memory, so the host waits for the copy
-        with torch.cuda.device(receiver.device), torch.cuda.stream(receiver.copy_stream):
+        with receiver.module.device(receiver.device), receiver.module.stream(receiver.copy_stream):
             moved = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
             return InFlightPayload(moved, receiver.copy_stream.record_event())
+    if sender.device != receiver.device:  # without streams the host waits for the copy
+        payload = payload.map_tensors(lambda t: copy_to_device(t, receiver.device))
     return InFlightPayload(payload)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy on the device, made on the current stream."""
-    return tensor.to(device, non_blocking=device.type == "cuda", copy=True)
+    return tensor.to(device, non_blocking=has_streams(device.type), copy=True)
 
 
 def resolve_device(device: Any) -> Device:
     """Return the device object for a device, a string such as "cuda:0", or a device object.
 
     Raises:
-        ArgumentError: The device is neither a CPU nor a CUDA device, or it does not exist.
+        ArgumentError: The device does not exist, or PyTorch does not see it.
     """
     if isinstance(device, Cpu | Gpu):
         return device
     named: torch.device = torch.device(device)
     if named.type == "cpu":
         return Cpu()
-    if named.type != "cuda":
+    available = list_accelerators()
+    if torch.device(named.type, named.index or 0) not in available:
+        names = ", ".join(map(str, ("cpu", *available)))
         raise ArgumentError(
-            f"a stage runs on a CPU or a CUDA device, not on '{named}'. Use 'cpu' or 'cuda:0'."
+            f"a stage cannot run on '{named}'. The devices that PyTorch sees here are {names}."
         )
-    if (named.index or 0) >= torch.cuda.device_count():
-        raise ArgumentError(
-            f"there is no device '{named}': PyTorch sees {torch.cuda.device_count()} CUDA devices. "
-            "Use one of these, or 'cpu'."
-        )
-    index = torch.cuda.current_device() if str(named) == "cuda" else named.index
-    return Gpu(torch.device("cuda", index))
+    named = resolve_index(named)
+    return Gpu(named) if has_streams(named.type) else EagerAccelerator(named)

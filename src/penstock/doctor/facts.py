@@ -15,10 +15,17 @@ from pathlib import Path
 
 import torch
 
+from penstock.device.accelerator import (
+    get_free_memory,
+    get_model_name,
+    get_nccl_version,
+    get_uuid,
+    is_accelerator,
+    list_accelerators,
+)
 from penstock.launch.torchrun_env import (
     RankEnv,
     find_network_interface,
-    get_gpu_uuid,
     is_launched,
     read_rank_env,
     select_device,
@@ -91,7 +98,7 @@ def get_rank_env() -> RankEnv:
 def collect_rank_info(rank_env: RankEnv) -> RankInfo:
     """Collect the facts about this rank. Nothing here waits for another rank."""
     device = select_device(rank_env)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = get_model_name(device) if is_accelerator(device) else platform.machine()
     settings = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -103,8 +110,8 @@ def collect_rank_info(rank_env: RankEnv) -> RankInfo:
         local_size=rank_env.local_world_size,
         versions=_collect_versions(),
         device=f"{device} {name}",
-        gpu=get_gpu_uuid(device),
-        gpus=torch.cuda.device_count(),
+        gpu=get_uuid(device),
+        gpus=len(list_accelerators()),
         cores=_count_cores(),
         threads=torch.get_num_threads(),
         memory=_measure_memory(device),
@@ -124,7 +131,7 @@ def _collect_versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": TORCH_VERSION,
         "cuda": torch.version.cuda,
-        "nccl": _find_nccl_version(),
+        "nccl": get_nccl_version(),
         "driver": _find_driver_version(),
     }
     return {name: version for name, version in versions.items() if version}
@@ -135,12 +142,6 @@ def _find_penstock_version() -> str:
         return version("penstock")
     except PackageNotFoundError:  # the package runs from its source tree
         return "not installed"
-
-
-def _find_nccl_version() -> str | None:
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def _find_driver_version() -> str | None:
@@ -169,8 +170,8 @@ def _count_cores() -> int:
 
 def _measure_memory(device: torch.device) -> dict[str, FreeSpace]:
     memory = {}
-    if device.type == "cuda":
-        memory[str(device)] = FreeSpace(*torch.cuda.mem_get_info(device))
+    if space := get_free_memory(device):
+        memory[str(device)] = FreeSpace(*space)
     if host := _measure_host_memory():
         memory["host"] = host
     return memory

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from penstock.device.accelerator import get_group_class, is_collective_backend, synchronize
+
 PINGS = 50  # round trips for the latency
 SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 26
 MAX_SECONDS = 1.0  # the large message is not sent if its round trips would take longer
@@ -97,12 +99,10 @@ class _ProcessGroupEndpoint:
     def __init__(
         self, store: Store, group_rank: int, backend: str, device: torch.device, patience: float
     ) -> None:
-        group_class: Any = dist.ProcessGroupNCCL if "nccl" in backend else dist.ProcessGroupGloo
+        is_direct = is_collective_backend(backend, device.type)
+        group_class: Any = get_group_class(device.type) if is_direct else dist.ProcessGroupGloo
         self._group = group_class(store, group_rank, 2, timedelta(seconds=patience))
-        self._peer, self._device = (
-            1 - group_rank,
-            device if "nccl" in backend else torch.device("cpu"),
-        )
+        self._peer, self._device = 1 - group_rank, device if is_direct else torch.device("cpu")
 
     def send(self, tensor: Tensor) -> None:
         self._group.send([tensor.to(self._device)], self._peer, 0).wait()
@@ -116,8 +116,7 @@ class _ProcessGroupEndpoint:
 
     def _synchronize(self) -> None:
         # `wait` of NCCL only orders the current stream. The time is that of the transfer itself.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
 
 def time_link(link: Link, endpoint: LinkEndpoint, is_first: bool, device: torch.device) -> Link:
@@ -179,8 +178,7 @@ class _DeviceCopyEndpoint:
 
     def _synchronize(self) -> None:
         for device in (self._source, self._target):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
 
 
 def run_with_timeout(seconds: float, measure: Callable[[], Link]) -> Link:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-import torch
 from torch.distributed.distributed_c10d import Store
 
+from penstock.device.accelerator import list_accelerators
 from penstock.doctor.facts import SINGLE_PROCESS, RankInfo, collect_rank_info, parse_rank_info
 from penstock.doctor.links import Link, measure_device_copies, measure_link, pair_ranks_in_rounds
 from penstock.launch.init import choose_backend, set_gloo_interface
@@ -56,10 +56,8 @@ class SurveyResult:
 
 def survey_single_process() -> SurveyResult:
     """Survey a single process that no launcher has started."""
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return SurveyResult(
-        1, "threads", 0.0, {0: collect_rank_info(SINGLE_PROCESS)}, measure_device_copies(gpus), {}
-    )
+    links = measure_device_copies(list_accelerators())
+    return SurveyResult(1, "threads", 0.0, {0: collect_rank_info(SINGLE_PROCESS)}, links, {})
 
 
 def survey_all_ranks(

@@ -13,12 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock.device.accelerator import (
+    find_collective_backend,
+    get_accelerator_type,
+    get_uuid,
+    is_accelerator,
+    is_collective_backend,
+)
 from penstock.errors import ArgumentError, RunError
 from penstock.launch.store_rendezvous import JoinedRanks, join_rendezvous, open_store, wait_for_keys
 from penstock.launch.torchrun_env import (
     RankEnv,
     find_network_interface,
-    get_gpu_uuid,
     read_rank_env,
     select_device,
 )
@@ -30,7 +36,6 @@ EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others
 # end those threads while a DeviceMesh still refers to the group.
 GLOO_DRAIN_SECONDS = 0.05
 
-_NCCL_BACKEND = "cpu:gloo,cuda:nccl"
 _initialized: list[tuple[RankEnv, JoinedRanks]] = []  # empty, or one entry: the group of `init`
 
 
@@ -74,7 +79,9 @@ def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = Non
         )
     else:
         _check_replicas(dp, dist.get_world_size())
-    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    accelerator = get_accelerator_type()
+    is_direct = is_collective_backend(dist.get_backend_config(), accelerator)
+    device_type = accelerator if is_direct else "cpu"
     size = dist.get_world_size()
     if dp == 1:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("pp",))
@@ -99,7 +106,7 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
         open_store(env, START_TIMEOUT),
         env.rank,
         env.world_size,
-        get_gpu_uuid(device),
+        get_uuid(device),
         START_TIMEOUT,
     )
     missing = joined.find_missing(env.world_size)
@@ -109,8 +116,8 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
             f"{START_TIMEOUT:g} s. Look at their output, and run  torchrun ... -m penstock doctor"
         )
     # Both before the group is created: NCCL uses the current device, and gloo reads the variable.
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
     set_gloo_interface(env)
     backend = backend or choose_backend(list(joined.rank_info.values()))
     dist.init_process_group(
@@ -130,7 +137,9 @@ def choose_backend(gpu_uuids: list[str]) -> str:
     NCCL refuses two ranks on one GPU. An empty UUID stands for a rank without a GPU.
     """
     gpus_are_distinct = all(gpu_uuids) and len(set(gpu_uuids)) == len(gpu_uuids)
-    return _NCCL_BACKEND if gpus_are_distinct and dist.is_nccl_available() else "gloo"
+    device_type = get_accelerator_type()
+    backend = find_collective_backend(device_type)
+    return f"cpu:gloo,{device_type}:{backend}" if gpus_are_distinct and backend else "gloo"
 
 
 def set_gloo_interface(env: RankEnv) -> None:

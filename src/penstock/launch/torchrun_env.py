@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.device.accelerator import list_accelerators
 from penstock.errors import RunError
 
 _REQUIRED_VARIABLES = (
@@ -80,18 +81,8 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
 
 def select_device(env: RankEnv) -> torch.device:
     """Return the GPU of this rank, or the CPU. Ranks share GPUs if there are too few."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.device("cuda", env.local_rank % gpus) if gpus else torch.device("cpu")
-
-
-def get_gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU, or "" for the CPU.
-
-    Two ranks on one GPU have the same UUID, even if CUDA_VISIBLE_DEVICES gives it two indices.
-    """
-    if device.type == "cpu":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    gpus = list_accelerators()
+    return gpus[env.local_rank % len(gpus)] if gpus else torch.device("cpu")
 
 
 # ---- the network interface ----------------------------------------------------------------

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from penstock.device.accelerator import get_model_name, get_total_memory, is_accelerator
 from penstock.errors import ArgumentError, CutError, PenstockTypeError
 from penstock.microbatch import scatter
 from penstock.model.describe import describe_traced_model
@@ -134,7 +134,7 @@ def choose_unit_counts(
         tuple(find_unit_transfers(traced_model.trace)),
         placement=limits.placement,
         in_flight=limits.in_flight,
-        seconds_per_byte=_SECONDS_PER_BYTE if limits.devices[0].type == "cuda" else 0.0,
+        seconds_per_byte=_SECONDS_PER_BYTE if is_accelerator(limits.devices[0]) else 0.0,
     )
     return find_best_cut(problem).counts, costs
 
@@ -212,14 +212,14 @@ def measure_devices(
             "each rank's device, or one number for all ranks."
         )
     slowest = max(range(len(costs)), key=lambda number: costs[number].seconds)
-    speeds: dict[str, float] = {_device_model(limits.devices[0]): 1.0}
+    speeds: dict[str, float] = {get_model_name(limits.devices[0]): 1.0}
     for device, bound in zip(devices, bounds, strict=True):
-        if _device_model(device) not in speeds:
+        if get_model_name(device) not in speeds:
             seconds = profile_call(*calls[slowest], device).seconds
-            speeds[_device_model(device)] = costs[slowest].seconds / seconds
+            speeds[get_model_name(device)] = costs[slowest].seconds / seconds
         yield DeviceCapacity(
-            speeds[_device_model(device)],
-            _default_memory_limit(device) if bound is None else float(bound),
+            speeds[get_model_name(device)],
+            get_total_memory(device) if bound is None else float(bound),
         )
 
 
@@ -234,16 +234,6 @@ def _check_memory(memory: Any) -> None:
                 f"memory must be a number of bytes above 0, such as 16e9, or a list with one "
                 f"number for each rank, not {memory!r}"
             )
-
-
-def _device_model(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _default_memory_limit(device: torch.device) -> float:
-    if device.type != "cuda":
-        return inf
-    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _synthesize_argument(spec: TensorSpec) -> Tensor:

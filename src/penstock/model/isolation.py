@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.device.accelerator import fork_rng, synchronize
+
 DeviceLike = torch.device | str | None  # None: each tensor stays on its device
 
 
@@ -191,24 +193,23 @@ def preserve_global_state(
     `inference_mode(False)` also enables gradients under `no_grad`. Autograd's own threads are off,
     as they are in the workers of a pipe, so a measured backward takes as long as in a run.
 
-    The context yields a function that waits for the GPUs among the device and those of the tensors.
+    The context yields a function that waits for the device and for those of the tensors.
     """
     devices = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
     if device is not None:
         devices.add(torch.device(device))
-    gpus = [gpu for gpu in devices if gpu.type == "cuda"]
 
-    def synchronize() -> None:
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
+    def synchronize_all() -> None:
+        for used in devices:
+            synchronize(used)
 
     with (
-        torch.random.fork_rng(gpus),
+        fork_rng(devices),
         _preserve_host_rng(),
         torch.inference_mode(False),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        yield synchronize
+        yield synchronize_all
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from penstock.device.accelerator import fork_rng
 from penstock.errors import ArgumentError, RunError
 from penstock.stage.rng import (
     advance_caller_rng,
@@ -196,7 +197,7 @@ def materialize(model: nn.Module, layers: Iterable[LayerPlacement]) -> Uninitial
         tensors = (*module.parameters(), *module.buffers())
         device_here = next((t.device for t in tensors if not t.is_meta), None)
         if device_here is not None:
-            with torch.random.fork_rng([device_here] if device_here.type == "cuda" else []):
+            with fork_rng([device_here]):
                 seed_shared_generators(derive_cell_seed(seed, number, 0), device_here)
                 initialize_module(
                     module,

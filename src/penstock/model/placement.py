@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import check_chunks
+from penstock.device.accelerator import list_accelerators
 from penstock.device.device import Device, resolve_device
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.cut import (
@@ -407,17 +408,17 @@ def _move_stages(stages: Sequence[Stage], devices: Sequence[torch.device]) -> No
             placed.update(p.grad for p in layer.parameters() if p.grad is not None)
 
 
-def _list_default_devices(ranks: int) -> list[str]:
+def _list_default_devices(ranks: int) -> list[torch.device]:
     """Return a GPU for each rank, or the CPU for all ranks on a machine without GPUs."""
-    if torch.cuda.is_available():
-        if torch.cuda.device_count() < ranks:
-            raise ArgumentError(
-                f"{ranks} ranks need {ranks} GPUs, but this machine has "
-                f"{torch.cuda.device_count()}. Pass devices=, such as "
-                f"penstock.virtual_devices('cuda:0', {ranks})."
-            )
-        return [f"cuda:{rank}" for rank in range(ranks)]
-    return ["cpu"] * ranks
+    gpus = list_accelerators()
+    if not gpus:
+        return [torch.device("cpu")] * ranks
+    if len(gpus) < ranks:
+        raise ArgumentError(
+            f"{ranks} ranks need {ranks} GPUs, but this machine has {len(gpus)}. Pass devices=, "
+            f"such as penstock.virtual_devices('cuda:0', {ranks})."
+        )
+    return gpus[:ranks]
 
 
 def _choose_layer_counts(

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.device.device import CallerStreams, Device, Gpu, GraphTimestamp, Timestamp
+from penstock.device.device import CallerStreams, Device, GraphTimestamp, Timestamp
 from penstock.runtime.program_cache import Phase
 from penstock.runtime.transport import Transport
 from penstock.runtime.worker import CellIO, TimedAction, Worker
@@ -129,7 +129,7 @@ class Execution:
         self.cell_io.inputs = inputs
         self.executor = executor
         self._devices, self._placement = devices, placement
-        if any(isinstance(device, Gpu) for device in devices.values()):
+        if any(device.has_streams for device in devices.values()):
             _silence_stream_mismatch_warning()
         self.context = CallerContext.current(
             frozenset(device.device.type for device in devices.values())
@@ -225,7 +225,7 @@ class Execution:
         edges: list[GradientEdge] = []
         for runner in self.stage_runners:  # of a tied parameter, the owner's stage comes first
             device = self._devices[self._placement[runner.stage.index]]
-            if isinstance(device, Gpu):
+            if device.has_streams:
                 with device.activate():
                     edges += map(get_gradient_edge, runner.parameters)
         return edges

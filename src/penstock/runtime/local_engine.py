@@ -25,7 +25,7 @@ from penstock.data_parallel.clip import (
 )
 from penstock.data_parallel.grad_scaler import propagate_overflow
 from penstock.data_parallel.sync import Replicas
-from penstock.device.device import Device, Gpu
+from penstock.device.device import Device
 from penstock.errors import ArgumentError, RunError
 from penstock.microbatch import gather
 from penstock.model.isolation import isolated_step
@@ -100,7 +100,7 @@ def select_runtime(requested: str, devices: Sequence[Device], replicas: Replicas
 
 def _find_graph_obstacle(devices: Sequence[Device], replicas: Replicas) -> str | None:
     for rank, device in enumerate(devices):
-        if not isinstance(device, Gpu):
+        if not device.has_graphs:
             return f"rank {rank} is on {device!r}, which has no CUDA graphs"
     if replicas:
         return "a stage is wrapped in DistributedDataParallel, replicate or fully_shard"

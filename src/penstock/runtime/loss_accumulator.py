@@ -408,7 +408,7 @@ def _has_ignored_targets(targets: Sequence[tuple[Any, ...]]) -> bool:
     values = [value for target in targets for value in target]
     if not all(isinstance(value, Tensor) for value in values):
         values = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    class_targets = [t for t in values if t.dtype == torch.int64 and not t.is_cuda]
+    class_targets = [t for t in values if t.dtype == torch.int64 and t.is_cpu]
     return any(bool((t == DEFAULT_IGNORE_INDEX).any()) for t in class_targets)
 
 

@@ -7,7 +7,7 @@ How bytes are attributed to ranks:
 
     device                     live bytes
     CPU                        storages created while the rank ran an action (by a dispatch mode)
-    GPU with one rank          the allocator's statistics of the device
+    accelerator of one rank    the allocator's statistics of the device
     GPU with several ranks     the allocator's segments, by the stream they were allocated on
 """
 
@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from penstock import draw
-from penstock.device.device import Device, Gpu
+from penstock.device.accelerator import (
+    get_allocated_bytes,
+    get_allocated_bytes_by_stream,
+    is_accelerator,
+)
+from penstock.device.device import Device
+from penstock.errors import RunError
 from penstock.model_summary import format_bytes
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.transport import Mailboxes
@@ -263,13 +269,13 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-class CudaAllocatorProbe:
-    """A reader of the statistics of PyTorch's CUDA allocator, for ranks on GPUs.
+class AllocatorProbe:
+    """A reader of the statistics of PyTorch's allocator, for ranks on accelerators.
 
     A block counts as free as soon as the last tensor that uses it is gone.
     """
 
-    def __init__(self, devices: Mapping[int, Gpu]) -> None:
+    def __init__(self, devices: Mapping[int, Device]) -> None:
         rank_counts = Counter(device.device for device in devices.values())
         self._exclusive_devices = {
             rank: device.device
@@ -277,12 +283,17 @@ class CudaAllocatorProbe:
             if rank_counts[device.device] == 1
         }
         # Ranks that share a GPU, such as virtual GPUs, are distinguished by their streams.
-        self._rank_by_stream = {
-            stream.cuda_stream: rank
-            for rank, device in devices.items()
-            if rank not in self._exclusive_devices
-            for stream in (device.compute_stream, device.copy_stream)
-        }
+        self._rank_by_stream: dict[int, int] = {}
+        for rank, device in devices.items():
+            self._device_type = device.device.type  # a process uses one type
+            if rank not in self._exclusive_devices:
+                handles = device.list_stream_handles()
+                if not handles:
+                    raise RunError(
+                        f"pipe.memory cannot tell apart the ranks that share {device!r}, which has "
+                        "no streams. Give each rank a device of its own."
+                    )
+                self._rank_by_stream |= dict.fromkeys(handles, rank)
 
     def track(self) -> AbstractContextManager[object]:
         """Return an empty context: the allocator always counts."""
@@ -300,21 +311,19 @@ class CudaAllocatorProbe:
         """
         live_bytes: Counter[int] = Counter()
         for rank, device in self._exclusive_devices.items():
-            stats = torch.cuda.memory_stats_as_nested_dict(device)
-            live_bytes[rank] = stats["allocated_bytes"]["all"]["current"]
+            live_bytes[rank] = get_allocated_bytes(device)
         if self._rank_by_stream:
-            for segment in torch.cuda.memory_snapshot():
-                owner = self._rank_by_stream.get(segment["stream"])
-                if owner is not None:
-                    live_bytes[owner] += segment["allocated_size"]
+            by_stream = get_allocated_bytes_by_stream(self._device_type)
+            for handle, rank in self._rank_by_stream.items():
+                live_bytes[rank] += by_stream.get(handle, 0)
         return live_bytes
 
 
 def build_memory_probes(devices: Mapping[int, Device]) -> list[MemoryProbe]:
-    """Return a probe for the ranks on GPUs and one for the ranks on the CPU, as needed."""
-    gpus = {rank: device for rank, device in devices.items() if isinstance(device, Gpu)}
-    probes: list[MemoryProbe] = [CudaAllocatorProbe(gpus)] if gpus else []
-    return probes if len(gpus) == len(devices) else [*probes, HostStorageProbe()]
+    """Return a probe for the ranks on accelerators and one for those on the CPU, as needed."""
+    accelerated = {r: device for r, device in devices.items() if is_accelerator(device.device)}
+    probes: list[MemoryProbe] = [AllocatorProbe(accelerated)] if accelerated else []
+    return probes if len(accelerated) == len(devices) else [*probes, HostStorageProbe()]
 
 
 # ---- measuring a step ----------------------------------------------------------------------------

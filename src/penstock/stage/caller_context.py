@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.device.accelerator import list_autocast_types
 from penstock.torch_compat import are_checkpoint_hooks, get_saved_tensor_hooks
 
 
@@ -106,7 +107,7 @@ def no_autocast() -> Iterator[None]:
     called inside `with torch.autocast`, and gradients must not depend on that.
     """
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in list_autocast_types():
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from penstock.device.accelerator import get_default_generator, resolve_index
 from penstock.errors import RunError
 from penstock.stage.compile_support import skip_dynamo_tracing
 from penstock.stage.recompute import is_checkpointing
@@ -52,9 +53,7 @@ _shared_generator_lock = threading.Lock()
 
 def get_shared_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device, which all threads share."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator
+    return torch.default_generator if device.type == "cpu" else get_default_generator(device)
 
 
 def get_shared_rng_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
@@ -231,10 +230,7 @@ def _find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     for leaf in pytree.tree_iter((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
-    device = torch.device(kwargs.get("device") or "cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return resolve_index(torch.device(kwargs.get("device") or "cpu"))
 
 
 def is_deterministic_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

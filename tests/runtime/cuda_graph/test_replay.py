@@ -7,7 +7,7 @@ import torch
 
 from penstock import lower, schedules
 from penstock.device.device import GraphTimestamp
-from penstock.device.gpu_timestamps import ReplayTimestamps
+from penstock.device.nvidia import ReplayTimestamps
 from penstock.runtime.cuda_graph.graph_cache import _ReplayMeasurement
 from penstock.runtime.execution import MeasuredRun
 from penstock.runtime.worker import TimedAction, bind_lane

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.device.accelerator import fork_rng, list_used_accelerators
 from penstock.errors import ArgumentError
 from penstock.model.meta_init import (
     MetaTensorSlot,
@@ -37,6 +38,7 @@ from penstock.model.traced.containers import call_tracking_containers, preserve_
 from penstock.model.traced.pytrees import FunctionCall, flatten, unflatten
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
+from penstock.stage.rng import get_shared_rng_states
 from penstock.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -176,12 +178,11 @@ def _preserve_grads(model: nn.Module) -> Iterator[None]:
 def _preserve_rng_state() -> Iterator[None]:
     """Restore the random state of Python, NumPy and PyTorch.
 
-    NumPy is left alone if nothing has imported it, and CUDA if nothing has initialized it.
+    NumPy is left alone if nothing has imported it, and accelerators if nothing has used one.
     """
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(gpus):
+    with fork_rng(list_used_accelerators()):
         try:
             yield
         finally:
@@ -410,9 +411,7 @@ def select_originals(
 
 def get_rng_state(device: torch.device) -> Tensor:
     """Return the state of the generators that a forward on the device draws from."""
-    if device.type != "cuda":
-        return torch.get_rng_state()
-    return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
+    return torch.cat(get_shared_rng_states([device]))
 
 
 # ---- models on the meta device -----------------------------------------------------------------

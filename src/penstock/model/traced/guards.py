@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.device.accelerator import list_autocast_types
 from penstock.model.traced.pytrees import flatten, iter_tensors, unflatten
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, extract_model_loss
@@ -72,7 +73,7 @@ def read_torch_state() -> tuple[Any, ...]:
     """Return the state of PyTorch that a forward may depend on: grad mode, dtype, autocast."""
     autocast_dtypes = tuple(
         torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-        for device_type in ("cpu", "cuda")
+        for device_type in list_autocast_types()
     )
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return *modes, torch.get_default_dtype(), *autocast_dtypes

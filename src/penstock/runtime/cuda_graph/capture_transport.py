@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from penstock.device.device import Device, Gpu, InFlightPayload, shares_memory, transfer
+from penstock.device.device import Device, InFlightPayload, shares_memory, transfer
 from penstock.runtime.transport import Transport
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
@@ -78,15 +78,10 @@ class _CaptureEndpoint:
         # with the message, and their owner frees them once its stream has waited for the event.
         released = self._transport.take_released(receiver, self._rank)
         if shares_memory(self._device, receiver_device):
-            ready_event = (
-                self._device.compute_stream.record_event()
-                if isinstance(self._device, Gpu)
-                else None
-            )
             self._transport.borrowed.setdefault((self._rank, receiver), []).append(
                 BorrowedStorage(payload)
             )
-            delivery = InFlightPayload(payload, ready_event, borrowed=True)
+            delivery = InFlightPayload(payload, self._device.record_event(), borrowed=True)
         else:  # between devices the payload is copied, and the copy is kept until the capture ends
             delivery = transfer(payload, self._device, receiver_device)
         self._transport.sent[message] = _SentPayload(delivery, released)

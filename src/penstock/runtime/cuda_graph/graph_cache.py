@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device.device import Device, GraphTimestamp, Timestamp
-from penstock.device.gpu_timestamps import GraphTimestamps, ReplayTimestamps
+from penstock.device.nvidia import GraphTimestamps, ReplayTimestamps
 from penstock.model.partition import Partition
 from penstock.runtime.cuda_graph.capture_guard import (
     CaptureError,

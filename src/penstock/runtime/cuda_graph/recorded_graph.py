@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 
-from penstock.device.cuda_driver import load_driver
+from penstock.device.nvidia import load_driver
 from penstock.errors import MissingExtra
 from penstock.stage.rng import get_shared_generator
 

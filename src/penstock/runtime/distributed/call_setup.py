@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.device.accelerator import list_autocast_types
 from penstock.errors import RunError
 from penstock.microbatch import Chunk, MicrobatchRows, NoChunk
 from penstock.model.placement import PlacedPartition
@@ -66,7 +67,7 @@ def collect_call_facts(request: Request, **extra_facts: object) -> RankFacts:
     """Return the facts that must be equal on every rank and do not depend on the request."""
     contexts = [
         f"{kind} {torch.get_autocast_dtype(kind)}"
-        for kind in ("cpu", "cuda")
+        for kind in list_autocast_types()
         if torch.is_autocast_enabled(kind)
     ]
     return {

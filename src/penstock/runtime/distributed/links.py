@@ -3,7 +3,7 @@
 | class       | ranks on | path                                | who waits for the data            |
 |-------------|----------|-------------------------------------|-----------------------------------|
 | HostLinks   | CPU      | gloo, from the memory of the tensor | the host, in `wait()`             |
-| StagedLinks | GPU      | GPU -> pinned memory -> gloo -> ... | the host, then the compute stream |
+| StagedLinks | GPU      | GPU -> host memory -> gloo -> ...   | the host, then the compute stream |
 | NcclLinks   | GPU      | NCCL                                | the compute stream, not the host  |
 
 A send returns at once and keeps its tensors alive until the receiver has them. Even a small gloo
@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.device.device import Device, Gpu, record_stream
+from penstock.device.accelerator import is_accelerator
+from penstock.device.device import Device
 from penstock.runtime.distributed.payload_codec import WireTensorSpec, flatten_dense
 
 MAX_IN_FLIGHT = 4  # messages to one receiver that may be under way at once
@@ -115,22 +116,22 @@ class HostLinks:
 
 
 class StagedLinks:
-    """Links between GPUs without NCCL: through pinned host memory, over gloo.
+    """Links between accelerators without NCCL: through host memory, over gloo.
 
-    NCCL refuses two ranks on one GPU, and some builds of PyTorch lack it. The copies run on
-    `copy_stream` beside the computation:
+    NCCL refuses two ranks on one GPU, and some builds of PyTorch lack it. On a device with streams
+    the memory is pinned, and the copies run on `copy_stream` beside the computation:
 
         send   compute ─event─► copy to pinned ─event─► sender thread: gloo send
         recv   gloo recv into pinned ─► copy to GPU ─event─► compute
 
-    gloo reads host memory and ignores CUDA streams, so a thread must wait for the copy before it
-    sends. The sender thread waits, so that the thread of the rank can continue.
+    gloo reads host memory and ignores streams, so a thread must wait for the copy before it sends.
+    The sender thread waits, so that the thread of the rank can continue.
     """
 
-    def __init__(self, group: PointToPointGroup, gpu: Gpu) -> None:
-        self._group, self._gpu = group, gpu
+    def __init__(self, group: PointToPointGroup, device: Device) -> None:
+        self._group, self._device = group, device
         self._host_links = HostLinks(group)
-        self._send_queue: SimpleQueue[tuple[torch.cuda.Event, int, int, list[Tensor]] | None] = (
+        self._send_queue: SimpleQueue[tuple[torch.Event | None, int, int, list[Tensor]] | None] = (
             SimpleQueue()
         )
         # Limits the pinned buffers that are queued for the sender thread.
@@ -139,24 +140,21 @@ class StagedLinks:
         self._sender_thread: Thread | None = None
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
-        """Copy to pinned memory beside the computation, and queue that for the sender thread."""
+        """Copy to host memory beside the computation, and queue that for the sender thread."""
         self._free_slots.acquire()
-        gpu = self._gpu
-        gpu.copy_stream.wait_event(gpu.compute_stream.record_event())
-        # Without this the caching allocator could reuse the tensors while they are copied.
-        record_stream(gpu.copy_stream, tensors)
-        with torch.cuda.stream(gpu.copy_stream):
-            staged = [_copy_to_pinned(tensor) for tensor in tensors]
+        staged = self._allocate(map(WireTensorSpec.from_tensor, tensors))
+        copied = self._device.copy_to_host(tensors, staged)
         if self._sender_thread is None:
             self._sender_thread = Thread(target=self._run_sender, name="penstock-send", daemon=True)
             self._sender_thread.start()
-        self._send_queue.put((gpu.copy_stream.record_event(), peer, tag, staged))
+        self._send_queue.put((copied, peer, tag, staged))
 
     def _run_sender(self) -> None:
         while (order := self._send_queue.get()) is not None:
-            event, peer, tag, staged = order
+            copied, peer, tag, staged = order
             try:
-                event.synchronize()
+                if copied is not None:
+                    copied.synchronize()
                 wait = self._host_links.send(peer, tag, staged)
                 if wait is not None:
                     wait()
@@ -166,9 +164,8 @@ class StagedLinks:
                 self._free_slots.release()
 
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
-        """Receive into pinned memory. The wait copies from there to the GPU."""
-        gpu = self._gpu
-        buffers = [spec.allocate("cpu", pinned=True) for spec in tensor_specs]
+        """Receive into host memory. The wait copies from there to the device."""
+        buffers = self._allocate(tensor_specs)
         works = [
             self._group.recv([flatten_dense(buffer)], peer, tag)
             for buffer in buffers
@@ -178,13 +175,13 @@ class StagedLinks:
         def wait_for_tensors() -> list[Tensor]:
             for work in works:
                 work.wait()
-            with torch.cuda.stream(gpu.copy_stream):
-                received = [buffer.to(gpu.device, non_blocking=True) for buffer in buffers]
-            gpu.compute_stream.wait_event(gpu.copy_stream.record_event())
-            record_stream(gpu.compute_stream, received)
-            return received
+            return self._device.copy_from_host(buffers)
 
         return wait_for_tensors
+
+    def _allocate(self, tensor_specs: Iterable[WireTensorSpec]) -> list[Tensor]:
+        pinned = self._device.has_streams
+        return [spec.allocate("cpu", pinned=pinned) for spec in tensor_specs]
 
     def flush(self) -> None:
         """End the sender thread, raise its first error, and wait for all sends."""
@@ -215,9 +212,9 @@ class NcclLinks:
     """
 
     def __init__(
-        self, rank: int, gpu: Gpu, communicators: dict[tuple[int, int], PointToPointGroup]
+        self, rank: int, device: Device, communicators: dict[tuple[int, int], PointToPointGroup]
     ) -> None:
-        self._rank, self._gpu, self._communicators = rank, gpu, communicators
+        self._rank, self._device, self._communicators = rank, device, communicators
         self._in_flight: dict[int, deque[tuple[Any, Tensor]]] = {}
 
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
@@ -231,7 +228,7 @@ class NcclLinks:
         )
         while in_flight and in_flight[0][0].is_completed():
             in_flight.popleft()
-        with self._gpu.activate():
+        with self._device.activate():
             for tensor in tensors:
                 if tensor.numel():
                     flat = flatten_dense(tensor)
@@ -240,14 +237,14 @@ class NcclLinks:
     def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
         """Receive on the stream of NCCL. The compute stream waits for it, the host does not."""
         group = self._communicators[peer, self._rank]
-        with self._gpu.activate():
-            buffers = [spec.allocate(self._gpu.device) for spec in tensor_specs]
+        with self._device.activate():
+            buffers = [spec.allocate(self._device.device) for spec in tensor_specs]
             works = [
                 group.recv([flatten_dense(buffer)], 0, 0) for buffer in buffers if buffer.numel()
             ]
 
         def wait_for_tensors() -> list[Tensor]:
-            with self._gpu.activate():
+            with self._device.activate():
                 for work in works:
                     work.wait()
             return buffers
@@ -256,7 +253,7 @@ class NcclLinks:
 
     def flush(self) -> None:
         """Let the compute stream wait for all sends. After that their memory may be reused."""
-        with self._gpu.activate():
+        with self._device.activate():
             for work, _ in chain.from_iterable(self._in_flight.values()):
                 work.wait()
         self._in_flight.clear()
@@ -289,12 +286,6 @@ def _wait_all(works: Iterable[Any], tensors: object) -> None:
         work.wait()
 
 
-def _copy_to_pinned(tensor: Tensor) -> Tensor:
-    host = WireTensorSpec.from_tensor(tensor).allocate("cpu", pinned=True)
-    host.copy_(tensor, non_blocking=True)
-    return host
-
-
 def build_links(
     rank: int,
     device: Device,
@@ -305,7 +296,7 @@ def build_links(
 
     `communicators` are those of NCCL by (sender, receiver), or None if NCCL is not used.
     """
-    if not isinstance(device, Gpu):
+    if not is_accelerator(device.device):
         return HostLinks(group)
     if communicators is None:
         return StagedLinks(group, device)

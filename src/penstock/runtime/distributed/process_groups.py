@@ -28,7 +28,8 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.data_parallel.all_reduce import ReplicaGroup
-from penstock.device.device import Device, Gpu
+from penstock.device.accelerator import get_group_class
+from penstock.device.device import Device
 from penstock.errors import RunError
 from penstock.runtime.distributed.channels import CallCacheEntry
 from penstock.runtime.distributed.control_channel import ControlChannel
@@ -333,9 +334,9 @@ class ProcessGroups:
         `abort` of NCCL may block, so it runs in a thread of its own: the watchdog must go on to
         abort the other groups.
         """
-        assert isinstance(self.device, Gpu)
-        rank, options = ranks.index(dist.get_rank()), dist.ProcessGroupNCCL.Options()
-        group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, len(ranks), options)
+        group_class = get_group_class(self.device.device.type)
+        rank, options = ranks.index(dist.get_rank()), group_class.Options()
+        group = group_class(PrefixStore("nccl", store), rank, len(ranks), options)
         connect_nccl_eagerly(group, self.device.device)
         make_thread = partial(
             threading.Thread, target=group.abort, name="penstock-abort", daemon=True

@@ -30,6 +30,7 @@ from penstock.data_parallel.clip import (
     compute_total_grad_norm,
 )
 from penstock.data_parallel.grad_scaler import propagate_overflow
+from penstock.device.device import GraphTimestamp
 from penstock.errors import RunError
 from penstock.microbatch import move_to_device
 from penstock.model.stage_inputs import (
@@ -138,7 +139,7 @@ class RankExecutor:
         has died. One wait per action lets the watchdog see that a long step makes progress.
         """
         for bound_action, _, end in worker.timed_actions:
-            if isinstance(end, torch.cuda.Event):
+            if not isinstance(end, float | GraphTimestamp):
                 self._watchdog.mark_waiting(_GpuWait(bound_action.action), None)
                 end.synchronize()
                 self._watchdog.mark_arrived()
@@ -284,8 +285,8 @@ class DistributedEngine:
         """Raise: measuring needs all stages in one process."""
         raise RunError(
             "pipe.memory measures a step in one thread, but the ranks of this pipe are processes. "
-            "Create the same pipe in one process, or read torch.cuda.max_memory_allocated() on "
-            "each rank."
+            "Create the same pipe in one process, or read "
+            "torch.accelerator.max_memory_allocated() on each rank."
         )
 
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.data_parallel.sync import Replicas
-from penstock.device.device import Device, Gpu, resolve_device
+from penstock.device.accelerator import get_accelerator_type, is_collective_backend
+from penstock.device.device import Device, resolve_device
 from penstock.errors import ArgumentError
 from penstock.model.placement import PlacedPartition, ProcessContext
 from penstock.model.sequential import is_plain_sequential
@@ -50,13 +50,9 @@ def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
                 "device per rank, or leave devices out."
             )
         return resolve_device(devices[rank])
-    if _uses_nccl(group):
-        return resolve_device(f"cuda:{torch.cuda.current_device()}")
-    return resolve_device("cpu")
-
-
-def _uses_nccl(group: ProcessGroup) -> bool:
-    return "nccl" in dist.get_backend_config(group)
+    accelerator = get_accelerator_type()
+    is_direct = is_collective_backend(dist.get_backend_config(group), accelerator)
+    return resolve_device(accelerator if is_direct else "cpu")
 
 
 def open_process_groups(
@@ -67,9 +63,8 @@ def open_process_groups(
         raise ArgumentError(f"heartbeat must be a number of seconds above 0, not {heartbeat!r}")
     group = topology.pipeline_group
     device = choose_device(group, devices)
-    return ProcessGroups(
-        topology, device, heartbeat, uses_nccl=isinstance(device, Gpu) and _uses_nccl(group)
-    )
+    uses_nccl = is_collective_backend(dist.get_backend_config(group), device.device.type)
+    return ProcessGroups(topology, device, heartbeat, uses_nccl)
 
 
 def build_process_context(groups: ProcessGroups) -> ProcessContext:

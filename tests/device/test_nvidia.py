@@ -1,4 +1,4 @@
-"""Tests of the timestamps that a captured step writes, with host memory in place of a device's."""
+"""Tests of timestamps inside a captured step, with host memory in place of a GPU's, and of ROCm."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import gpu_timestamps
+from penstock.device import nvidia
 from penstock.device.device import Cpu, GraphTimestamp
-from penstock.device.gpu_timestamps import GraphTimestamps, ReplayTimestamps, TimestampBuffer
+from penstock.device.nvidia import GraphTimestamps, ReplayTimestamps, TimestampBuffer
+from penstock.errors import RunError
 
 HERE = torch.device("cpu")
 
@@ -21,7 +22,7 @@ def written_addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the addresses that the timestamp kernel was told to write to."""
     found: list[int] = []
     monkeypatch.setattr(
-        gpu_timestamps, "_launch_timestamp_kernel", lambda stream, address: found.append(address)
+        nvidia, "_launch_timestamp_kernel", lambda stream, address: found.append(address)
     )
     return found
 
@@ -35,7 +36,7 @@ def replay(written_addresses: list[int], clock: Any) -> None:
 def test_each_graph_replay_has_its_own_timestamps(
     room: int, written_addresses: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_timestamps, "_SLOTS_PER_BLOCK", room)
+    monkeypatch.setattr(nvidia, "_SLOTS_PER_BLOCK", room)
     buffer, clock, stream = TimestampBuffer(HERE), count(2**60, 7), torch.Stream(HERE)
     taken = [buffer.record(stream) for _ in range(7)]  # type: ignore[arg-type]
     assert taken == [GraphTimestamp(HERE, number) for number in range(7)]
@@ -52,3 +53,9 @@ def test_cpu_has_no_graph_timestamps() -> None:
     clocks = GraphTimestamps(devices)
     assert clocks.devices == devices
     assert clocks.snapshot().read() == {}
+
+
+def test_rocm_has_no_driver_of_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(RunError, match="cutting a GPU needs NVIDIA's driver, but this is a build"):
+        nvidia.load_driver("cutting a GPU")
