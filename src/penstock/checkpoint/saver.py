@@ -32,14 +32,7 @@ from penstock.checkpoint.local_state import (
 from penstock.checkpoint.pretrained_names import is_pretrained
 from penstock.checkpoint.reader import MODEL_KEY, OPTIMIZER_KEY, RNG_KEY
 from penstock.checkpoint.safetensors_io import SafetensorsWriter
-from penstock.checkpoint.save_group import (
-    DistributedSaveGroup,
-    LocalSaveGroup,
-    SaveGroup,
-    run_and_gather,
-    run_on_each_rank,
-    run_on_rank_zero,
-)
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.placement import PlacedPartition
@@ -123,14 +116,16 @@ def build_saver(
     # Under torchrun the module has only the layers of this process. The partition then knows the
     # tied names of the whole model.
     tied_names = {**find_tied_names(module), **placed.tied_names}
-    save_group = (
-        LocalSaveGroup()
-        if peers.process_group is None
-        else DistributedSaveGroup(peers.process_group)
-    )
     model = placed.partition.model if is_pretrained(placed.partition.model) else None
     return Saver(
-        LocalState(module, tied_names, save_group, peers.replica, placed.is_local(0), model),
+        LocalState(
+            module,
+            tied_names,
+            SaveGroup(peers.channel),
+            peers.replica,
+            placed.is_local(0),
+            model,
+        ),
         pending,
     )
 
@@ -151,19 +146,14 @@ class Saver:
         the writing moves to the background thread.
         """
         self.pending.wait()
-        local_state, save_group, root = (
-            self.local_state,
-            self.local_state.save_group,
-            Path(folder).absolute(),
-        )
+        local_state, save_group = self.local_state, self.local_state.save_group
+        root = Path(folder).absolute()
         description = f"saving to '{root}'"
-        state, extra_bytes = run_on_each_rank(
-            save_group,
-            description,
-            lambda: (_full_state(local_state, optimizer), _serialize_extra(extra)),
+        state, extra_bytes = save_group.run_on_each_rank(
+            description, lambda: (_full_state(local_state, optimizer), _serialize_extra(extra))
         )
-        save_directory = run_on_rank_zero(
-            save_group, description, lambda: create_save_directory(root)
+        save_directory = Path(
+            save_group.run_on_rank_zero(description, lambda: str(create_save_directory(root)))
         )
         tied_keys = {
             f"{MODEL_KEY}.{alias}": f"{MODEL_KEY}.{saved_name}"
@@ -177,10 +167,8 @@ class Saver:
         with _cleanup_on_failure(cleanup, save_group):
             planned = plan_save(save_group, description, writer, state)
             if background:
-                run_on_each_rank(
-                    save_group,
-                    description,
-                    lambda: planned.planner.take_snapshot(planned.local_plan),
+                save_group.run_on_each_rank(
+                    description, lambda: planned.planner.take_snapshot(planned.local_plan)
                 )
 
         def write() -> None:
@@ -197,16 +185,16 @@ class Saver:
         local_state, save_group = self.local_state, self.local_state.save_group
         description = f"loading '{path}'"
         # Rank 0 resolves the path: a save that ends meanwhile could move `latest` between ranks.
-        checkpoint = run_on_rank_zero(
-            save_group, description, lambda: reader.find_checkpoint(Path(path).absolute())
+        checkpoint = save_group.run_on_rank_zero(
+            description, lambda: str(reader.find_checkpoint(Path(path).absolute()))
         )
         # One rank has only some of the names. To tell unknown names in the checkpoint from the
         # names of other ranks, every rank needs the names of all ranks.
-        gathered = run_and_gather(save_group, description, lambda: list(local_state.unique_state()))
+        gathered = save_group.run_and_gather(description, lambda: list(local_state.unique_state()))
         names = [name for rank_names in gathered for name in rank_names]
 
         def work() -> Any:
-            source = reader.open_checkpoint(checkpoint, names, local_state)
+            source = reader.open_checkpoint(Path(checkpoint), names, local_state)
             reader.check_stored_names(source, names, local_state.tied_names)
             reader.load_model(local_state, source)
             optimizers = as_optimizer_list(optimizer)
@@ -216,7 +204,7 @@ class Saver:
                 reader.load_rng_state(local_state, source)
             return reader.load_extra(source)
 
-        return run_on_each_rank(save_group, description, work)
+        return save_group.run_on_each_rank(description, work)
 
     def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one safetensors file. Each rank writes its own bytes."""
@@ -229,7 +217,7 @@ class Saver:
             )
         save_group, description = self.local_state.save_group, f"exporting to '{path}'"
         writer = SafetensorsWriter(path, self.local_state.tied_names)
-        state = run_on_each_rank(save_group, description, lambda: _model_state(self.local_state))
+        state = save_group.run_on_each_rank(description, lambda: _model_state(self.local_state))
         with _cleanup_on_failure(writer.remove_partial_file, save_group):
             planned = plan_save(save_group, description, writer, state)
             execute_save(save_group, description, writer, planned)

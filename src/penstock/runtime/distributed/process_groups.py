@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -40,16 +39,16 @@ from penstock.runtime.distributed.topology import Topology
 from penstock.torch_compat import connect_nccl_eagerly
 
 # -------------------------------------------------------------------------------------------------
-# The group for checkpoints
+# The channel for checkpoints
 #
-# A background save uses this group from a thread of its own while steps go on. The watchdog follows
-# one thread, the one that is in a call, so only that thread may report its waits to it.
+# A background save uses it from a thread of its own while steps go on. The watchdog follows one
+# thread, the one that is in a call, so only that thread may report its waits to it.
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class WatchedProcessGroup:
-    """A gloo group over all replicas that reports its waits to the watchdog.
+class SaveChannel:
+    """A control channel over all replicas that a thread uses inside or outside a call.
 
     `is_in_call` returns whether the current thread is inside a call of the pipe.
     """
@@ -58,42 +57,31 @@ class WatchedProcessGroup:
     watchdog: Watchdog
     is_in_call: Callable[[], bool]
 
+    @property
     def rank(self) -> int:
-        """Return the rank of this process in the group."""
+        """The rank of this process in the group."""
         rank: int = self.group.rank()
         return rank
 
-    def size(self) -> int:
-        """Return the number of ranks in the group."""
-        size: int = self.group.size()
-        return size
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingAllGather:
-        """Start an all-gather. Return an object to wait for."""
-        return PendingAllGather(
-            self.group.allgather(outputs, inputs), self.watchdog, self.is_in_call()
-        )
-
-
-@dataclass(frozen=True)
-class PendingAllGather:
-    """An all-gather that was started. `is_watched`: by the thread that is in a call."""
-
-    work: Any
-    watchdog: Watchdog
-    is_watched: bool
-
-    def wait(self) -> None:
-        """Wait for the tensors of all ranks."""
-        if self.is_watched:
-            self.watchdog.mark_waiting("the progress of a checkpoint")
-            self.work.wait()
-            self.watchdog.mark_arrived()
-            return
+    def all_gather_value(self, value: Any, description: str) -> list[Any]:
+        """Return the values of all ranks. See `ControlChannel.all_gather_value`."""
+        if self.is_in_call():
+            channel = ControlChannel(self.group, _AllRanksWait(self.watchdog))
+            return channel.all_gather_value(value, "the progress of a checkpoint")
         try:
-            self.work.wait()
+            return ControlChannel(self.group).all_gather_value(value, description)
         except RuntimeError as error:
             raise self.watchdog.explain_lost_connection(error) from None
+
+
+class _AllRanksWait:
+    """Reports every wait as one for all ranks: the watchdog monitors only some of them."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.mark_arrived, self._mark_waiting = watchdog.mark_arrived, watchdog.mark_waiting
+
+    def mark_waiting(self, description: object, peer: int | None) -> None:
+        self._mark_waiting(description)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -203,18 +191,17 @@ class ProcessGroups:
             self._call_cache.popitem(last=False)
         return entry
 
-    def get_save_process_group(self) -> Any:
-        """Return the group of all ranks of all replicas for checkpoints.
+    def get_save_channel(self) -> SaveChannel:
+        """Return the channel between all ranks of all replicas for checkpoints.
 
-        It is a separate group because a save may run in the background of steps. All ranks call
+        It has a group of its own because a save may run in the background of steps. All ranks call
         this together, inside a call of the pipe.
         """
         if self._save_process_group is None:
-            all_ranks = self.topology.all_ranks
             self._save_process_group = self._open_gloo_group(
-                all_ranks, PrefixStore("saves", self._store)
+                self.topology.all_ranks, PrefixStore("saves", self._store)
             )
-        return WatchedProcessGroup(self._save_process_group, self.watchdog, self._is_in_call)
+        return SaveChannel(self._save_process_group, self.watchdog, self._is_in_call)
 
     @property
     def _replica_suffix(self) -> str:
