@@ -25,6 +25,7 @@ from penstock.doctor.links import Link, measure_device_copies, measure_link, pai
 from penstock.launch.init import choose_backend, set_gloo_interface
 from penstock.launch.store_rendezvous import join_rendezvous, open_store, wait_for_keys
 from penstock.launch.torchrun_env import RankEnv, select_device
+from penstock.runtime.distributed.links import find_link_backend
 
 CLOCK_SAMPLES = 5  # readings of rank 0's clock; the quickest answer counts
 
@@ -94,10 +95,14 @@ def survey_all_ranks(
         for a, b in pairs
     ]
     clocks = _read_clock_offsets(store, [rank for rank in facts if rank])
-    name = "nccl" if "nccl" in backend else "gloo"
     is_sound = report(
         SurveyResult(
-            rank_env.world_size, name, patience, facts, sorted(links, key=_get_ranks), clocks
+            rank_env.world_size,
+            find_link_backend(backend).name,
+            patience,
+            facts,
+            sorted(links, key=_get_ranks),
+            clocks,
         )
     )
     store.set("sound", str(int(is_sound)))

@@ -22,6 +22,7 @@ from penstock.launch.torchrun_env import (
     read_rank_env,
     select_device,
 )
+from penstock.runtime.distributed.links import GLOO, LINK_BACKENDS, find_link_backend
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others at exit
@@ -30,7 +31,6 @@ EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others
 # end those threads while a DeviceMesh still refers to the group.
 GLOO_DRAIN_SECONDS = 0.05
 
-_NCCL_BACKEND = "cpu:gloo,cuda:nccl"
 _initialized: list[tuple[RankEnv, JoinedRanks]] = []  # empty, or one entry: the group of `init`
 
 
@@ -74,7 +74,7 @@ def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = Non
         )
     else:
         _check_replicas(dp, dist.get_world_size())
-    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    device_type = find_link_backend(dist.get_backend_config()).device_type
     size = dist.get_world_size()
     if dp == 1:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("pp",))
@@ -125,12 +125,15 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
 
 
 def choose_backend(gpu_uuids: list[str]) -> str:
-    """Return NCCL if every rank has a GPU of its own, else gloo.
+    """Return the config for NCCL if every rank has a GPU of its own, else for gloo.
 
     NCCL refuses two ranks on one GPU. An empty UUID stands for a rank without a GPU.
     """
     gpus_are_distinct = all(gpu_uuids) and len(set(gpu_uuids)) == len(gpu_uuids)
-    return _NCCL_BACKEND if gpus_are_distinct and dist.is_nccl_available() else "gloo"
+    for backend in LINK_BACKENDS:
+        if backend.is_available() and (gpus_are_distinct or backend.device_type == "cpu"):
+            return backend.config
+    return GLOO.config
 
 
 def set_gloo_interface(env: RankEnv) -> None:

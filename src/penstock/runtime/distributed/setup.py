@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.data_parallel.sync import Replicas
-from penstock.device.device import Device, Gpu, resolve_device
+from penstock.device.device import Device, resolve_device
 from penstock.errors import ArgumentError
 from penstock.model.placement import PlacedPartition, ProcessContext
 from penstock.model.sequential import is_plain_sequential
@@ -31,6 +31,7 @@ from penstock.model.traced.assignment import fingerprint_assignment
 from penstock.model.traced.traced_partition import TracedPartition
 from penstock.runtime.distributed.call_setup import DataPolicy, collect_call_facts
 from penstock.runtime.distributed.control_channel import check_ranks_agree
+from penstock.runtime.distributed.links import find_link_backend
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
 from penstock.runtime.distributed.tied_weights import broadcast_tied_weights
 from penstock.runtime.distributed.topology import Topology
@@ -41,8 +42,8 @@ from penstock.torch_compat import TORCH_VERSION
 def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
     """Return the device of this process.
 
-    This is its entry of `devices`. Without `devices` it is the current GPU if the group uses NCCL,
-    else the CPU.
+    This is its entry of `devices`. Without `devices` it is the current GPU if the group has a
+    backend for GPUs, else the CPU.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if devices is not None:
@@ -52,13 +53,10 @@ def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
                 "device per rank, or leave devices out."
             )
         return resolve_device(devices[rank])
-    if _uses_nccl(group):
-        return resolve_device(f"cuda:{torch.cuda.current_device()}")
-    return resolve_device("cpu")
-
-
-def _uses_nccl(group: ProcessGroup) -> bool:
-    return "nccl" in dist.get_backend_config(group)
+    device_type = find_link_backend(dist.get_backend_config(group)).device_type
+    if device_type == "cpu":
+        return resolve_device("cpu")
+    return resolve_device(f"{device_type}:{torch.accelerator.current_device_index()}")
 
 
 def open_process_groups(
@@ -69,9 +67,8 @@ def open_process_groups(
         raise ArgumentError(f"heartbeat must be a number of seconds above 0, not {heartbeat!r}")
     group = topology.pipeline_group
     device = choose_device(group, devices)
-    return ProcessGroups(
-        topology, device, heartbeat, uses_nccl=isinstance(device, Gpu) and _uses_nccl(group)
-    )
+    backend = find_link_backend(dist.get_backend_config(group), device.device.type)
+    return ProcessGroups(topology, device, heartbeat, backend)
 
 
 def build_process_context(groups: ProcessGroups) -> ProcessContext:
