@@ -12,8 +12,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import RunError
-from penstock.launch.store_rendezvous import JoinedRanks, join_rendezvous, open_store, wait_for_keys
+from penstock.launch.init import open_store
 from penstock.launch.torchrun_env import RankEnv
+from penstock.runtime.distributed.store import JoinedRanks, join_rendezvous, wait_for_keys
 from tests.launch.hosts import free_port
 
 
@@ -71,8 +72,8 @@ def test_missing_rank_is_reported_by_all_ranks() -> None:
 def test_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     store.set("penstock/start", "of the dead")
-    monkeypatch.setattr("penstock.launch.store_rendezvous._RETRY_INTERVAL", 0.01)
-    monkeypatch.setattr("penstock.launch.store_rendezvous._EXTRA_TIMEOUT", 0.1)
+    monkeypatch.setattr("penstock.runtime.distributed.store._RETRY_INTERVAL", 0.01)
+    monkeypatch.setattr("penstock.runtime.distributed.store._EXTRA_TIMEOUT", 0.1)
     with pytest.raises(RunError, match=r"rank 1 got no answer from rank 0 within 0.3 s"):
         join_rendezvous(store, 1, 2, "hello", 0.1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import ArgumentError, RunError
-from penstock.launch.store_rendezvous import JoinedRanks, join_rendezvous, open_store, wait_for_keys
 from penstock.launch.torchrun_env import (
     RankEnv,
     find_network_interface,
@@ -23,6 +25,7 @@ from penstock.launch.torchrun_env import (
     select_device,
 )
 from penstock.runtime.distributed.links import GLOO, LINK_BACKENDS, find_link_backend
+from penstock.runtime.distributed.store import JoinedRanks, join_rendezvous, wait_for_keys
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others at exit
@@ -122,6 +125,30 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
     )
     _initialized[:] = [(env, joined)]
     atexit.register(_shut_down)
+
+
+def open_store(env: RankEnv, timeout: float) -> Store:
+    """Return the TCP store at MASTER_ADDR. Rank 0 serves it unless the launcher does."""
+    is_host = env.rank == 0 and not env.launcher_has_store
+    limit = timedelta(seconds=timeout)
+    try:
+        store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=is_host,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"rank {env.rank} on {socket.gethostname()} could not reach the store of the ranks at "
+            f"{env.master_addr}:{env.master_port} within {timeout:g} s. Check that rank 0 runs "
+            f"there, that the host name resolves to it, and that the port is open. ({reason})"
+        ) from error
+    assert isinstance(store, Store)
+    return store
 
 
 def choose_backend(gpu_uuids: list[str]) -> str:
