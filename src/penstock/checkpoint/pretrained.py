@@ -69,13 +69,9 @@ def write_pretrained(
     state = save_group.run_on_each_rank(
         description, lambda: _revert_weight_conversion(model, get_state())
     )
-    try:
+    with save_group.clean_up_on_failure(writer.remove_partial_file):
         planned = plan_save(save_group, description, writer, state)
         execute_save(save_group, description, writer, planned)
-    except BaseException:
-        if save_group.rank == 0:
-            writer.remove_partial_file()
-        raise
     save_group.run_on_rank_zero(description, lambda: _remove_old_shards(folder))
 
 

@@ -14,7 +14,8 @@ beside the steps of the pipe, and its failure must not stop them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import format_exception, format_exception_only
 from typing import Any, Protocol, TypeVar, cast
@@ -97,6 +98,16 @@ class SaveGroup:
         """Run `work` on rank 0 and return its result on every rank. If it fails, all raise."""
         results = self.run_and_gather(description, lambda: work() if self.rank == 0 else None)
         return cast(T, results[0])
+
+    @contextmanager
+    def clean_up_on_failure(self, cleanup: Callable[[], None]) -> Iterator[None]:
+        """Context manager: if the block raises, rank 0 removes the files that are half written."""
+        try:
+            yield
+        except BaseException:
+            if self.rank == 0:
+                cleanup()
+            raise
 
 
 def _format_failure(failure: Exception) -> tuple[str, str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -164,7 +163,7 @@ class Saver:
         def cleanup() -> None:
             remove_incomplete_saves(save_directory.parent)
 
-        with _cleanup_on_failure(cleanup, save_group):
+        with save_group.clean_up_on_failure(cleanup):
             planned = plan_save(save_group, description, writer, state)
             if background:
                 save_group.run_on_each_rank(
@@ -172,7 +171,7 @@ class Saver:
                 )
 
         def write() -> None:
-            with _cleanup_on_failure(cleanup, save_group):
+            with save_group.clean_up_on_failure(cleanup):
                 execute_save(save_group, description, writer, planned)
 
         handle = SaveHandle(save_directory, write, background)
@@ -218,7 +217,7 @@ class Saver:
         save_group, description = self.local_state.save_group, f"exporting to '{path}'"
         writer = SafetensorsWriter(path, self.local_state.tied_names)
         state = save_group.run_on_each_rank(description, lambda: _model_state(self.local_state))
-        with _cleanup_on_failure(writer.remove_partial_file, save_group):
+        with save_group.clean_up_on_failure(writer.remove_partial_file):
             planned = plan_save(save_group, description, writer, state)
             execute_save(save_group, description, writer, planned)
         return path
@@ -234,17 +233,6 @@ class Saver:
             path,
         )
         return path
-
-
-@contextmanager
-def _cleanup_on_failure(cleanup: Callable[[], None], save_group: SaveGroup) -> Iterator[None]:
-    """Context manager: if the block raises, rank 0 removes the files that are half written."""
-    try:
-        yield
-    except BaseException:
-        if save_group.rank == 0:
-            cleanup()
-        raise
 
 
 def _model_state(local_state: LocalState) -> dict[str, Any]:
