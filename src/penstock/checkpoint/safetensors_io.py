@@ -252,6 +252,9 @@ def contiguous_runs(
 # -------------------------------------------------------------------------------------------------
 # Reading. The header alone tells the name, shape and dtype of each tensor. The safetensors library
 # maps the file into memory, so only the tensors or slices that the plan names are read.
+#
+# torch.distributed.checkpoint has a HuggingFaceStorageReader. It reads all safetensors files of a
+# directory. It accepts neither one file nor an index, and it cannot translate names.
 # -------------------------------------------------------------------------------------------------
 
 _DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
