@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import AdamW, Optimizer
 
 from penstock.checkpoint.local_state import LocalState
-from penstock.checkpoint.save_group import DistributedSaveGroup, LocalSaveGroup
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.saver import PendingSave, Saver
 from penstock.model.tied import find_tied_names
+from penstock.runtime.distributed.control_channel import ControlChannel
 
 LAYERS = 8
 
@@ -86,13 +87,14 @@ def saver_of(module: nn.Module, same: dict[str, str] | None = None) -> Saver:
     assert group is not None
     first = distributed.get_rank() == 0
     return Saver(
-        LocalState(module, same, DistributedSaveGroup(group), saves_rng_state=first), PendingSave()
+        LocalState(module, same, SaveGroup(ControlChannel(group)), saves_rng_state=first),
+        PendingSave(),
     )
 
 
 def alone(module: nn.Module) -> Saver:
     """Return a saver for this process only, whether or not there is a group."""
-    return Saver(LocalState(module, find_tied_names(module), LocalSaveGroup()), PendingSave())
+    return Saver(LocalState(module, find_tied_names(module), SaveGroup()), PendingSave())
 
 
 def plainly_loaded(folder: Path) -> tuple[nn.Sequential, Optimizer]:

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from penstock import RunError, saved
 from penstock.checkpoint.local_state import LocalState
-from penstock.checkpoint.save_group import DistributedSaveGroup, run_on_each_rank
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.saver import PendingSave, Saver
+from penstock.runtime.distributed.control_channel import ControlChannel
 from tests.checkpoint.parts import (
     alone,
     build,
@@ -73,7 +74,7 @@ def replicas_saved(folder: Path) -> list[str]:
     holding = LocalState(
         module,
         {"7.weight": "0.weight"},
-        DistributedSaveGroup(group),
+        SaveGroup(ControlChannel(group)),
         replica=rank // 2,
         saves_rng_state=rank % 2 == 0,
     )
@@ -233,11 +234,11 @@ def test_failed_write_on_one_rank_fails_the_save_on_all_ranks(
 
 
 class Lost:
-    """A save group whose other ranks have already aborted and closed their connections."""
+    """A channel whose other ranks have already aborted and closed their connections."""
 
     rank = 1
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_value(self, value: Any, description: str) -> list[Any]:
         raise RuntimeError("Connection closed by peer")
 
 
@@ -246,9 +247,9 @@ def test_rank_raises_its_own_save_error_even_if_its_peers_have_left() -> None:
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        run_on_each_rank(Lost(), "saving", full)
+        SaveGroup(Lost()).run_on_each_rank("saving", full)
     with pytest.raises(RuntimeError, match="Connection closed"):
-        run_on_each_rank(Lost(), "saving", list)
+        SaveGroup(Lost()).run_on_each_rank("saving", list)
 
 
 def test_load_reads_only_the_tensors_of_its_rank(tmp_path: Path) -> None:

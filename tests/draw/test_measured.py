@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.draw import picture, text
-from penstock.draw.style import choose_time_unit
 from penstock.schedules.ir import Compute
 from penstock.schedules.timeline import Timeline
+from penstock.text_format import choose_time_unit
 
 Played = Callable[..., Timeline]
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ErrorLocation
-from penstock.runtime.distributed.failure.abort import abort_gloo
 from penstock.runtime.distributed.failure.watchdog import Watchdog
+from penstock.runtime.distributed.links import abort_gloo
 from penstock.runtime.distributed.store import open_shared_store
 from tests.faults.throwaway import Stage
 

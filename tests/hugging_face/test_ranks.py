@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 
 from penstock.checkpoint.local_state import LocalState
-from penstock.checkpoint.save_group import DistributedSaveGroup
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.saver import PendingSave, Saver
 from penstock.model.tied import find_tied_names
+from penstock.runtime.distributed.control_channel import ControlChannel
 from tests.distributed.ranks import ranks
 from tests.hugging_face.tiny import llama, mixtral
 
@@ -46,7 +47,8 @@ def saver_here(kind: str, zeros: bool) -> Saver:
         model = built(kind)
     group: Any = distributed.group.WORLD
     return Saver(
-        LocalState(mine, same, DistributedSaveGroup(group), pretrained_model=model), PendingSave()
+        LocalState(mine, same, SaveGroup(ControlChannel(group)), pretrained_model=model),
+        PendingSave(),
     )
 
 

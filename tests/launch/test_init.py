@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import RunError
+from penstock.launch.init import open_store
+from penstock.launch.torchrun_env import RankEnv
 from tests.launch.hosts import (
     TORCHRUN,
     Ended,
@@ -113,3 +116,16 @@ def test_init_on_two_hosts_with_a_restart(hosts: tuple[Host, Host], tmp_path: Pa
     for report in found.values():
         assert report["interface"] == "eth0"
         assert report["total"] == 1.0
+
+
+def test_unreachable_store_is_named_in_the_error() -> None:
+    port = int(free_port())
+    seat = RankEnv(1, 2, 1, 2, "localhost", port, launcher_has_store=True)
+    with pytest.raises(RunError, match=rf"rank 1 on .* at localhost:{port} within 0.5 s\. Check"):
+        open_store(seat, 0.5)
+
+
+def test_rank_0_opens_a_store_without_waiting_for_others() -> None:
+    port = int(free_port())
+    seat = RankEnv(0, 3, 0, 3, "localhost", port, launcher_has_store=False)
+    open_store(seat, 5.0).set("a", "b")

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.text_format import choose_byte_unit
 
 # The columns of the table. "inputs" are gradients of the inputs, "again" is a second step that adds
 # to the gradients of the first, and "random" compares runs with equal and with different seeds.
@@ -347,13 +348,8 @@ def _format_memory_cell(comparisons: Sequence[MemoryComparison]) -> str:
         float(worst.measured[worst.worst_rank]),
         float(worst.forecast[worst.worst_rank]),
     )
-    unit = 0
-    while max(measured, forecast) >= 1000 and unit < len(_BYTE_UNITS) - 1:
-        measured, forecast, unit = measured / 1000, forecast / 1000, unit + 1
-    return f"{measured:.3g}/{forecast:.3g} {_BYTE_UNITS[unit]}"
-
-
-_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
+    factor, unit = choose_byte_unit(max(measured, forecast))
+    return f"{measured / factor:.3g}/{forecast / factor:.3g} {unit}"
 
 
 def _result_as_dict(result: Compared | Refused | Failed) -> dict[str, Any]:

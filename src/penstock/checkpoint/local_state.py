@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from penstock.checkpoint.save_group import LocalSaveGroup, SaveGroup
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.tied import strip_compile_prefix
 
@@ -37,7 +37,7 @@ class LocalState:
 
     module: nn.Module
     tied_names: Mapping[str, str]
-    save_group: SaveGroup = field(default_factory=LocalSaveGroup)
+    save_group: SaveGroup = field(default_factory=SaveGroup)
     replica: int = 0
     saves_rng_state: bool = True
     pretrained_model: nn.Module | None = None

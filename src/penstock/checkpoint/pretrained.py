@@ -29,12 +29,7 @@ from penstock.checkpoint.pretrained_names import (
     is_pretrained,
 )
 from penstock.checkpoint.safetensors_io import SafetensorsWriter
-from penstock.checkpoint.save_group import (
-    SaveGroup,
-    run_and_gather,
-    run_on_each_rank,
-    run_on_rank_zero,
-)
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.writer import execute_save, plan_save
 from penstock.errors import PenstockTypeError
 
@@ -60,29 +55,24 @@ def write_pretrained(
         )
     # A peft model also has a config and a `save_pretrained`, so it must be recognised first.
     if is_peft_model(model):
-        gathered = run_and_gather(
-            save_group,
+        gathered = save_group.run_and_gather(
             description,
             lambda: _copy_to_cpu(extract_adapter_state(model, _select_tensors(get_state()))),
         )
         adapters = {name: tensor for part in gathered for name, tensor in part.items()}
-        run_on_rank_zero(save_group, description, lambda: _write_adapters(model, folder, adapters))
+        save_group.run_on_rank_zero(description, lambda: _write_adapters(model, folder, adapters))
         return
     # The weights come after the config, and old shards are removed last. A kill in between leaves
     # any older weights complete.
-    run_on_rank_zero(save_group, description, lambda: _write_config_files(model, folder))
+    save_group.run_on_rank_zero(description, lambda: _write_config_files(model, folder))
     writer = SafetensorsWriter(folder / WEIGHTS_FILE, {})
-    state = run_on_each_rank(
-        save_group, description, lambda: _revert_weight_conversion(model, get_state())
+    state = save_group.run_on_each_rank(
+        description, lambda: _revert_weight_conversion(model, get_state())
     )
-    try:
+    with save_group.clean_up_on_failure(writer.remove_partial_file):
         planned = plan_save(save_group, description, writer, state)
         execute_save(save_group, description, writer, planned)
-    except BaseException:
-        if save_group.rank == 0:
-            writer.remove_partial_file()
-        raise
-    run_on_rank_zero(save_group, description, lambda: _remove_old_shards(folder))
+    save_group.run_on_rank_zero(description, lambda: _remove_old_shards(folder))
 
 
 def _revert_weight_conversion(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,9 +64,7 @@ class WeightRecipe:
     source_patterns: list[str] = field(default_factory=list)
 
     def build(self, read_tensor: Callable[[str], torch.Tensor], model: nn.Module) -> torch.Tensor:
-        """Return the tensor, with `read_tensor` as the function that reads a stored one."""
-        if self.converter is None:
-            return read_tensor(self.sources[0])
+        """Return the converted tensor. `read_tensor` reads a stored one."""
         # A converter collects tensors in itself, so each build needs its own copy.
         converter = deepcopy(self.converter)
         for source, pattern in zip(self.sources, self.source_patterns, strict=True):

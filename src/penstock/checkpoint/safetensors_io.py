@@ -16,13 +16,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -45,6 +46,8 @@ from torch.futures import Future
 from penstock.checkpoint.directory import fsync_directory
 from penstock.checkpoint.pretrained_names import PretrainedNameMap, map_stored_names
 from penstock.errors import ArgumentError, MissingExtra
+
+T = TypeVar("T")
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -148,9 +151,7 @@ class SafetensorsWriter(StorageWriter):
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        return _completed([])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the file its final name. Rank 0 calls this when all ranks have written."""
@@ -251,6 +252,9 @@ def contiguous_runs(
 # -------------------------------------------------------------------------------------------------
 # Reading. The header alone tells the name, shape and dtype of each tensor. The safetensors library
 # maps the file into memory, so only the tensors or slices that the plan names are read.
+#
+# torch.distributed.checkpoint has a HuggingFaceStorageReader. It reads all safetensors files of a
+# directory. It accepts neither one file nor an index, and it cannot translate names.
 # -------------------------------------------------------------------------------------------------
 
 _DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -272,10 +276,8 @@ class SafetensorsReader(StorageReader):
             with open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118  (it is not a dict)
                     part = file.get_slice(name)
-                    size = torch.Size(part.get_shape())
-                    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
                     dtype = _parse_dtype(path, name, part.get_dtype())
-                    entries[name] = TensorStorageMetadata(TensorProperties(dtype), size, [whole])
+                    entries[name] = _whole_tensor(TensorProperties(dtype), part.get_shape())
                     self._path_by_name[name] = path
         return Metadata(entries)
 
@@ -293,20 +295,26 @@ class SafetensorsReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors or slices that the plan names, file by file."""
-        items = sorted(plan.items, key=lambda item: str(self._path_by_name[item.storage_index.fqn]))
-        for path in dict.fromkeys(self._path_by_name[item.storage_index.fqn] for item in items):
-            with open_safetensors(path) as file:
-                for item in items:
-                    name = item.storage_index.fqn
-                    if self._path_by_name[name] != path:
-                        continue
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(_read_slice(file, name, item.storage_offsets, item.lengths))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        """Read the tensors or slices that the plan names. Each file is opened once."""
+        with ExitStack() as open_files:
+            files: dict[Path, Any] = {}
+
+            def get_file(stored_name: str) -> Any:
+                path = self._path_by_name[stored_name]
+                if path not in files:
+                    files[path] = open_files.enter_context(open_safetensors(path))
+                return files[path]
+
+            for item in plan.items:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(self._read_item(item, get_file))
+                planner.commit_tensor(item, target)
+        return _completed(None)
+
+    def _read_item(self, item: ReadItem, get_file: Callable[[str], Any]) -> torch.Tensor:
+        """Return the tensor, or the slice of it, that one item of a plan names."""
+        name = item.storage_index.fqn
+        return _read_slice(get_file(name), name, item)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -314,16 +322,30 @@ class SafetensorsReader(StorageReader):
         return True
 
 
-def _read_slice(
-    file: Any, name: str, offsets: Sequence[int], lengths: Sequence[int]
-) -> torch.Tensor:
+def _completed(result: T) -> Future[T]:
+    done: Future[T] = Future()
+    done.set_result(result)
+    return done
+
+
+def _whole_tensor(properties: TensorProperties, shape: Sequence[int]) -> TensorStorageMetadata:
+    """Return the metadata of a tensor that is stored in one piece."""
+    size = torch.Size(shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(properties, size, [whole])
+
+
+def _read_slice(file: Any, stored_name: str, item: ReadItem) -> torch.Tensor:
     """Return a slice of a stored tensor, or the whole tensor if the slice covers it."""
-    part = file.get_slice(name)
-    if not lengths or list(lengths) == part.get_shape():
-        whole: torch.Tensor = file.get_tensor(name)
-        return whole
-    cut: torch.Tensor = part[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
-    return cut
+    part = file.get_slice(stored_name)
+    covers_all = list(item.lengths) == part.get_shape()
+    values: torch.Tensor = file.get_tensor(stored_name) if covers_all else part[_get_slices(item)]
+    return values
+
+
+def _get_slices(item: ReadItem) -> tuple[slice, ...]:
+    ranges = zip(item.storage_offsets, item.lengths, strict=True)
+    return tuple(slice(begin, begin + length) for begin, length in ranges)
 
 
 def open_safetensors(path: Path) -> Any:
@@ -373,36 +395,13 @@ class PretrainedReader(SafetensorsReader):
         recipe = self.name_map.recipes[name]
         if recipe.converter is None:
             return stored[recipe.sources[0]]
-        size = self._shapes[name] or torch.Size([])
-        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        return TensorStorageMetadata(stored[recipe.sources[0]].properties, size, [whole])
+        return _whole_tensor(stored[recipe.sources[0]].properties, self._shapes[name] or ())
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read or build the tensors that the plan names. Each file is opened once."""
-        with ExitStack() as open_files:
-            files: dict[Path, Any] = {}
-
-            def open_file_of(source: str) -> Any:
-                path = self._path_by_name[source]
-                if path not in files:
-                    files[path] = open_files.enter_context(open_safetensors(path))
-                return files[path]
-
-            for item in plan.items:
-                recipe = self.name_map.recipes[item.storage_index.fqn]
-                target = planner.resolve_tensor(item).detach()
-                if recipe.converter is None:
-                    source = recipe.sources[0]
-                    part = _read_slice(
-                        open_file_of(source), source, item.storage_offsets, item.lengths
-                    )
-                else:
-                    # A converted tensor is built whole, and this rank's shard is cut out of it.
-                    tensor = recipe.build(lambda key: open_file_of(key).get_tensor(key), self.model)
-                    ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = tensor[tuple(slice(begin, begin + length) for begin, length in ranges)]
-                target.copy_(part)
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def _read_item(self, item: ReadItem, get_file: Callable[[str], Any]) -> torch.Tensor:
+        """Read or build the tensor that one item of a plan names."""
+        recipe = self.name_map.recipes[item.storage_index.fqn]
+        if recipe.converter is None:
+            return _read_slice(get_file(recipe.sources[0]), recipe.sources[0], item)
+        # A converted tensor is built whole, and this rank's shard is cut out of it.
+        tensor = recipe.build(lambda name: get_file(name).get_tensor(name), self.model)
+        return tensor[_get_slices(item)]

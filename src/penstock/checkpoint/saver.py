@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -32,14 +31,7 @@ from penstock.checkpoint.local_state import (
 from penstock.checkpoint.pretrained_names import is_pretrained
 from penstock.checkpoint.reader import MODEL_KEY, OPTIMIZER_KEY, RNG_KEY
 from penstock.checkpoint.safetensors_io import SafetensorsWriter
-from penstock.checkpoint.save_group import (
-    DistributedSaveGroup,
-    LocalSaveGroup,
-    SaveGroup,
-    run_and_gather,
-    run_on_each_rank,
-    run_on_rank_zero,
-)
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.checkpoint.writer import CheckpointWriter, execute_save, plan_save
 from penstock.errors import ArgumentError, PenstockTypeError
 from penstock.model.placement import PlacedPartition
@@ -123,14 +115,16 @@ def build_saver(
     # Under torchrun the module has only the layers of this process. The partition then knows the
     # tied names of the whole model.
     tied_names = {**find_tied_names(module), **placed.tied_names}
-    save_group = (
-        LocalSaveGroup()
-        if peers.process_group is None
-        else DistributedSaveGroup(peers.process_group)
-    )
     model = placed.partition.model if is_pretrained(placed.partition.model) else None
     return Saver(
-        LocalState(module, tied_names, save_group, peers.replica, 0 in placed.stage_devices, model),
+        LocalState(
+            module,
+            tied_names,
+            SaveGroup(peers.channel),
+            peers.replica,
+            0 in placed.stage_devices,
+            model,
+        ),
         pending,
     )
 
@@ -151,19 +145,14 @@ class Saver:
         the writing moves to the background thread.
         """
         self.pending.wait()
-        local_state, save_group, root = (
-            self.local_state,
-            self.local_state.save_group,
-            Path(folder).absolute(),
-        )
+        local_state, save_group = self.local_state, self.local_state.save_group
+        root = Path(folder).absolute()
         description = f"saving to '{root}'"
-        state, extra_bytes = run_on_each_rank(
-            save_group,
-            description,
-            lambda: (_full_state(local_state, optimizer), _serialize_extra(extra)),
+        state, extra_bytes = save_group.run_on_each_rank(
+            description, lambda: (_full_state(local_state, optimizer), _serialize_extra(extra))
         )
-        save_directory = run_on_rank_zero(
-            save_group, description, lambda: create_save_directory(root)
+        save_directory = Path(
+            save_group.run_on_rank_zero(description, lambda: str(create_save_directory(root)))
         )
         tied_keys = {
             f"{MODEL_KEY}.{alias}": f"{MODEL_KEY}.{saved_name}"
@@ -174,17 +163,15 @@ class Saver:
         def cleanup() -> None:
             remove_incomplete_saves(save_directory.parent)
 
-        with _cleanup_on_failure(cleanup, save_group):
+        with save_group.clean_up_on_failure(cleanup):
             planned = plan_save(save_group, description, writer, state)
             if background:
-                run_on_each_rank(
-                    save_group,
-                    description,
-                    lambda: planned.planner.take_snapshot(planned.local_plan),
+                save_group.run_on_each_rank(
+                    description, lambda: planned.planner.take_snapshot(planned.local_plan)
                 )
 
         def write() -> None:
-            with _cleanup_on_failure(cleanup, save_group):
+            with save_group.clean_up_on_failure(cleanup):
                 execute_save(save_group, description, writer, planned)
 
         handle = SaveHandle(save_directory, write, background)
@@ -197,16 +184,16 @@ class Saver:
         local_state, save_group = self.local_state, self.local_state.save_group
         description = f"loading '{path}'"
         # Rank 0 resolves the path: a save that ends meanwhile could move `latest` between ranks.
-        checkpoint = run_on_rank_zero(
-            save_group, description, lambda: reader.find_checkpoint(Path(path).absolute())
+        checkpoint = save_group.run_on_rank_zero(
+            description, lambda: str(reader.find_checkpoint(Path(path).absolute()))
         )
         # One rank has only some of the names. To tell unknown names in the checkpoint from the
         # names of other ranks, every rank needs the names of all ranks.
-        gathered = run_and_gather(save_group, description, lambda: list(local_state.unique_state()))
+        gathered = save_group.run_and_gather(description, lambda: list(local_state.unique_state()))
         names = [name for rank_names in gathered for name in rank_names]
 
         def work() -> Any:
-            source = reader.open_checkpoint(checkpoint, names, local_state)
+            source = reader.open_checkpoint(Path(checkpoint), names, local_state)
             reader.check_stored_names(source, names, local_state.tied_names)
             reader.load_model(local_state, source)
             optimizers = as_optimizer_list(optimizer)
@@ -216,7 +203,7 @@ class Saver:
                 reader.load_rng_state(local_state, source)
             return reader.load_extra(source)
 
-        return run_on_each_rank(save_group, description, work)
+        return save_group.run_on_each_rank(description, work)
 
     def export(self, file: PathLike) -> Path:
         """Write the model's tensors to one safetensors file. Each rank writes its own bytes."""
@@ -229,8 +216,8 @@ class Saver:
             )
         save_group, description = self.local_state.save_group, f"exporting to '{path}'"
         writer = SafetensorsWriter(path, self.local_state.tied_names)
-        state = run_on_each_rank(save_group, description, lambda: _model_state(self.local_state))
-        with _cleanup_on_failure(writer.remove_partial_file, save_group):
+        state = save_group.run_on_each_rank(description, lambda: _model_state(self.local_state))
+        with save_group.clean_up_on_failure(writer.remove_partial_file):
             planned = plan_save(save_group, description, writer, state)
             execute_save(save_group, description, writer, planned)
         return path
@@ -246,17 +233,6 @@ class Saver:
             path,
         )
         return path
-
-
-@contextmanager
-def _cleanup_on_failure(cleanup: Callable[[], None], save_group: SaveGroup) -> Iterator[None]:
-    """Context manager: if the block raises, rank 0 removes the files that are half written."""
-    try:
-        yield
-    except BaseException:
-        if save_group.rank == 0:
-            cleanup()
-        raise
 
 
 def _model_state(local_state: LocalState) -> dict[str, Any]:

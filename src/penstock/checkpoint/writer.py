@@ -14,9 +14,12 @@ single process does not need torch.distributed to be initialised.
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from penstock.checkpoint.directory import commit_save, write_file_synced
-from penstock.checkpoint.save_group import SaveGroup, run_and_gather, run_on_rank_zero
+from penstock.checkpoint.save_group import SaveGroup
 from penstock.errors import RunError
 
 EXTRA_FILE = "extra.pt"
@@ -59,11 +62,10 @@ class SnapshotSavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class AgreedSavePlan:
-    """The plan of this process, and the metadata of what all processes write together."""
+    """The plan of this process. On rank 0 the planner also has the metadata of the whole save."""
 
     planner: SnapshotSavePlanner
     local_plan: SavePlan
-    metadata: Metadata
 
 
 def plan_save(
@@ -72,33 +74,90 @@ def plan_save(
     """Agree with all ranks on who writes what. A tensor that several ranks have is written once."""
     planner = SnapshotSavePlanner()
 
-    def make_local_plan() -> SavePlan:
+    def make_local_plan() -> str:
         planner.set_up_planner(state, writer.storage_meta(), save_group.rank == 0)
         writer.set_up_storage_writer(save_group.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        return encode_records(writer.prepare_local_plan(planner.create_local_plan()))
 
     # The protocol of torch.distributed.checkpoint: every rank describes what it has, rank 0 removes
     # duplicates and fixes the layout of the files, and every rank gets its part of the result.
-    local_plans = run_and_gather(save_group, description, make_local_plan)
+    local_plans = save_group.run_and_gather(description, make_local_plan)
 
-    def make_global_plan() -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = planner.create_global_plan(local_plans)
-        return writer.prepare_global_plan(plans), metadata
+    def make_global_plan() -> list[str]:
+        plans, _ = planner.create_global_plan([decode_records(text) for text in local_plans])
+        return [encode_records(plan) for plan in writer.prepare_global_plan(plans)]
 
-    plans, metadata = run_on_rank_zero(save_group, description, make_global_plan)
-    return AgreedSavePlan(planner, planner.finish_plan(plans[save_group.rank]), metadata)
+    plans = save_group.run_on_rank_zero(description, make_global_plan)
+    return AgreedSavePlan(planner, planner.finish_plan(decode_records(plans[save_group.rank])))
 
 
 def execute_save(
     save_group: SaveGroup, description: str, writer: StorageWriter, save_plan: AgreedSavePlan
 ) -> None:
     """Write on every rank. If all ranks succeeded, rank 0 commits the save."""
-    results = run_and_gather(
-        save_group,
+    planner = save_plan.planner
+    results = save_group.run_and_gather(
         description,
-        lambda: writer.write_data(save_plan.local_plan, save_plan.planner).wait(),
+        lambda: encode_records(writer.write_data(save_plan.local_plan, planner).wait()),
     )
-    run_on_rank_zero(save_group, description, lambda: writer.finish(save_plan.metadata, results))
+    save_group.run_on_rank_zero(
+        description,
+        lambda: writer.finish(planner.metadata, [decode_records(text) for text in results]),
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Plans and results as text. They consist of records (dataclasses and enums) that
+# torch.distributed.checkpoint defines, so a record travels as its class and its fields.
+# -------------------------------------------------------------------------------------------------
+
+_RECORD_PACKAGE = "torch.distributed.checkpoint."
+
+
+def encode_records(value: Any) -> str:
+    """Return a plan, or a list of write results, as JSON text."""
+    return json.dumps(_encode(value))
+
+
+def decode_records(text: str) -> Any:
+    """Return the value that `encode_records` has written as text."""
+    return _decode(json.loads(text))
+
+
+def _encode(value: Any) -> Any:
+    """Return a value as JSON. Types that JSON lacks become a list that starts with their name."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):  # torch.Size is a tuple
+        return [type(value).__name__, *map(_encode, value)]
+    if isinstance(value, dict):
+        return ["dict", *([_encode(k), _encode(v)] for k, v in value.items())]
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return ["torch", str(value).removeprefix("torch.")]
+    record = type(value)
+    if not record.__module__.startswith(_RECORD_PACKAGE):
+        raise TypeError(f"a {record.__name__} in a save plan cannot be sent to another rank")
+    path = [record.__module__.removeprefix(_RECORD_PACKAGE), record.__qualname__]
+    if isinstance(value, Enum):
+        return ["enum", path, value.name]
+    return ["record", path, {f.name: _encode(getattr(value, f.name)) for f in fields(value)}]
+
+
+def _decode(encoded: Any) -> Any:
+    if not isinstance(encoded, list):
+        return encoded
+    kind, *items = encoded
+    if kind == "dict":
+        return {_decode(key): _decode(value) for key, value in items}
+    if kind == "torch":
+        return getattr(torch, items[0])
+    if kind in ("enum", "record"):
+        (module, name), content = items
+        record = getattr(importlib.import_module(_RECORD_PACKAGE + module), name)
+        if kind == "enum":
+            return record[content]
+        return record(**{name: _decode(value) for name, value in content.items()})
+    return {"list": list, "tuple": tuple, "Size": torch.Size}[kind](map(_decode, items))
 
 
 class CheckpointWriter(FileSystemWriter):

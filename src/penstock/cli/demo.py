@@ -44,10 +44,10 @@ from penstock.demo.session import (
     parse_devices,
     train,
 )
-from penstock.draw.style import format_number
 from penstock.errors import MissingExtra
 from penstock.runtime.step import StepResult
 from penstock.schedules.timeline import Timeline
+from penstock.text_format import format_number
 
 PROMPT = b"def "
 

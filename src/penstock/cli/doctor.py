@@ -24,6 +24,7 @@ from penstock.doctor.survey import (
 )
 from penstock.errors import ArgumentError, RunError
 from penstock.launch.torchrun_env import is_launched
+from penstock.text_format import format_bandwidth, format_gib
 
 MAX_MATRIX_RANKS = 8  # with more ranks, the slowest links are listed instead of a matrix
 MAX_LISTED_LINKS = 10
@@ -158,7 +159,7 @@ def _describe_rank(rank_info: RankInfo) -> dict[str, str]:
 
 
 def _format_free_space(space: FreeSpace) -> str:
-    return f"{space.free / 2**30:.1f} of {space.total / 2**30:.1f} GiB"
+    return f"{space.free / 2**30:.1f} of {format_gib(space.total)}"
 
 
 def _build_link_table(survey: SurveyResult) -> Table:
@@ -184,7 +185,7 @@ def _build_link_table(survey: SurveyResult) -> Table:
 def _format_link(link: Link, show_latency: bool) -> str:
     if link.problem:
         return "[red]dead[/red]"
-    return f"{link.latency * 1e6:.0f} us" if show_latency else f"{link.bandwidth / 1e9:.2f} GB/s"
+    return f"{link.latency * 1e6:.0f} us" if show_latency else format_bandwidth(link.bandwidth)
 
 
 def _build_slowest_link_table(links: list[Link], endpoint_kind: str) -> Table:

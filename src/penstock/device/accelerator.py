@@ -24,7 +24,7 @@ from penstock.torch_compat import get_mps_generator
 
 # The library that moves tensors between accelerators in different processes. Types without an entry
 # go through host memory and gloo.
-_COLLECTIVE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+COLLECTIVE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 # The functions that a type's module must have for a rank to queue its work on streams of its own.
 _STREAM_FUNCTIONS = ("Stream", "Event", "stream", "device", "current_stream")
@@ -100,26 +100,11 @@ def list_autocast_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", get_accelerator_type())))
 
 
-def is_collective_backend(backend_config: str, device_type: str) -> bool:
-    """Return whether a process group moves tensors between accelerators of this type itself.
-
-    Args:
-        backend_config: The backends of the group, such as "cpu:gloo,cuda:nccl".
-        device_type: The type of accelerator.
-    """
-    backend = _COLLECTIVE_BACKENDS.get(device_type)
-    return backend is not None and backend in backend_config
-
-
-def find_collective_backend(device_type: str) -> str | None:
-    """Return the library for messages between accelerators, or None if PyTorch lacks it."""
-    backend = _COLLECTIVE_BACKENDS.get(device_type)
-    return backend if backend is not None and dist.is_backend_available(backend) else None
-
-
-def get_group_class(device_type: str) -> Any:
-    """Return the class of process groups of that library, such as `dist.ProcessGroupNCCL`."""
-    return getattr(dist, f"ProcessGroup{_COLLECTIVE_BACKENDS[device_type].upper()}")
+def is_collective_available(device_type: str) -> bool:
+    """Return whether this machine has such an accelerator, and PyTorch its library for messages."""
+    backend = COLLECTIVE_BACKENDS.get(device_type)
+    is_here = device_type == get_accelerator_type()
+    return is_here and backend is not None and dist.is_backend_available(backend)
 
 
 # ---- random numbers ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from penstock.doctor.facts import RankInfo
 from penstock.doctor.survey import SurveyResult
 from penstock.launch.torchrun_env import is_loopback
+from penstock.text_format import format_bandwidth, format_gib
 
 MIN_TORCH_VERSION = (2, 10)
 GIB = 1 << 30
@@ -182,19 +183,19 @@ def _check_free_space(survey: SurveyResult) -> Iterator[str]:
     for rank, facts in survey.rank_infos.items():
         for name, space in facts.memory.items():
             if name != "host" and space.free < space.total / 2:
-                used = (space.total - space.free) / GIB
+                used = format_gib(space.total - space.free)
                 yield (
-                    f"rank {rank}: {used:.1f} GiB of {name} are already in use. nvidia-smi shows "
+                    f"rank {rank}: {used} of {name} are already in use. nvidia-smi shows "
                     "by which processes"
                 )
     for _, facts in iter_first_rank_of_hosts(survey):
         host = facts.memory.get("host")
         if host and host.free < GIB:
-            yield f"host {facts.host} has only {host.free / GIB:.2f} GiB of free memory"
+            yield f"host {facts.host} has only {format_gib(host.free, 2)} of free memory"
         for path, space in facts.disk.items():
             if space.free < GIB:
-                free = space.free / GIB
-                yield f"host {facts.host} has only {free:.2f} GiB left on the disk of {path}"
+                free = format_gib(space.free, 2)
+                yield f"host {facts.host} has only {free} left on the disk of {path}"
 
 
 def _check_clocks(survey: SurveyResult) -> Iterator[str]:
@@ -235,8 +236,8 @@ def _check_slow_links(survey: SurveyResult) -> Iterator[str]:
             if link.bandwidth * SLOW_LINK_FACTOR < typical:
                 yield (
                     f"the link between ranks {link.a} and {link.b} carries "
-                    f"{link.bandwidth / 1e9:.2f} GB/s, but a typical link {kind} carries "
-                    f"{typical / 1e9:.2f} GB/s"
+                    f"{format_bandwidth(link.bandwidth)}, but a typical link {kind} carries "
+                    f"{format_bandwidth(typical)}"
                 )
 
 

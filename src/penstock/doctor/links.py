@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.device.accelerator import get_group_class, is_collective_backend, synchronize
+from penstock.device.accelerator import synchronize
+from penstock.runtime.distributed.links import find_link_backend
 
 PINGS = 50  # round trips for the latency
 SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 26
@@ -99,10 +99,11 @@ class _ProcessGroupEndpoint:
     def __init__(
         self, store: Store, group_rank: int, backend: str, device: torch.device, patience: float
     ) -> None:
-        is_direct = is_collective_backend(backend, device.type)
-        group_class: Any = get_group_class(device.type) if is_direct else dist.ProcessGroupGloo
-        self._group = group_class(store, group_rank, 2, timedelta(seconds=patience))
-        self._peer, self._device = 1 - group_rank, device if is_direct else torch.device("cpu")
+        link_backend = find_link_backend(backend, device.type)
+        timeout = timedelta(seconds=patience)
+        self._group = link_backend.open_group(store, group_rank, 2, device, timeout)
+        self._peer = 1 - group_rank
+        self._device = torch.device("cpu") if link_backend.device_type == "cpu" else device
 
     def send(self, tensor: Tensor) -> None:
         self._group.send([tensor.to(self._device)], self._peer, 0).wait()

@@ -11,20 +11,21 @@ not. Every wait has a time limit. The order of events:
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from penstock.device.accelerator import list_accelerators
 from penstock.doctor.facts import SINGLE_PROCESS, RankInfo, collect_rank_info, parse_rank_info
 from penstock.doctor.links import Link, measure_device_copies, measure_link, pair_ranks_in_rounds
-from penstock.launch.init import choose_backend, set_gloo_interface
-from penstock.launch.store_rendezvous import join_rendezvous, open_store, wait_for_keys
+from penstock.launch.init import choose_backend, open_store, set_gloo_interface
 from penstock.launch.torchrun_env import RankEnv, select_device
+from penstock.runtime.distributed.links import find_link_backend
+from penstock.runtime.distributed.store import gather_in_store, join_rendezvous, wait_for_keys
 
 CLOCK_SAMPLES = 5  # readings of rank 0's clock; the quickest answer counts
 
@@ -79,23 +80,31 @@ def survey_all_ranks(
     facts = {rank: parse_rank_info(text) for rank, text in sorted(rendezvous.rank_info.items())}
     backend = choose_backend([info.gpu for info in facts.values()])
     set_gloo_interface(rank_env)
-    _compare_clocks(store, rank_env.rank, list(facts), patience)
-    _measure_links(store, rank_env, list(facts), backend, patience)
+    ranks = list(facts)
+    clock = _compare_clocks(store, rank_env.rank, ranks, patience)
+    measured = _measure_links(store, rank_env, ranks, backend, patience)
+    measurements = gather_in_store(
+        store, "measured", rank_env.rank, ranks, (clock, measured), 2 * patience
+    )
     if rank_env.rank:
         wait_for_keys(store, ["sound"], compute_max_seconds(rank_env.world_size, patience))
         is_sound = store.get("sound") == b"1"
         store.set(f"heard/{rank_env.rank}", "")
         return is_sound
     links = [
-        _combine_measurements(store, a, b)
-        for pairs in pair_ranks_in_rounds(list(facts))
+        _combine_measurements(measurements, a, b)
+        for pairs in pair_ranks_in_rounds(ranks)
         for a, b in pairs
     ]
-    clocks = _read_clock_offsets(store, [rank for rank in facts if rank])
-    name = "nccl" if "nccl" in backend else "gloo"
+    clocks = {rank: (*clock,) for rank, (clock, _) in measurements.items() if clock}
     is_sound = report(
         SurveyResult(
-            rank_env.world_size, name, patience, facts, sorted(links, key=_get_ranks), clocks
+            rank_env.world_size,
+            find_link_backend(backend).name,
+            patience,
+            facts,
+            sorted(links, key=_get_ranks),
+            clocks,
         )
     )
     store.set("sound", str(int(is_sound)))
@@ -112,8 +121,10 @@ def compute_max_seconds(world_size: int, patience: float) -> float:
 # ---- clocks -------------------------------------------------------------------------------
 
 
-def _compare_clocks(store: Store, rank: int, ranks: list[int], patience: float) -> None:
-    """Measure the offset of this rank's clock, and write it into the store.
+def _compare_clocks(
+    store: Store, rank: int, ranks: list[int], patience: float
+) -> tuple[float, float] | None:
+    """Return the offset of this rank's clock and its uncertainty. None on rank 0, or if it fails.
 
     The other ranks ask rank 0 for its time, one after another. Half of the round trip is the
     uncertainty of an answer, so the quickest answer counts.
@@ -125,7 +136,7 @@ def _compare_clocks(store: Store, rank: int, ranks: list[int], patience: float) 
                 for sample in range(CLOCK_SAMPLES):
                     store.wait([f"clock/{other}/{sample}/asked"], limit)
                     store.set(f"clock/{other}/{sample}/answer", repr(time.time()))
-            return
+            return None
         samples = []
         for sample in range(CLOCK_SAMPLES):
             before = time.time()
@@ -135,14 +146,9 @@ def _compare_clocks(store: Store, rank: int, ranks: list[int], patience: float) 
             answer = float(store.get(f"clock/{rank}/{sample}/answer"))
             samples.append(((after - before) / 2, (before + after) / 2 - answer))
     except RuntimeError:  # a rank is late or gone: the measurement of its links will report it
-        return
+        return None
     uncertainty, ahead = min(samples)
-    store.set(f"clock/{rank}", json.dumps([ahead, uncertainty]))
-
-
-def _read_clock_offsets(store: Store, ranks: list[int]) -> dict[int, tuple[float, float]]:
-    measured_ranks = [rank for rank in ranks if store.check([f"clock/{rank}"])]
-    return {rank: tuple(json.loads(store.get(f"clock/{rank}"))) for rank in measured_ranks}
+    return ahead, uncertainty
 
 
 # ---- links --------------------------------------------------------------------------------
@@ -150,34 +156,32 @@ def _read_clock_offsets(store: Store, ranks: list[int]) -> dict[int, tuple[float
 
 def _measure_links(
     store: Store, rank_env: RankEnv, ranks: list[int], backend: str, patience: float
-) -> None:
-    """Measure the links of this rank, and write the results into the store.
+) -> list[dict[str, Any]]:
+    """Measure the links of this rank, and return the fields of each `Link`.
 
     All ranks begin each round together. Otherwise a rank that was held up by a dead link would be
     late for its next link, and that one would look dead, too.
     """
+    links = []
     for index, pairs in enumerate(pair_ranks_in_rounds(ranks)):
-        store.set(f"round/{index}/{rank_env.rank}", "")
-        wait_for_keys(store, [f"round/{index}/{rank}" for rank in ranks], 2 * patience)
+        gather_in_store(store, f"round/{index}", rank_env.rank, ranks, None, 2 * patience)
         for a, b in pairs:
             if rank_env.rank in (a, b):
                 link = measure_link(
                     store, Link(a, b), rank_env.rank, backend, select_device(rank_env), patience
                 )
-                store.set(f"measured/{a}-{b}/{rank_env.rank}", json.dumps(asdict(link)))
-    # Rank 0 reads the measurements after this, so all of them must have been written.
-    store.set(f"round/last/{rank_env.rank}", "")
-    wait_for_keys(store, [f"round/last/{rank}" for rank in ranks], 2 * patience)
+                links.append(asdict(link))
+    return links
 
 
-def _combine_measurements(store: Store, a: int, b: int) -> Link:
+def _combine_measurements(measurements: Mapping[int, Any], a: int, b: int) -> Link:
     """Return the link as rank a has measured it, or the end that reports a problem."""
     ends = []
     for rank in (a, b):
-        key = f"measured/{a}-{b}/{rank}"
-        if not store.check([key]):
+        if rank not in measurements:
             return Link(a, b, problem=f"rank {rank} did not report a measurement")
-        ends.append(Link(**json.loads(store.get(key))))
+        links = [Link(**fields) for fields in measurements[rank][1]]
+        ends += [link for link in links if (link.a, link.b) == (a, b)]
     return next((end for end in ends if end.problem), ends[0])
 
 

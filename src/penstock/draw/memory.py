@@ -19,9 +19,9 @@ from penstock.draw.style import (
     save_figure,
 )
 from penstock.errors import MissingExtra
-from penstock.model_summary import format_bytes
 from penstock.schedules.ir import Op
 from penstock.schedules.timeline import Timeline
+from penstock.text_format import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

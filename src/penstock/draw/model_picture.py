@@ -28,15 +28,9 @@ from penstock.draw.style import (
     save_figure,
 )
 from penstock.errors import MissingExtra
-from penstock.model_summary import (
-    ModelSummary,
-    Transfer,
-    UnitSummary,
-    format_bytes,
-    format_count,
-    format_seconds,
-)
+from penstock.model_summary import ModelSummary, Transfer, UnitSummary
 from penstock.schedules.ir import Op
+from penstock.text_format import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

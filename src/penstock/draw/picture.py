@@ -29,6 +29,7 @@ from penstock.errors import MissingExtra
 from penstock.schedules.ir import Compute, Op
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
+from penstock.text_format import choose_time_unit, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +90,7 @@ def picture(
                 figure, sheet, sheet.top + sheet.lanes_height + sheet.gap, sheet.memory_height
             )
             _draw_memory(lowest, sheet, timeline)
-        unit = style.choose_time_unit(timeline.makespan)
+        unit = choose_time_unit(timeline.makespan)
         lowest.set_xlabel(f"time ({unit.name})" if unit.name else "time")
         save_figure(figure, path, kind)
 
@@ -157,9 +158,9 @@ def _add_panel(figure: Figure, layout: _TimelineLayout, top: float, height: floa
 def _set_scales(axes: Axes, timeline: Timeline, label: str, row_height: float) -> None:
     """Set the scales of a panel that has a row of `row_height` inches for each rank."""
     axes.set_xlim(0, timeline.makespan or 1)
-    unit = style.choose_time_unit(timeline.makespan)
+    unit = choose_time_unit(timeline.makespan)
     if unit.name:
-        axes.xaxis.set_major_formatter(lambda time, _: style.format_number(time * unit.per_second))
+        axes.xaxis.set_major_formatter(lambda time, _: format_number(time * unit.per_second))
     axes.set_ylim(max(timeline.ranks, 1) - 0.5, -0.5)
     axes.set_ylabel(label)
     # A label needs 0.15 inches. With lower rows, only every second, fourth, ... rank has one.
@@ -332,7 +333,7 @@ def _draw_memory(axes: Axes, layout: _TimelineLayout, timeline: Timeline) -> Non
         1.01, 1 + 0.08 / layout.memory_height, "peak", transform=axes.transAxes, size=8, color=FAINT
     )
     for rank in axes.get_yticks():
-        peak = style.format_number(timeline.peak[round(rank)])
+        peak = format_number(timeline.peak[round(rank)])
         axes.text(1.01, rank, peak, transform=beside, size=8, color=DARK, va="center_baseline")
 
 

@@ -12,6 +12,7 @@ from penstock.errors import ArgumentError
 from penstock.schedules.ir import Compute, Message, Op, Schedule, consumes, produces
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
+from penstock.text_format import choose_time_unit, format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,43 +61,6 @@ OP_NAMES: dict[Op, str] = {
     Op.W: "weight gradient",
     Op.R: "recompute",
 }
-
-
-def format_number(value: float) -> str:
-    """Return a number with four significant digits, and with a prefix if it is large.
-
-    >>> format_number(21.0), format_number(1 / 3), format_number(2_500_000_000)
-    ('21', '0.3333', '2.5G')
-    """
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= max(factor, 9999.5):
-            return f"{value / factor:.4g}{prefix}"
-    return f"{value:.4g}"
-
-
-class TimeUnit(NamedTuple):
-    """A unit of time: how many of them are one second, and the name."""
-
-    per_second: float
-    name: str
-
-    def format(self, seconds: float) -> str:
-        """Return a time in this unit, as text.
-
-        >>> choose_time_unit(0.25).format(0.0125), choose_time_unit(21.0).format(9.0)
-        ('12.5 ms', '9')
-        """
-        return f"{format_number(seconds * self.per_second)} {self.name}".rstrip()
-
-
-def choose_time_unit(makespan: float) -> TimeUnit:
-    """Return the unit for a timeline.
-
-    Seconds are written without a name, because in a simulation they may stand for anything.
-    """
-    if makespan >= 1 or makespan == 0:
-        return TimeUnit(1.0, "")
-    return TimeUnit(1e3, "ms") if makespan >= 1e-3 else TimeUnit(1e6, "µs")
 
 
 def format_caption(timeline: Timeline) -> str:

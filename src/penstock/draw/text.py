@@ -12,7 +12,6 @@ from math import ceil, floor, remainder
 from typing import NamedTuple
 
 from penstock.draw.style import (
-    choose_time_unit,
     contrasting_ink,
     format_caption,
     has_shared_ranks,
@@ -23,6 +22,7 @@ from penstock.draw.style import (
 from penstock.errors import ArgumentError, MissingExtra
 from penstock.schedules.ir import Compute
 from penstock.schedules.timeline import Timeline
+from penstock.text_format import choose_time_unit
 
 MAX_BANDS = 6
 MIN_BAND_WIDTH = 24  # columns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -11,23 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
 from penstock.device.accelerator import (
-    find_collective_backend,
-    get_accelerator_type,
     get_uuid,
     is_accelerator,
-    is_collective_backend,
 )
 from penstock.errors import ArgumentError, RunError
-from penstock.launch.store_rendezvous import JoinedRanks, join_rendezvous, open_store, wait_for_keys
 from penstock.launch.torchrun_env import (
     RankEnv,
     find_network_interface,
     read_rank_env,
     select_device,
 )
+from penstock.runtime.distributed.links import GLOO, LINK_BACKENDS, find_link_backend
+from penstock.runtime.distributed.store import JoinedRanks, join_rendezvous, wait_for_keys
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 EXIT_TIMEOUT = 10.0  # seconds that the rank with the store waits for the others at exit
@@ -79,9 +80,7 @@ def init(dp: int = 1, *, backend: str | None = None, timeout: float | None = Non
         )
     else:
         _check_replicas(dp, dist.get_world_size())
-    accelerator = get_accelerator_type()
-    is_direct = is_collective_backend(dist.get_backend_config(), accelerator)
-    device_type = accelerator if is_direct else "cpu"
+    device_type = find_link_backend(dist.get_backend_config()).device_type
     size = dist.get_world_size()
     if dp == 1:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("pp",))
@@ -131,15 +130,40 @@ def _init_process_group(env: RankEnv, backend: str | None, timeout: float | None
     atexit.register(_shut_down)
 
 
+def open_store(env: RankEnv, timeout: float) -> Store:
+    """Return the TCP store at MASTER_ADDR. Rank 0 serves it unless the launcher does."""
+    is_host = env.rank == 0 and not env.launcher_has_store
+    limit = timedelta(seconds=timeout)
+    try:
+        store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=is_host,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"rank {env.rank} on {socket.gethostname()} could not reach the store of the ranks at "
+            f"{env.master_addr}:{env.master_port} within {timeout:g} s. Check that rank 0 runs "
+            f"there, that the host name resolves to it, and that the port is open. ({reason})"
+        ) from error
+    assert isinstance(store, Store)
+    return store
+
+
 def choose_backend(gpu_uuids: list[str]) -> str:
-    """Return NCCL if every rank has a GPU of its own, else gloo.
+    """Return the config for NCCL if every rank has a GPU of its own, else for gloo.
 
     NCCL refuses two ranks on one GPU. An empty UUID stands for a rank without a GPU.
     """
     gpus_are_distinct = all(gpu_uuids) and len(set(gpu_uuids)) == len(gpu_uuids)
-    device_type = get_accelerator_type()
-    backend = find_collective_backend(device_type)
-    return f"cpu:gloo,{device_type}:{backend}" if gpus_are_distinct and backend else "gloo"
+    for backend in LINK_BACKENDS:
+        if backend.is_available() and (gpus_are_distinct or backend.device_type == "cpu"):
+            return backend.config
+    return GLOO.config
 
 
 def set_gloo_interface(env: RankEnv) -> None:

@@ -11,18 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from penstock.model_summary import (
-    ModelSummary,
-    SharedParameter,
-    Transfer,
-    UnitSummary,
+from penstock.model_summary import ModelSummary, SharedParameter, Transfer, UnitSummary
+from penstock.schedules.balance import balance_costs
+from penstock.text_format import (
     collapse_name_ranges,
     format_bytes,
     format_count,
     format_seconds,
     format_stages,
 )
-from penstock.schedules.balance import balance_costs
 
 LINE_WIDTH = 100
 IMBALANCE_THRESHOLD = 1.25  # advise another cut if a stage takes this many times the mean

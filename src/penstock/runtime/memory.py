@@ -33,7 +33,6 @@ from penstock.device.accelerator import (
 )
 from penstock.device.device import Device
 from penstock.errors import RunError
-from penstock.model_summary import format_bytes
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.transport import Mailboxes
 from penstock.runtime.worker import BoundAction
@@ -41,6 +40,7 @@ from penstock.schedules.cost import Cost
 from penstock.schedules.ir import Action, Compute, Op, Program, Schedule, Send
 from penstock.schedules.timeline import Timeline, simulate
 from penstock.stage.stage import Stage
+from penstock.text_format import format_bytes
 from penstock.torch_compat import EagerDispatchMode, force_eager, get_storage_address, pytree
 
 

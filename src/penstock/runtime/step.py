@@ -226,7 +226,7 @@ class Call(Protocol):
 class CheckpointPeers(NamedTuple):
     """The processes that save a checkpoint together."""
 
-    process_group: Any = None  # of all of them; None: this process saves alone
+    channel: Any = None  # a control channel between all of them; None: this process saves alone
     replica: int = 0  # the replica of the pipe that this process belongs to
 
 

@@ -30,6 +30,7 @@ from penstock.schedules.balance_problem import (
     UnitLoad,
     check_stage_count,
 )
+from penstock.text_format import format_binary_bytes
 
 # -------------------------------------------------------------------------------------------------
 # The search under a memory limit for each stage. It is exact, and has two passes:
@@ -446,8 +447,9 @@ def _explain_infeasible(problem: CutProblem, integer_problem: IntegerCutProblem)
         if need > device.memory:
             names = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
             lacks.append(
-                f"{names} would need {_format_bytes(need)} on rank {rank}, which has "
-                f"{_format_bytes(device.memory)}: {_format_bytes(need - device.memory)} too much"
+                f"{names} would need {format_binary_bytes(need)} on rank {rank}, which has "
+                f"{format_binary_bytes(device.memory)}: "
+                f"{format_binary_bytes(need - device.memory)} too much"
             )
     return (
         f"no cut of {len(problem.units)} units into {problem.stages} stages fits the memory. The "
@@ -455,13 +457,6 @@ def _explain_infeasible(problem: CutProblem, integer_problem: IntegerCutProblem)
         "with more memory, cut the batch into more chunks, recompute (checkpoint='always'), or use "
         "a schedule with fewer micro-batches in flight."
     )
-
-
-def _format_bytes(number: float) -> str:
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            return f"{number / 1024**power:.2f} {name}"
-    return f"{number:g} bytes"
 
 
 def balance_costs(costs: Sequence[float], stages: int) -> tuple[int, ...]:

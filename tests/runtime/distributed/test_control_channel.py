@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import Pipe, RemoteError
-from penstock.runtime.distributed.control_channel import sample_tensors
+from penstock.runtime.distributed.control_channel import ControlChannel, sample_tensors
 from tests.distributed.ranks import ranks
 
 
@@ -22,8 +22,8 @@ def piped(**options: Any) -> Pipe:
     return Pipe(model(), **{**given, **options})
 
 
-def batch(rows: int = 4, seed: int = 1) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+def batch() -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
 
 def disagrees(what: str) -> tuple[str, str, float]:
@@ -32,22 +32,9 @@ def disagrees(what: str) -> tuple[str, str, float]:
     pipe = piped()
     x = batch()
     try:
-        if what == "rows":
-            pipe.step(batch(6) if odd else x, target=batch(6) if odd else x)
-        elif what == "numbers":
-            pipe.step(batch(seed=2) if odd else x, target=x)
-        elif what == "chunks":
+        if what == "chunks":
             pipe.chunks = 4 if odd else 2
             pipe.step(x, target=x)
-        elif what == "mode":
-            pipe.train(not odd)
-            pipe.step(x, target=x)
-        elif what == "gradients":
-            with torch.set_grad_enabled(not odd):
-                pipe.step(x, target=x)
-        elif what == "the call":
-            with torch.no_grad():
-                pipe(x) if odd else pipe.step(x, target=x)
         elif what == "steps":
             if not odd:
                 pipe.step(x, target=x)
@@ -59,19 +46,13 @@ def disagrees(what: str) -> tuple[str, str, float]:
     except RemoteError as error:
         kind, text = error.kind, str(error)
     pipe.chunks = 2
-    pipe.train()
     return kind, text, float(pipe.step(x, target=x).loss)
 
 
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("rows", "inputs: float32[4, 4] on rank 0; float32[6, 4] on rank 1"),
-        ("numbers", "sample values of tensor 0"),
         ("chunks", "chunks: 2 on rank 0; 4 on rank 1"),
-        ("mode", "training mode: True on rank 0; False on rank 1"),
-        ("gradients", "gradients: True on rank 0; False on rank 1"),
-        ("the call", "the call: step (call "),
         ("steps", "the call: step (call "),
         ("autocast", "autocast: none on rank 0; cpu torch.bfloat16 on rank 1"),
     ],
@@ -105,18 +86,22 @@ def test_different_pipe_options_raise_an_error_that_says_how(what: str) -> None:
         assert what in text
 
 
-def other_layers() -> str:
-    layers = model()
-    if dist.get_rank() == 1:
-        layers[2] = nn.Linear(4, 5)
-    with pytest.raises(RemoteError) as error:
-        Pipe(layers, 2, group=dist.group.WORLD)
-    return str(error.value)
+def gathered() -> list[Any]:
+    rank = dist.get_rank()
+    group: Any = dist.group.WORLD
+    value = {"rank": rank, "weights": torch.full((2, rank), float(rank)), "none": None}
+    found = ControlChannel(group).all_gather_value((value, [f"é{rank}"]), "values")
+    return [*found, ControlChannel(group).broadcast_value(1, value, "a value")]
 
 
-def test_different_models_raise_an_error_that_names_the_layer() -> None:
-    for text in ranks(2).run(other_layers):
-        assert "layer 2: Linear" in text
+def test_values_with_tensors_arrive_on_all_ranks() -> None:
+    for *values, broadcast in ranks(3).run(gathered):
+        for rank, (value, names) in enumerate(values):
+            assert value["rank"] == rank
+            assert value["weights"].tolist() == [[float(rank)] * rank] * 2
+            assert names == [f"é{rank}"]
+        assert list(broadcast) == ["rank", "weights", "none"]
+        assert broadcast["weights"].tolist() == [[1.0], [1.0]]
 
 
 def test_sample_tensors_distinguishes_batches_and_is_short() -> None:

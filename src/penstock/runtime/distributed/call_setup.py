@@ -276,7 +276,7 @@ class CallSetup:
         )
         cache_entry, is_first_call = self._find_cache_entry(agreement.cache_key)
         if not cache_entry.batch_announcement:
-            announced_text = self._groups.pipeline_channel.broadcast_text(
+            announced_text: str = self._groups.pipeline_channel.broadcast_value(
                 self._data_rank, text, f"the data of {call_name}"
             )
             cache_entry.batch_announcement = announced_text

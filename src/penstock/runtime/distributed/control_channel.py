@@ -1,6 +1,7 @@
-"""The control channel: small messages between the ranks of a pipe, and agreement before a call.
+"""The control channel: small values between the ranks of a pipe, and agreement before a call.
 
-`ControlChannel` gathers numbers, and sends texts and small tensors. Everything goes over a gloo
+`ControlChannel` gathers numbers, and gathers, broadcasts and sends values: tensors, and the plain
+Python values around them, which travel as JSON (`payload_codec.py`). Everything goes over a gloo
 group through host memory, even between GPUs. It uses point-to-point messages only, because a gloo
 collective takes several times as long.
 
@@ -28,7 +29,7 @@ from penstock.runtime.distributed.payload_codec import (
 )
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
 
-NUMBERS_TAG, TEXT_TAG, TENSORS_TAG = 1, 2, 3
+NUMBERS_TAG, VALUES_TAG = 1, 2
 FIRST_MESSAGE_TAG = 16  # messages between stages use tags from here on
 
 
@@ -42,6 +43,14 @@ class WaitObserver(Protocol):
         """Record that the wait is over."""
 
 
+class _NoObserver:
+    """Ignores waits."""
+
+    def mark_waiting(self, description: object, peer: int | None) -> None: ...
+
+    def mark_arrived(self) -> None: ...
+
+
 class ControlChannel:
     """A channel between the ranks of a pipe, or between replicas, over a gloo group of its own.
 
@@ -49,14 +58,18 @@ class ControlChannel:
     """
 
     def __init__(
-        self, group: PointToPointGroup, watchdog: WaitObserver, member_name: str = "rank"
+        self,
+        group: PointToPointGroup,
+        watchdog: WaitObserver | None = None,
+        member_name: str = "rank",
     ) -> None:
         self.group = group
         self.member_name = member_name
         self.rank, self.size = group.rank(), group.size()
-        self._watchdog = watchdog
+        self._watchdog = watchdog or _NoObserver()
         self._other_ranks = [rank for rank in range(self.size) if rank != self.rank]
-        self._pending_sends: list[tuple[int, Any, Tensor]] = []  # rank, work, tensor to keep
+        # rank, work, tensor to keep alive, description
+        self._pending_sends: list[tuple[int, Any, Tensor, str]] = []
 
     def all_gather(self, tensor: Tensor, description: str) -> list[Tensor]:
         """Return the tensors of all ranks, in the order of ranks. All have the same shape.
@@ -77,39 +90,60 @@ class ControlChannel:
         self._watchdog.mark_arrived()
         return tensors
 
-    def all_gather_text(self, text: str, description: str) -> list[str]:
-        """Return the texts of all ranks, in the order of ranks."""
-        for rank in self._other_ranks:
-            self.send_text(rank, TEXT_TAG, text)
-        texts = [
-            text if rank == self.rank else self.recv_text(rank, TEXT_TAG, description)
-            for rank in self.ranks
+    def all_gather_value(self, value: Any, description: str) -> list[Any]:
+        """Return the values of all ranks, in the order of ranks.
+
+        A value is made of tensors, numbers, strings and None, in lists, tuples and dicts. The
+        tensors of other ranks arrive on the CPU.
+        """
+        self.send_value(self._other_ranks, value, description)
+        values = [
+            value if rank == self.rank else self.recv_value(rank, description)
+            for rank in range(self.size)
         ]
         self.flush()
-        return texts
+        return values
 
-    def broadcast_text(self, source_rank: int, text: str | None, description: str) -> str:
-        """Return the text of one rank on every rank. The others pass None."""
+    def broadcast_value(self, source_rank: int, value: Any, description: str) -> Any:
+        """Return the value of one rank on every rank. The others pass anything."""
         if self.rank != source_rank:
-            return self.recv_text(source_rank, TEXT_TAG, description)
-        assert text is not None
-        for rank in self._other_ranks:
-            self.send_text(rank, TEXT_TAG, text)
+            return self.recv_value(source_rank, description)
+        self.send_value(self._other_ranks, value, description)
         self.flush()
-        return text
+        return value
 
-    @property
-    def ranks(self) -> range:
-        """The ranks of the group, this one included."""
-        return range(self.size)
+    def send_value(self, ranks: Sequence[int], value: Any, description: str) -> None:
+        """Send a value to ranks: its header as text, then its tensors. Do not wait for them."""
+        tensors, layout = flatten_values((value,))
+        payload = Payload(tuple(t.detach().cpu() for t in tensors), layout)
+        header = encode_spec(PayloadSpec.from_payload(payload))
+        flats = [flatten_dense(t) for t in payload.tensors if t is not None and t.numel()]
+        for rank in ranks:
+            self.send_text(rank, VALUES_TAG, header, description)
+            for flat in flats:
+                self._send(rank, VALUES_TAG, flat, description)
 
-    def send_text(self, rank: int, tag: int, text: str) -> None:
+    def recv_value(self, rank: int, description: str) -> Any:
+        """Wait for a value from a rank and return it."""
+        spec = decode_spec(self.recv_text(rank, VALUES_TAG, description))
+        tensors = [s.allocate("cpu") for s in spec.tensor_specs if s is not None]
+        for tensor in tensors:
+            if tensor.numel():
+                self._watchdog.mark_waiting(description, rank)
+                self.group.recv([flatten_dense(tensor)], rank, VALUES_TAG).wait()
+                self._watchdog.mark_arrived()
+        (value,) = unflatten_values(tensors, spec.layout)
+        return value
+
+    def send_text(self, rank: int, tag: int, text: str, description: str = "a text") -> None:
         """Send a text to a rank: its length, then its bytes. Do not wait for the receiver."""
         content = text.encode()
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        length = torch.tensor([len(content)])
-        for tensor in (length, data):
-            self._pending_sends.append((rank, self.group.send([tensor], rank, tag), tensor))
+        self._send(rank, tag, torch.tensor([len(content)]), description)
+        self._send(rank, tag, torch.frombuffer(bytearray(content), dtype=torch.uint8), description)
+
+    def _send(self, rank: int, tag: int, tensor: Tensor, description: str) -> None:
+        work = self.group.send([tensor], rank, tag)
+        self._pending_sends.append((rank, work, tensor, description))
 
     def recv_text(self, rank: int, tag: int, description: str) -> str:
         """Wait for a text from a rank and return it."""
@@ -119,49 +153,15 @@ class ControlChannel:
         data = torch.empty(int(length), dtype=torch.uint8)
         self.group.recv([data], rank, tag).wait()
         self._watchdog.mark_arrived()
-        return bytes(data.numpy()).decode() if len(data) else ""
+        return bytes(data.numpy()).decode()
 
     def flush(self) -> None:
-        """Wait until the receivers have all texts."""
-        for rank, work, _ in self._pending_sends:
-            self._watchdog.mark_waiting("confirmation of a text", rank)
+        """Wait until the receivers have everything that was sent."""
+        for rank, work, _, description in self._pending_sends:
+            self._watchdog.mark_waiting(f"confirmation of {description}", rank)
             work.wait()
         self._pending_sends.clear()
         self._watchdog.mark_arrived()
-
-    def broadcast_value(self, source_rank: int, value: Any, description: str) -> Any:
-        """Return the value of one rank on every rank: tensors and the plain values around them.
-
-        The other ranks receive the tensors on the CPU.
-        """
-        payload = None
-        if self.rank == source_rank:
-            tensors, layout = flatten_values((value,))
-            payload = Payload(tuple(t.detach().cpu() for t in tensors), layout)
-        spec = decode_spec(
-            self.broadcast_text(
-                source_rank,
-                None if payload is None else encode_spec(PayloadSpec.from_payload(payload)),
-                description,
-            )
-        )
-        if payload is not None:
-            flats = [flatten_dense(t) for t in payload.tensors if t is not None and t.numel()]
-            outgoing = [(rank, t) for rank in self._other_ranks for t in flats]
-            works = [(rank, self.group.send([t], rank, TENSORS_TAG)) for rank, t in outgoing]
-            for rank, work in works:
-                self._watchdog.mark_waiting(f"confirmation of {description}", rank)
-                work.wait()
-            self._watchdog.mark_arrived()
-            return value
-        received = [s.allocate("cpu") for s in spec.tensor_specs if s is not None]
-        for tensor in received:
-            if tensor.numel():
-                self._watchdog.mark_waiting(description, source_rank)
-                self.group.recv([flatten_dense(tensor)], source_rank, TENSORS_TAG).wait()
-                self._watchdog.mark_arrived()
-        (value,) = unflatten_values(received, spec.layout)
-        return value
 
     def all_reduce_sum(
         self, ranks: Sequence[int], tensor: Tensor | None, like: Tensor
@@ -169,39 +169,25 @@ class ControlChannel:
         """Return the sum of these ranks' tensors, on each of them, or None if no rank has one.
 
         The first rank adds the tensors in the order of `ranks` and sends the sum back, so all ranks
-        get the same bits. A rank without a tensor passes None. `like` is any tensor with the shape,
-        dtype and device of the result.
+        get the same bits. A rank without a tensor passes None. The result is on the device of
+        `like`.
         """
+        description = "a tied parameter"
         owner, *others = ranks
         if self.rank != owner:
-            self._send_optional(owner, tensor)
-            return self._recv_optional(owner, like)
+            self.send_value([owner], tensor, description)
+            self.flush()
+            total: Tensor | None = self.recv_value(owner, description)
+            return None if total is None else total.to(like.device)
         total = tensor
         for rank in others:
-            addend = self._recv_optional(rank, like)
+            addend = self.recv_value(rank, description)
             if addend is not None:
+                addend = addend.to(like.device)
                 total = addend if total is None else total + addend
-        for rank in others:
-            self._send_optional(rank, total)
+        self.send_value(others, total, description)
+        self.flush()
         return total
-
-    def _send_optional(self, rank: int, tensor: Tensor | None) -> None:
-        is_present = torch.tensor([tensor is not None])
-        self._watchdog.mark_waiting("confirmation of a tied parameter", rank)
-        self.group.send([is_present], rank, TENSORS_TAG).wait()
-        if tensor is not None:
-            self.group.send([tensor.detach().cpu().contiguous()], rank, TENSORS_TAG).wait()
-        self._watchdog.mark_arrived()
-
-    def _recv_optional(self, rank: int, like: Tensor) -> Tensor | None:
-        is_present = torch.empty(1, dtype=torch.bool)
-        self._watchdog.mark_waiting("a tied parameter", rank)
-        self.group.recv([is_present], rank, TENSORS_TAG).wait()
-        tensor = torch.empty(like.shape, dtype=like.dtype) if is_present else None
-        if tensor is not None:
-            self.group.recv([tensor], rank, TENSORS_TAG).wait()
-        self._watchdog.mark_arrived()
-        return None if tensor is None else tensor.to(like.device)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -257,12 +243,10 @@ def check_ranks_agree(
     if any(row[0] != rows[0][0] for row in rows) or any(
         len(hashes) > 1 for hashes in distinct_samples
     ):
-        texts = channel.all_gather_text(
-            json.dumps({**all_facts, **samples}), f"the facts of {call_name}"
+        facts_by_rank = channel.all_gather_value(
+            {**all_facts, **samples}, f"the facts of {call_name}"
         )
-        raise build_disagreement_error(
-            call_name, [json.loads(text) for text in texts], channel.member_name
-        )
+        raise build_disagreement_error(call_name, facts_by_rank, channel.member_name)
     key = hashlib.sha256(repr([hash_facts(facts), [row[1] for row in rows]]).encode()).hexdigest()
     return Agreement(rows[0][2], key)
 

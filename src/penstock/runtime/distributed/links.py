@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from queue import SimpleQueue
@@ -23,11 +26,18 @@ from threading import Semaphore, Thread
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
-from penstock.device.accelerator import is_accelerator
+from penstock.device.accelerator import (
+    COLLECTIVE_BACKENDS,
+    is_accelerator,
+    is_collective_available,
+)
 from penstock.device.device import Device
 from penstock.runtime.distributed.payload_codec import WireTensorSpec, flatten_dense
+from penstock.torch_compat import connect_nccl_eagerly
 
 MAX_IN_FLIGHT = 4  # messages to one receiver that may be under way at once
 
@@ -52,6 +62,9 @@ class PointToPointGroup(Protocol):
 
     def abort(self) -> None:
         """Make every pending operation fail."""
+
+
+PairGroups = dict[tuple[int, int], PointToPointGroup]  # by (sender, receiver)
 
 
 class Links(Protocol):
@@ -211,9 +224,7 @@ class NcclLinks:
     each communicator of two ranks the sender is rank 0 and the receiver is rank 1.
     """
 
-    def __init__(
-        self, rank: int, device: Device, communicators: dict[tuple[int, int], PointToPointGroup]
-    ) -> None:
+    def __init__(self, rank: int, device: Device, communicators: PairGroups) -> None:
         self._rank, self._device, self._communicators = rank, device, communicators
         self._in_flight: dict[int, deque[tuple[Any, Tensor]]] = {}
 
@@ -286,18 +297,110 @@ def _wait_all(works: Iterable[Any], tensors: object) -> None:
         work.wait()
 
 
-def build_links(
-    rank: int,
-    device: Device,
-    group: PointToPointGroup,
-    communicators: dict[tuple[int, int], PointToPointGroup] | None,
-) -> Links:
-    """Return the links for a device.
+# -------------------------------------------------------------------------------------------------
+# The table of backends. A new transport needs a class with the interface of `Links` and an entry
+# in LINK_BACKENDS. Everything else asks the entry what it has to know.
+# -------------------------------------------------------------------------------------------------
 
-    `communicators` are those of NCCL by (sender, receiver), or None if NCCL is not used.
+
+@dataclass(frozen=True)
+class LinkBackend:
+    """A transport that carries payloads between processes.
+
+    name         its name in the backend config of a process group and in the texts of its errors
+    config       the `backend` argument of `init_process_group` that includes it
+    device_type  the type of the devices whose memory it reads
+    is_available whether this build of PyTorch has it
+    open_group   returns a connected group from (store, rank, size, device, timeout)
+    abort_group  makes every operation of a group fail; must not block
+    build_links  returns links from (rank, device, control group, pair groups)
+    uses_pairs   each pair (sender, receiver) gets a group; otherwise the control group is used
+    device_waits the device waits for messages by itself, while the host goes on
     """
-    if not is_accelerator(device.device):
-        return HostLinks(group)
-    if communicators is None:
-        return StagedLinks(group, device)
-    return NcclLinks(rank, device, communicators)
+
+    name: str
+    config: str
+    device_type: str
+    is_available: Callable[[], bool]
+    open_group: Callable[[Store, int, int, torch.device, timedelta], Any]
+    abort_group: Callable[[Any], object]
+    build_links: Callable[[int, Any, PointToPointGroup, PairGroups], Links]
+    uses_pairs: bool = False
+    device_waits: bool = False
+
+
+def _open_collective(store: Store, rank: int, size: int, device: torch.device, _: timedelta) -> Any:
+    # The group keeps its default timeout: only a backstop, as the callers stop waiting before.
+    group_class: Any = getattr(dist, f"ProcessGroup{COLLECTIVE_BACKENDS[device.type].upper()}")
+    group = group_class(store, rank, size, group_class.Options())
+    connect_nccl_eagerly(group, device)
+    return group
+
+
+def _abort_collective(group: Any) -> None:
+    # `abort` of NCCL may block, but the watchdog must go on to abort the other groups.
+    Thread(target=group.abort, name="penstock-abort", daemon=True).start()
+
+
+_ABORT_TAG = 2**31 - 7  # nothing is ever sent under this tag
+
+
+def abort_gloo(group: PointToPointGroup) -> None:
+    """Make every operation of a gloo group fail: pending ones and later ones.
+
+    `ProcessGroup.abort`, `shutdown` and `destroy_process_group` do not wake a thread that is inside
+    a gloo `wait()` (measured with PyTorch 2.13). A receive that times out does: gloo then closes
+    the connection, and every pending operation on it fails within milliseconds.
+    """
+    byte = torch.empty(1, dtype=torch.uint8)
+    # One receive per peer, as a connection that is closed already raises at once.
+    for peer in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):
+            group.recv([byte], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+GLOO = LinkBackend(
+    "gloo",
+    config="gloo",
+    device_type="cpu",
+    is_available=dist.is_gloo_available,
+    open_group=lambda store, rank, size, _, timeout: dist.ProcessGroupGloo(
+        store, rank, size, timeout
+    ),
+    abort_group=abort_gloo,
+    build_links=lambda _, device, group, __: (
+        StagedLinks(group, device) if is_accelerator(device.device) else HostLinks(group)
+    ),
+)
+# One entry for each type of accelerator whose library moves tensors between devices itself.
+_COLLECTIVES = [
+    LinkBackend(
+        library,
+        config=f"cpu:gloo,{device_type}:{library}",
+        device_type=device_type,
+        is_available=partial(is_collective_available, device_type),
+        open_group=_open_collective,
+        abort_group=_abort_collective,
+        build_links=lambda rank, device, _, pair_groups: NcclLinks(rank, device, pair_groups),
+        uses_pairs=True,
+        device_waits=True,
+    )
+    for device_type, library in COLLECTIVE_BACKENDS.items()
+]
+LINK_BACKENDS = (*_COLLECTIVES, GLOO)  # in the order of preference; gloo serves every device
+
+
+def find_link_backend(config: str, device_type: str | None = None) -> LinkBackend:
+    """Return the backend for a process group with this config, and for devices of this type.
+
+    Without a type, return the best backend in the config.
+
+    >>> find_link_backend("cpu:gloo,cuda:nccl").name
+    'nccl'
+    >>> find_link_backend("cpu:gloo,cuda:nccl", "cpu").name
+    'gloo'
+    """
+    for backend in LINK_BACKENDS:
+        if backend.name in config and device_type in (None, backend.device_type):
+            return backend
+    return GLOO

@@ -23,34 +23,29 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.data_parallel.all_reduce import ReplicaGroup
-from penstock.device.accelerator import get_group_class
 from penstock.device.device import Device
 from penstock.errors import RunError
 from penstock.runtime.distributed.channels import CallCacheEntry
 from penstock.runtime.distributed.control_channel import ControlChannel
-from penstock.runtime.distributed.failure.abort import abort_gloo
 from penstock.runtime.distributed.failure.watchdog import SubgroupWatchdog, Watchdog
-from penstock.runtime.distributed.links import Links, build_links
+from penstock.runtime.distributed.links import GLOO, LinkBackend, Links, PairGroups
 from penstock.runtime.distributed.store import open_shared_store, wait_for_all_ranks
 from penstock.runtime.distributed.topology import Topology
-from penstock.torch_compat import connect_nccl_eagerly
 
 # -------------------------------------------------------------------------------------------------
-# The group for checkpoints
+# The channel for checkpoints
 #
-# A background save uses this group from a thread of its own while steps go on. The watchdog follows
-# one thread, the one that is in a call, so only that thread may report its waits to it.
+# A background save uses it from a thread of its own while steps go on. The watchdog follows one
+# thread, the one that is in a call, so only that thread may report its waits to it.
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class WatchedProcessGroup:
-    """A gloo group over all replicas that reports its waits to the watchdog.
+class SaveChannel:
+    """A control channel over all replicas that a thread uses inside or outside a call.
 
     `is_in_call` returns whether the current thread is inside a call of the pipe.
     """
@@ -59,42 +54,31 @@ class WatchedProcessGroup:
     watchdog: Watchdog
     is_in_call: Callable[[], bool]
 
+    @property
     def rank(self) -> int:
-        """Return the rank of this process in the group."""
+        """The rank of this process in the group."""
         rank: int = self.group.rank()
         return rank
 
-    def size(self) -> int:
-        """Return the number of ranks in the group."""
-        size: int = self.group.size()
-        return size
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingAllGather:
-        """Start an all-gather. Return an object to wait for."""
-        return PendingAllGather(
-            self.group.allgather(outputs, inputs), self.watchdog, self.is_in_call()
-        )
-
-
-@dataclass(frozen=True)
-class PendingAllGather:
-    """An all-gather that was started. `is_watched`: by the thread that is in a call."""
-
-    work: Any
-    watchdog: Watchdog
-    is_watched: bool
-
-    def wait(self) -> None:
-        """Wait for the tensors of all ranks."""
-        if self.is_watched:
-            self.watchdog.mark_waiting("the progress of a checkpoint")
-            self.work.wait()
-            self.watchdog.mark_arrived()
-            return
+    def all_gather_value(self, value: Any, description: str) -> list[Any]:
+        """Return the values of all ranks. See `ControlChannel.all_gather_value`."""
+        if self.is_in_call():
+            channel = ControlChannel(self.group, _AllRanksWait(self.watchdog))
+            return channel.all_gather_value(value, "the progress of a checkpoint")
         try:
-            self.work.wait()
+            return ControlChannel(self.group).all_gather_value(value, description)
         except RuntimeError as error:
             raise self.watchdog.explain_lost_connection(error) from None
+
+
+class _AllRanksWait:
+    """Reports every wait as one for all ranks: the watchdog monitors only some of them."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.mark_arrived, self._mark_waiting = watchdog.mark_arrived, watchdog.mark_waiting
+
+    def mark_waiting(self, description: object, peer: int | None) -> None:
+        self._mark_waiting(description)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -137,18 +121,18 @@ class ProcessGroups:
     links: Links
     _store: Store  # for all replicas, until the next fault
     _save_process_group: Any
-    _communicators: dict[tuple[int, int], Any]
+    _pair_groups: PairGroups
     _abort_callbacks: list[Callable[[], object]]
 
     def __init__(
-        self, topology: Topology, device: Device, heartbeat: float, uses_nccl: bool
+        self, topology: Topology, device: Device, heartbeat: float, link_backend: LinkBackend
     ) -> None:
         group, all_ranks = topology.pipeline_group, topology.all_ranks
         self.topology = topology
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         number = _pipe_counts[all_ranks] = _pipe_counts.get(all_ranks, -1) + 1
         self._shared_store = open_shared_store(all_ranks, f"pipe{number}")
-        self.device, self._heartbeat, self._uses_nccl = device, heartbeat, uses_nccl
+        self.device, self._heartbeat, self._link_backend = device, heartbeat, link_backend
         self._open_count = 0
         self._call_count = 0
         self._call_lock = threading.Lock()
@@ -204,18 +188,17 @@ class ProcessGroups:
             self._call_cache.popitem(last=False)
         return entry
 
-    def get_save_process_group(self) -> Any:
-        """Return the group of all ranks of all replicas for checkpoints.
+    def get_save_channel(self) -> SaveChannel:
+        """Return the channel between all ranks of all replicas for checkpoints.
 
-        It is a separate group because a save may run in the background of steps. All ranks call
+        It has a group of its own because a save may run in the background of steps. All ranks call
         this together, inside a call of the pipe.
         """
         if self._save_process_group is None:
-            all_ranks = self.topology.all_ranks
-            self._save_process_group = self._open_gloo_group(
-                all_ranks, PrefixStore("saves", self._store)
+            self._save_process_group = self._open_group(
+                GLOO, self.topology.all_ranks, PrefixStore("saves", self._store)
             )
-        return WatchedProcessGroup(self._save_process_group, self.watchdog, self._is_in_call)
+        return SaveChannel(self._save_process_group, self.watchdog, self._is_in_call)
 
     @property
     def _replica_suffix(self) -> str:
@@ -246,7 +229,7 @@ class ProcessGroups:
         self._open_count += 1
         self._call_count = 0
         self._call_cache.clear()
-        self._abort_callbacks, self._save_process_group, self._communicators = [], None, {}
+        self._abort_callbacks, self._save_process_group, self._pair_groups = [], None, {}
         self.watchdog = Watchdog(
             PrefixStore("watch", store),
             rank,
@@ -255,14 +238,14 @@ class ProcessGroups:
             _make_abort_callback(self._abort_callbacks),
             self._shared_store.host_rank,
             [all_ranks.index(other) for other in {*members, *topology.replica_peers}],
-            may_wait_on_device=self._uses_nccl,
+            may_wait_on_device=self._link_backend.device_waits,
         )
         self.pipeline_watchdog = self._watch_subgroup(members)
         with self.watchdog.guarded("opening connections", FIRST_CALL_TIMEOUT_FACTOR):
             self.watchdog.mark_waiting("a connection")
             replica_store = PrefixStore(f"replica{topology.replica_index}", store)
             self.pipeline_channel = ControlChannel(
-                self._open_gloo_group(members, replica_store), self.pipeline_watchdog
+                self._open_group(GLOO, members, replica_store), self.pipeline_watchdog
             )
             self._open_replica_channels(store)
             rank_pairs, self._linked_pairs = self._linked_pairs, None
@@ -274,18 +257,18 @@ class ProcessGroups:
         """Open links for these pairs of ranks (sender, receiver). Open ones stay open.
 
         All ranks call this together with the same pairs, inside a call of the pipe. gloo groups
-        connect all pairs anyway. NCCL gets one communicator for each pair that exchanges messages,
-        because each communicator costs memory on the GPU.
+        connect all pairs anyway. NCCL gets one group for each pair that exchanges messages, because
+        each group costs memory on the GPU.
         """
         open_pairs = self._linked_pairs or frozenset()
         if self._linked_pairs is not None and rank_pairs <= open_pairs:
             return
         self._linked_pairs, new_pairs = open_pairs | rank_pairs, rank_pairs - open_pairs
-        store = PrefixStore(f"nccl{self.topology.replica_index}", self._store)
-        if self._uses_nccl:
-            self._communicators |= self._open_communicators(store, new_pairs)
-        communicators = self._communicators if self._uses_nccl else None
-        self.links = build_links(self.rank, self.device, self.pipeline_channel.group, communicators)
+        if self._link_backend.uses_pairs:
+            self._pair_groups |= self._open_pair_groups(new_pairs)
+        self.links = self._link_backend.build_links(
+            self.rank, self.device, self.pipeline_channel.group, self._pair_groups
+        )
         self._abort_callbacks.append(self.links.abort)
 
     def _open_replica_channels(self, store: Store) -> None:
@@ -305,9 +288,9 @@ class ProcessGroups:
             )
             assert self.averaging_channel is not None
             group = (
-                self._open_nccl_group(averaging_ranks, averaging_store)
-                if self._uses_nccl
-                else self.averaging_channel.group
+                self.averaging_channel.group
+                if self._link_backend is GLOO
+                else self._open_group(self._link_backend, averaging_ranks, averaging_store)
             )
             mark_waiting = partial(self._watch_subgroup(averaging_ranks).mark_waiting, peer=None)
             self.averaging_group = ReplicaGroup(group, frozenset(averaging_ranks), mark_waiting)
@@ -318,44 +301,35 @@ class ProcessGroups:
 
     def _new_replica_channel(self, ranks: Sequence[int], store: Store) -> ControlChannel:
         return ControlChannel(
-            self._open_gloo_group(ranks, store), self._watch_subgroup(ranks), "replica"
+            self._open_group(GLOO, ranks, store), self._watch_subgroup(ranks), "replica"
         )
 
-    def _open_gloo_group(self, ranks: Sequence[int], store: Store) -> Any:
-        """Return a new gloo group that the watchdog can abort."""
-        rank, store = ranks.index(dist.get_rank()), PrefixStore("gloo", store)
-        group: Any = ProcessGroupGloo(store, rank, len(ranks), _GROUP_TIMEOUT)
-        self._abort_callbacks.append(partial(abort_gloo, group))
-        return group
-
-    def _open_nccl_group(self, ranks: Sequence[int], store: Store) -> Any:
-        """Return a new NCCL group that is connected and that the watchdog can abort.
-
-        `abort` of NCCL may block, so it runs in a thread of its own: the watchdog must go on to
-        abort the other groups.
-        """
-        group_class = get_group_class(self.device.device.type)
-        rank, options = ranks.index(dist.get_rank()), group_class.Options()
-        group = group_class(PrefixStore("nccl", store), rank, len(ranks), options)
-        connect_nccl_eagerly(group, self.device.device)
-        make_thread = partial(
-            threading.Thread, target=group.abort, name="penstock-abort", daemon=True
+    def _open_group(self, backend: LinkBackend, ranks: Sequence[int], store: Store) -> Any:
+        """Return a new group that is connected and that the watchdog can abort."""
+        group = backend.open_group(
+            PrefixStore(backend.name, store),
+            ranks.index(dist.get_rank()),
+            len(ranks),
+            self.device.device,
+            _GROUP_TIMEOUT,
         )
-        self._abort_callbacks.append(lambda: make_thread().start())
+        self._abort_callbacks.append(partial(backend.abort_group, group))
         return group
 
-    def _open_communicators(
-        self, store: Store, rank_pairs: frozenset[tuple[int, int]]
-    ) -> dict[Any, Any]:
-        """Return a communicator for each pair that this rank is in, by (sender, receiver).
+    def _open_pair_groups(self, rank_pairs: frozenset[tuple[int, int]]) -> PairGroups:
+        """Return a group for each pair that this rank is in.
 
-        NCCL blocks until both ranks connect. All ranks open their pairs in sorted order, so none
+        A group opens when both ranks connect. All ranks open their pairs in sorted order, so none
         waits for a rank that waits for another pair.
         """
-        members = self.topology.replicas[self.topology.replica_index]
+        topology = self.topology
+        members = topology.replicas[topology.replica_index]
+        store = PrefixStore(f"links{topology.replica_index}", self._store)
         return {
-            (src, dst): self._open_nccl_group(
-                (members[src], members[dst]), PrefixStore(f"{src}-{dst}", store)
+            (src, dst): self._open_group(
+                self._link_backend,
+                (members[src], members[dst]),
+                PrefixStore(f"{src}-{dst}", store),
             )
             for src, dst in sorted(rank_pairs)
             if self.rank in (src, dst)

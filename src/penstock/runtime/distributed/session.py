@@ -273,9 +273,7 @@ class DistributedEngine:
 
     def get_checkpoint_peers(self) -> CheckpointPeers:
         """Return the process group for checkpoints, over all replicas, and this replica's index."""
-        return CheckpointPeers(
-            self.groups.get_save_process_group(), self.groups.topology.replica_index
-        )
+        return CheckpointPeers(self.groups.get_save_channel(), self.groups.topology.replica_index)
 
     def forecast(self, request: Request, cost: Cost | None) -> Timeline:
         """Simulate a step with the given cost, or with the measured costs of the last step."""

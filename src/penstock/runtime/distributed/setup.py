@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.data_parallel.sync import Replicas
-from penstock.device.accelerator import get_accelerator_type, is_collective_backend
 from penstock.device.device import Device, resolve_device
 from penstock.errors import ArgumentError
 from penstock.model.placement import PlacedPartition, ProcessContext
@@ -29,6 +28,7 @@ from penstock.model.sequential import is_plain_sequential
 from penstock.model.tied import TiedTensor
 from penstock.runtime.distributed.call_setup import DataPolicy, collect_call_facts
 from penstock.runtime.distributed.control_channel import check_ranks_agree
+from penstock.runtime.distributed.links import find_link_backend
 from penstock.runtime.distributed.process_groups import SLOW_CALL_TIMEOUT_FACTOR, ProcessGroups
 from penstock.runtime.distributed.topology import Topology
 from penstock.runtime.request import Request
@@ -39,8 +39,8 @@ from penstock.torch_compat import TORCH_VERSION
 def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
     """Return the device of this process.
 
-    This is its entry of `devices`. Without `devices` it is the current GPU if the group uses NCCL,
-    else the CPU.
+    This is its entry of `devices`. Without `devices` it is the current GPU if the group has a
+    backend for GPUs, else the CPU.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if devices is not None:
@@ -50,9 +50,7 @@ def choose_device(group: ProcessGroup, devices: Sequence[Any] | None) -> Device:
                 "device per rank, or leave devices out."
             )
         return resolve_device(devices[rank])
-    accelerator = get_accelerator_type()
-    is_direct = is_collective_backend(dist.get_backend_config(group), accelerator)
-    return resolve_device(accelerator if is_direct else "cpu")
+    return resolve_device(find_link_backend(dist.get_backend_config(group)).device_type)
 
 
 def open_process_groups(
@@ -63,8 +61,8 @@ def open_process_groups(
         raise ArgumentError(f"heartbeat must be a number of seconds above 0, not {heartbeat!r}")
     group = topology.pipeline_group
     device = choose_device(group, devices)
-    uses_nccl = is_collective_backend(dist.get_backend_config(group), device.device.type)
-    return ProcessGroups(topology, device, heartbeat, uses_nccl)
+    backend = find_link_backend(dist.get_backend_config(group), device.device.type)
+    return ProcessGroups(topology, device, heartbeat, backend)
 
 
 def build_process_context(groups: ProcessGroups) -> ProcessContext:

@@ -1,7 +1,9 @@
-"""A key-value store for the ranks of a pipe, and the barrier before they open connections.
+"""What the ranks exchange through a key-value store, before they have process groups.
 
-`open_shared_store` gives the ranks a TCP store of their own namespace. `wait_for_all_ranks` lets
-them wait for each other with an error that names the missing ranks.
+join_rendezvous      the ranks of a launcher find each other; each gets the info of all
+gather_in_store      every rank gets the values of all, as JSON, within a time limit
+open_shared_store    a TCP store for the ranks of a pipe, with a namespace of its own
+wait_for_all_ranks   a barrier before the ranks open connections; its error names the missing
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,122 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import RemoteError
+from penstock.errors import RemoteError, RunError
+
+
+def wait_for_keys(store: Store, keys: Sequence[str], timeout: float) -> bool:
+    """Return whether all keys are set before the timeout.
+
+    This polls, because `Store.wait` prints a warning when its timeout ends.
+    """
+    deadline, pause = time.monotonic() + timeout, 0.002
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return True
+
+
+def gather_in_store(
+    store: Store, name: str, rank: int, ranks: Sequence[int], value: Any, timeout: float
+) -> dict[int, Any]:
+    """Return the values of the ranks that have called this before the timeout, by rank.
+
+    The values travel as JSON. Each name can be used once in a store.
+    """
+    store.set(f"{name}/{rank}", json.dumps(value))
+    keys = {other: f"{name}/{other}" for other in ranks}
+    wait_for_keys(store, [*keys.values()], timeout)
+    present = [other for other, key in keys.items() if store.check([key])]
+    return {other: json.loads(store.get(keys[other])) for other in present}
+
+
+# -------------------------------------------------------------------------------------------------
+# Rendezvous of the ranks in a TCP store that may hold keys of earlier runs
+#
+# The store of `torchrun` outlives its workers. After a restart it still has the keys of the dead
+# ranks, among them addresses that no longer answer. The restart counter does not help to tell runs
+# apart, because each host counts for itself. So rank 0 draws a new random name (a token) for the
+# run. Every other rank announces itself under that name, with a token of its own, until rank 0
+# answers that token:
+#
+#     key            set by   value
+#     start          rank 0   7f3a                     the token of this run
+#     7f3a/1         rank 1   c05e, info of rank 1     repeated if `start` changes
+#     7f3a/everyone  rank 0   the info of all ranks
+#     7f3a/1/c05e    rank 0   ""                       rank 1 has joined this run
+#
+# A rank that read the `start` of a dead run gets no answer there, and reads `start` again.
+# -------------------------------------------------------------------------------------------------
+
+_START_KEY = "penstock/start"
+_RETRY_INTERVAL = 0.25  # seconds after which a rank without an answer reads `start` again
+_EXTRA_TIMEOUT = 5.0  # seconds that the others wait longer than rank 0, which may start last
+
+
+class JoinedRanks(NamedTuple):
+    """The result of a rendezvous: a store for this run, and the info of each rank that came."""
+
+    store: Store
+    rank_info: dict[int, str]
+
+    def find_missing(self, world_size: int) -> list[int]:
+        """Return the ranks that did not come."""
+        return [rank for rank in range(world_size) if rank not in self.rank_info]
+
+
+def join_rendezvous(
+    store: Store, rank: int, world_size: int, info: str, timeout: float
+) -> JoinedRanks:
+    """Wait for all ranks, and return those that came in time. The result is the same on all."""
+    token = uuid4().hex
+    if rank == 0:
+        return _host_rendezvous(store, world_size, info, token, timeout)
+    return _attend_rendezvous(store, rank, info, token, 2 * timeout + _EXTRA_TIMEOUT)
+
+
+def _host_rendezvous(
+    store: Store, world_size: int, info: str, token: str, timeout: float
+) -> JoinedRanks:
+    run_store = PrefixStore(f"penstock/{token}", store)
+    store.set(_START_KEY, token)
+    deadline = time.monotonic() + timeout
+    arrived_ranks = [
+        rank
+        for rank in range(1, world_size)
+        if wait_for_keys(run_store, [str(rank)], deadline - time.monotonic())
+    ]
+    announcements = {rank: json.loads(run_store.get(str(rank))) for rank in arrived_ranks}
+    rank_info = {0: info} | {rank: text for rank, (_, text) in announcements.items()}
+    # Before the answers: a rank reads this key as soon as it is answered.
+    run_store.set("everyone", json.dumps(list(rank_info.items())))
+    for rank, (rank_token, _) in announcements.items():
+        run_store.set(f"{rank}/{rank_token}", "")
+    return JoinedRanks(run_store, rank_info)
+
+
+def _attend_rendezvous(
+    store: Store, rank: int, info: str, token: str, timeout: float
+) -> JoinedRanks:
+    deadline = time.monotonic() + timeout
+    while wait_for_keys(store, [_START_KEY], deadline - time.monotonic()):
+        run_store = PrefixStore(f"penstock/{store.get(_START_KEY).decode()}", store)
+        run_store.set(str(rank), json.dumps([token, info]))
+        if wait_for_keys(
+            run_store, [f"{rank}/{token}"], min(_RETRY_INTERVAL, deadline - time.monotonic())
+        ):
+            return JoinedRanks(run_store, dict(json.loads(run_store.get("everyone"))))
+        if time.monotonic() > deadline:
+            break
+    raise RunError(
+        f"rank {rank} got no answer from rank 0 within {timeout:g} s. Check that rank 0 is running."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# The store of a pipe
+# -------------------------------------------------------------------------------------------------
 
 
 class SharedStore(NamedTuple):

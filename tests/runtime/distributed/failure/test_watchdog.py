@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from penstock.errors import RemoteError, RunError
-from penstock.runtime.distributed.failure.abort import abort_gloo
 from penstock.runtime.distributed.failure.report import Failure
 from penstock.runtime.distributed.failure.watchdog import _CONNECTION_ERROR, HeartbeatMonitor
+from penstock.runtime.distributed.links import abort_gloo
 from penstock.runtime.distributed.store import open_shared_store
 from tests.distributed.forks import ENVIRONMENT, store
 from tests.faults.checks import SOON

@@ -47,6 +47,7 @@ from penstock.runtime.distributed.failure.detector import (
 )
 from penstock.runtime.distributed.failure.report import Failure
 from penstock.runtime.distributed.failure.signals import SignalHandler
+from penstock.runtime.distributed.links import LINK_BACKENDS
 
 # -------------------------------------------------------------------------------------------------
 # The monitor and listener threads
@@ -426,8 +427,9 @@ def _write_stderr(text: str) -> None:
 # may name a rank that lost a connection instead of the rank that died. A test of the watchdog
 # compares this pattern with the text of an aborted group, and fails then. If the text of a layer's
 # own error matches by chance, the report is the right one, only later by `Timeouts.failure_wait`.
+_BACKEND_NAMES = "|".join(backend.name for backend in LINK_BACKENDS)
 _CONNECTION_ERROR = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
+    rf"{_BACKEND_NAMES}|connection (closed|reset|refused)|broken pipe|pair closure", re.IGNORECASE
 )
 
 

@@ -1,0 +1,148 @@
+"""Bytes, seconds, counts and names as text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+def choose_byte_unit(size: float) -> tuple[float, str]:
+    """Return the decimal unit for a number of bytes: how many bytes it has, and its name."""
+    # 0.9995: from there on three digits round up to the next unit, "1 MB" instead of "1e+03 KB".
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
+    return next((unit for unit in units if size >= 0.9995 * unit[0]), (1.0, "B"))
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with three significant digits.
+
+    >>> format_bytes(512), format_bytes(1_536_000)
+    ('512 B', '1.54 MB')
+    """
+    factor, name = choose_byte_unit(size)
+    return f"{size / factor:.3g} {name}"
+
+
+def format_binary_bytes(size: float) -> str:
+    """Return a number of bytes in the binary units that are usual for the memory of a device.
+
+    >>> format_binary_bytes(512), format_binary_bytes(7 * 2**30)
+    ('512 bytes', '7.00 GiB')
+    """
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.2f} {name}"
+    return f"{size:g} bytes"
+
+
+def format_gib(size: float, digits: int = 1) -> str:
+    """Return a number of bytes in GiB.
+
+    >>> format_gib(70 * 2**30), format_gib(2**28, digits=2)
+    ('70.0 GiB', '0.25 GiB')
+    """
+    return f"{size / 2**30:.{digits}f} GiB"
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """Return a bandwidth in decimal gigabytes per second.
+
+    >>> format_bandwidth(12_340_000_000)
+    '12.34 GB/s'
+    """
+    return f"{bytes_per_second / 1e9:.2f} GB/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with three significant digits.
+
+    >>> format_seconds(1.25), format_seconds(0.0125), format_seconds(2e-6)
+    ('1.25 s', '12.5 ms', '2 µs')
+    """
+    for factor, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_count(count: int) -> str:
+    """Return a number of parameters as papers write it.
+
+    >>> format_count(1_685), format_count(124_439_808)
+    ('1,685', '124M')
+    """
+    for factor, letter in ((1e9, "B"), (1e6, "M")):
+        if count >= 0.9995 * factor:
+            return f"{count / factor:.3g}{letter}"
+    return f"{count:,}"
+
+
+def format_number(value: float) -> str:
+    """Return a number with four significant digits, and with a prefix if it is large.
+
+    >>> format_number(21.0), format_number(1 / 3), format_number(2_500_000_000)
+    ('21', '0.3333', '2.5G')
+    """
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(factor, 9999.5):
+            return f"{value / factor:.4g}{prefix}"
+    return f"{value:.4g}"
+
+
+class TimeUnit(NamedTuple):
+    """A unit of time: how many of them are one second, and the name."""
+
+    per_second: float
+    name: str
+
+    def format(self, seconds: float) -> str:
+        """Return a time in this unit, as text.
+
+        >>> choose_time_unit(0.25).format(0.0125), choose_time_unit(21.0).format(9.0)
+        ('12.5 ms', '9')
+        """
+        return f"{format_number(seconds * self.per_second)} {self.name}".rstrip()
+
+
+def choose_time_unit(makespan: float) -> TimeUnit:
+    """Return the unit for a timeline.
+
+    Seconds are written without a name, because in a simulation they may stand for anything.
+    """
+    if makespan >= 1 or makespan == 0:
+        return TimeUnit(1.0, "")
+    return TimeUnit(1e3, "ms") if makespan >= 1e-3 else TimeUnit(1e6, "µs")
+
+
+def format_stages(stages: tuple[int, ...] | list[int]) -> str:
+    """Return the stages as words for a sentence.
+
+    >>> format_stages([2]), format_stages([0, 2, 3])
+    ('stage 2', 'stages 0, 2 and 3')
+    """
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+
+
+def collapse_name_ranges(names: list[str]) -> list[str]:
+    """Replace names with consecutive numbers by a range.
+
+    >>> collapse_name_ranges(["wte", "h.0", "h.1", "h.2", "ln_f"])
+    ['wte', 'h.0 to h.2', 'ln_f']
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _next_name(runs[-1][-1]) == name:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+
+
+def _next_name(name: str) -> str | None:
+    """Return the name with its last number increased by one, or None if it has no number."""
+    parts = name.split(".")
+    for index in range(len(parts) - 1, -1, -1):
+        if parts[index].isdigit():
+            return ".".join([*parts[:index], str(int(parts[index]) + 1), *parts[index + 1 :]])
+    return None
