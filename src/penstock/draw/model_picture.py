@@ -16,7 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw import style
 from penstock.draw.style import (
     DARK,
     FAINT,
@@ -36,7 +35,7 @@ from penstock.model_summary import (
     format_count,
     format_seconds,
 )
-from penstock.schedules.ir import Op
+from penstock.schedules.ir import OP_RULES, Op
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -443,7 +442,7 @@ def _draw_header(
     figure.text(left, 1 - 0.53 / top, note, size=8.5, color=FAINT)
     if outline.is_measured:
         figure.legend(
-            handles=[Patch(color=SHADES[op][0], label=style.OP_NAMES[op]) for op in OPS],
+            handles=[Patch(color=SHADES[op][0], label=OP_RULES[op].name) for op in OPS],
             loc="upper right",
             bbox_to_anchor=(1 - 0.2 / layout.width, 1 - 0.14 / top),
             ncols=3,

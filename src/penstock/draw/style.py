@@ -53,14 +53,6 @@ def contrasting_ink(colour: str) -> str:
 
 # ---- words --------------------------------------------------------------------------------
 
-OP_NAMES: dict[Op, str] = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.R: "recompute",
-}
-
 
 def format_number(value: float) -> str:
     """Return a number with four significant digits, and with a prefix if it is large.

@@ -3,7 +3,7 @@
     action            what the worker does
     ------            --------------------
     Recv              post the receive; wait for the payload only where a computation needs it
-    F, R, B, I, W     take the payloads it consumes, call the rank's `StageRunner`, keep the
+    Compute           take the payloads it consumes, call the rank's `StageRunner`, keep the
                       payloads it produces
     Send              hand a kept payload to the transport
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from penstock.device.device import Device, Timestamp
 from penstock.errors import ErrorLocation
@@ -174,8 +174,10 @@ class Worker:
             elif op is Op.W:
                 stage_runner.backward_weights(microbatch)
                 return
-            else:
+            elif op is Op.B or op is Op.I:
                 payloads = self._backward(stage_runner, microbatch, received)
+            else:
+                assert_never(op)
         except BaseException as error:
             # The error keeps its type and its traceback. The location is added as an attribute,
             # for `RemoteError`, and as a note, for people.

@@ -20,7 +20,7 @@ from penstock.schedules.families.one_f_one_b import eager_one_f_one_b, interleav
 from penstock.schedules.families.v_shape import v_half, v_min, zb_v
 from penstock.schedules.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedules.fit import fit
-from penstock.schedules.ir import Op, Program, Schedule, StageGraph, schedule_of
+from penstock.schedules.ir import OP_RULES, Program, Schedule, StageGraph, schedule_of
 from penstock.schedules.notation import loads
 
 # -------------------------------------------------------------------------------------------------
@@ -339,7 +339,8 @@ def _format_placement(placement: tuple[int, ...]) -> str:
 
 def check_has_backward(schedule: Schedule, name: str) -> None:
     """Raise if the schedule has no backward actions."""
-    if not any(action.op in (Op.B, Op.I) for lane in schedule.lanes for action in lane):
+    ops = {action.op for lane in schedule.lanes for action in lane}
+    if not any(OP_RULES[op].carries == "gradients" for op in ops):
         raise ArgumentError(
             f"{name} has no backwards, so a pipe cannot train with it. Choose another schedule. "
             "For inference, call the pipe under torch.no_grad(): it then runs only the forwards."

@@ -22,6 +22,7 @@ from itertools import islice
 from penstock.errors import InvalidScheduleError
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, track_live_memory
 from penstock.schedules.ir import (
+    OP_RULES,
     Compute,
     Op,
     Program,
@@ -129,10 +130,11 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
     """Yield the cells whose actions are missing or repeated.
 
     Each stage needs, for each micro-batch, one F and then one B, or one I and one W. It may have
-    one R. A schedule without any backward is for inference and needs only its Fs.
+    one of each optional op, such as R. A schedule without any backward is for inference and needs
+    only its Fs.
     """
     times = Counter(action for lane in schedule.lanes for action in lane)
-    trains = any(action.op in (Op.B, Op.I, Op.W) for action in times)
+    trains = any(action.op in _BACKWARD for action in times)
     for stage in range(schedule.stages):
         chunks = range(schedule.chunks)
         present = {a.microbatch for a in times if a.stage == stage and a.microbatch in chunks}
@@ -142,15 +144,20 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
             listed = ", ".join(map(str, missing)) + (f" and {more} more" if more > 0 else "")
             yield f"stage {stage}: nothing runs on micro-batch {listed}"
         for microbatch in sorted(present):
-            f, b, i, w, r = (times[Compute(op, stage, microbatch)] for op in Op)
+            counts = {op: times[Compute(op, stage, microbatch)] for op in Op}
             where = f"stage {stage}, micro-batch {microbatch}"
-            if f != 1:
-                yield f"{where}: F runs {_format_count(f)}, not once"
+            if counts[Op.F] != 1:
+                yield f"{where}: F runs {_format_count(counts[Op.F])}, not once"
+            b, i, w = (counts[op] for op in _BACKWARD)
             if trains and (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                counts = f"B {_format_count(b)}, I {_format_count(i)}, W {_format_count(w)}"
-                yield f"{where}: it needs B once, or I and W once, but has {counts}"
-            if r > 1:
-                yield f"{where}: R runs {_format_count(r)}, not at most once"
+                has = ", ".join(f"{op} {_format_count(counts[op])}" for op in _BACKWARD)
+                yield f"{where}: it needs B once, or I and W once, but has {has}"
+            for op, count in counts.items():
+                if OP_RULES[op].optional and count > 1:
+                    yield f"{where}: {op} runs {_format_count(count)}, not at most once"
+
+
+_BACKWARD = (Op.B, Op.I, Op.W)
 
 
 def _format_count(count: int) -> str:
