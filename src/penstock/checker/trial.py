@@ -47,7 +47,6 @@ from penstock.schedules.ir import (
     produces,
 )
 from penstock.schedules.registry import ScheduleLike
-from penstock.schedules.simulator import play
 from penstock.stage.payload import Payload
 
 # ---- peak memory: measured and forecast ----------------------------------------------------------
@@ -153,7 +152,7 @@ def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, .
             message.src, message.dst
         ]
 
-    for action in (span.action for span in play(program)):
+    for action in (program.lanes[rank][index] for rank, index in program.order):
         if not isinstance(action, Compute):
             continue
         op, stage, microbatch = action

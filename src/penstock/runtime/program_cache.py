@@ -25,7 +25,6 @@ from penstock.schedules.lowering import (
     remove_recompute,
 )
 from penstock.schedules.registry import ScheduleFactory
-from penstock.schedules.simulator import play
 
 # ---- phases --------------------------------------------------------------------------------------
 
@@ -47,10 +46,9 @@ class Phase(NamedTuple):
 
 
 def bind_program(program: Program) -> Phase:
-    """Return a phase with all actions of a program."""
+    """Return a phase with all actions of a program that `lower` made."""
     lanes = tuple(bind_lane(program, rank) for rank in range(program.schedule.ranks))
-    order = tuple((span.rank, lanes[span.rank][span.step]) for span in play(program))
-    return Phase(lanes, order)
+    return Phase(lanes, tuple((rank, lanes[rank][index]) for rank, index in program.order))
 
 
 # ---- the cache -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ rule" below. The verifier, the lowering, the simulator and the drawings all use 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -321,11 +321,14 @@ class Program:
         schedule: The schedule that was lowered.
         graph: The stage graph that says which messages there are.
         lanes: The compute, send and receive actions of each rank, in order.
+        order: An order in which one thread can run all actions, as pairs (rank, index in its
+            lane). `lower` writes it; a program that was read from a text has none.
     """
 
     schedule: Schedule
     graph: StageGraph
     lanes: tuple[tuple[Action, ...], ...]
+    order: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.lanes) != self.schedule.ranks:

@@ -160,19 +160,24 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
     graph = graph or StageGraph.chain(schedule.stages)
     lanes: list[list[Action]] = [[] for _ in schedule.lanes]
     messages: list[tuple[float, int, Message]] = []  # a heap of (time made, order, message)
-    order = count()  # keeps messages of one time in the order in which they were made
+    made = count()  # keeps messages of one time in the order in which they were made
+    order: list[tuple[int, int]] = []
+
+    def write(rank: int, action: Action) -> None:
+        order.append((rank, len(lanes[rank])))
+        lanes[rank].append(action)
 
     def write_messages(until: float) -> None:
         while messages and messages[0][0] <= until:
             message = heappop(messages)[2]
-            lanes[schedule.placement[message.src]].append(Send(message))
-            lanes[schedule.placement[message.dst]].append(Recv(message))
+            write(schedule.placement[message.src], Send(message))
+            write(schedule.placement[message.dst], Recv(message))
 
     for span in play(schedule, graph):
         assert isinstance(span.action, Compute)
         write_messages(until=span.start)
-        lanes[span.rank].append(span.action)
+        write(span.rank, span.action)
         for message in filter(schedule.crosses, produces(span.action, graph)):
-            heappush(messages, (span.end, next(order), message))
+            heappush(messages, (span.end, next(made), message))
     write_messages(until=float("inf"))
-    return Program(schedule, graph, tuple(map(tuple, lanes)))
+    return Program(schedule, graph, tuple(map(tuple, lanes)), tuple(order))

@@ -33,7 +33,6 @@ from penstock.schedules.ir import (
     produces,
     schedule_of,
 )
-from penstock.schedules.lowering import lower
 from penstock.schedules.simulator import Deadlock, Sends, check_stages_match, play
 
 
@@ -46,7 +45,7 @@ def verify(
     """Return every problem of a schedule or program.
 
     Args:
-        work: The schedule or program. A schedule is lowered first.
+        work: The schedule or program.
         graph: The stage graph of a schedule; a chain if it is left out. A program has its own.
         memory: The cap on the live activations, one number for all ranks or one per rank, in the
             units of `cost.activation`. Without a cap, memory is not checked.
@@ -243,23 +242,23 @@ def find_deadlocks(work: Schedule | Program, graph: StageGraph) -> Iterator[str]
     """Yield the ranks that wait forever, even if a send blocks until it is received (NCCL).
 
     Blocking sends only add waits. So a program that ends with them ends in any case, and one
-    simulation is enough for a sound program.
+    simulation is enough for a sound program. A schedule that ends is lowered to a program that
+    ends: see `lower`.
     """
-    try:
-        program = lower(work, graph) if isinstance(work, Schedule) else work
-    except Deadlock as deadlock:
-        yield from map(str, deadlock.waits)
-        return
-    if blocked := _find_waits(program, Sends.RENDEZVOUS):
+    if isinstance(work, Schedule):
+        yield from _find_waits(work, graph)
+    elif blocked := _find_waits(work, graph, Sends.RENDEZVOUS):
         # Simulate again to tell whether the program is stuck only because sends block.
-        always = _find_waits(program, Sends.BUFFERED)
+        always = _find_waits(work, graph)
         yield from always or (f"{w}, when sends block until they are received" for w in blocked)
 
 
-def _find_waits(program: Program, sends: Sends) -> list[str]:
+def _find_waits(
+    work: Schedule | Program, graph: StageGraph, sends: Sends = Sends.BUFFERED
+) -> list[str]:
     """Return the waits that never end, as text."""
     try:
-        for _ in play(program, sends=sends):
+        for _ in play(work, graph, sends=sends):
             pass
     except Deadlock as deadlock:
         return [str(wait) for wait in deadlock.waits]
