@@ -16,7 +16,7 @@ from torch.nn import functional
 import penstock
 from penstock import Chunk, NoChunk, PipeSequential, Report, WithDevice, schedules
 from penstock.checker.report import Compared
-from penstock.schedules.registry import FAMILIES
+from penstock.schedules.families import FAMILIES
 from tests.support import Do, batch, crews, network, plain
 
 FEW = ["naive", "1f1b", "interleaved"]

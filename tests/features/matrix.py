@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.checker.reference import StepOutcome
 from penstock.errors import PenstockError
-from penstock.schedules.registry import FAMILIES
+from penstock.schedules.families import FAMILIES
 from tests.features.trainee import Feature, Way
 
 SCHEDULES = [*(name for name, family in FAMILIES.items() if family.trains), "fit"]

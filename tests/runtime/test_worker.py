@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device.device import Cpu
-from penstock.runtime.program_cache import bind_program, is_backward, is_forward
-from penstock.runtime.worker import CellIO, Worker, bind_lane
+from penstock.runtime.program_cache import bind_program
+from penstock.runtime.worker import COMPUTATIONS, CellIO, Worker, bind_lane
 from penstock.schedules import one_f_one_b
-from penstock.schedules.ir import Message, Op, StageGraph
+from penstock.schedules.ir import Message, Op, StageGraph, is_forward
 from penstock.schedules.lowering import lower
 from penstock.schedules.notation import loads
 from penstock.stage.caller_context import CallerContext
@@ -122,7 +122,10 @@ def test_phase_has_one_execution_order_and_can_be_split_into_forward_and_backwar
     program = lower(one_f_one_b(2, 2))
     phase = bind_program(program)
     assert len(phase.execution_order) == sum(map(len, program.lanes))
-    forward, backward = phase.filter_actions(is_forward), phase.filter_actions(is_backward)
+    forward, backward = (
+        phase.filter_actions(is_forward),
+        phase.filter_actions(lambda a: not is_forward(a)),
+    )
     for half, op in ((forward, Op.F), (backward, Op.B)):
         computes = [step.action for _, step in half.execution_order if hasattr(step.action, "op")]
         assert {action.op for action in computes} == {op}
@@ -130,3 +133,7 @@ def test_phase_has_one_execution_order_and_can_be_split_into_forward_and_backwar
     assert len(forward.execution_order) + len(backward.execution_order) == len(
         phase.execution_order
     )
+
+
+def test_worker_can_compute_every_op() -> None:
+    assert set(COMPUTATIONS) == set(Op)

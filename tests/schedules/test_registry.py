@@ -40,6 +40,14 @@ def test_clocked_interleaves_the_stages_of_one_rank() -> None:
     assert " ".join(map(str, lane[:6])) == "0F0 0F1 1F0 0F2 1F1 1F2"
 
 
+@pytest.mark.parametrize("family", schedules.FAMILIES.values(), ids=schedules.FAMILIES)
+def test_placement_of_a_family_is_that_of_its_schedules(family: schedules.Family) -> None:
+    for ranks in (1, 2, 3):
+        for per_rank in (1, 2, 3) if family.free else (family.stages_per_rank,):
+            sizes = (ranks, 1, per_rank) if family.free else (ranks, 1)
+            assert family.placement(ranks, per_rank) == family.build(*sizes).placement
+
+
 def test_schedule_factory_by_name_for_any_number_of_microbatches() -> None:
     choice = build_schedule_factory("1f1b", (0, 1), 4)
     assert choice.name == "1f1b"

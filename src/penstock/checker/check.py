@@ -33,9 +33,10 @@ from penstock.config import RUNTIMES
 from penstock.errors import ArgumentError, PenstockError, RunError
 from penstock.model.sequential import is_plain_sequential
 from penstock.model.traced.units import UnitSelector
+from penstock.schedules.families import FAMILIES, family_of
 from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.lowering import CHECKPOINT_MODES
-from penstock.schedules.registry import FAMILIES, ScheduleLike, family_of, resolve_schedule
+from penstock.schedules.registry import ScheduleLike, resolve_schedule
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.loss import LossFn, extract_model_loss, parse_loss
 

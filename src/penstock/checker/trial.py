@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -48,7 +47,6 @@ from penstock.schedules.ir import (
     produces,
 )
 from penstock.schedules.registry import ScheduleLike
-from penstock.schedules.simulator import play
 
 # ---- peak memory: measured and forecast ----------------------------------------------------------
 #
@@ -73,19 +71,6 @@ class CopyingCpu(Cpu):
     copies_received = True
 
 
-class CellBackwardMode(NamedTuple):
-    """The kind of backward of a cell: with recomputation or not, split into I and W or not."""
-
-    recomputed: bool
-    split_backward: bool
-
-    @staticmethod
-    def of_cell(schedule: Schedule, stage: int, microbatch: int) -> CellBackwardMode:
-        """Return the mode of a cell in a schedule."""
-        cell = stage, microbatch
-        return CellBackwardMode(cell in schedule.recomputed, cell in schedule.divided)
-
-
 @dataclass(frozen=True)
 class CellFootprints:
     """The bytes that a cell keeps after each action, and those of a message until it is received.
@@ -98,27 +83,28 @@ class CellFootprints:
 
 
 class FootprintProfiler:
-    """Measures the footprints of cells, once for each backward mode."""
+    """Measures the footprints of cells, once for each sequence of ops that a cell goes through."""
 
     def __init__(self, checked: CheckedModel) -> None:
         microbatch = checked.arguments.take_first_part(checked.chunks)
         self._checked = checked.with_arguments(microbatch, chunks=1).activations_only()
         self._num_stages = len(checked.partition.stages)
-        self._cache: dict[CellBackwardMode, CellFootprints] = {}
+        self._cache: dict[tuple[Op, ...], CellFootprints] = {}
 
-    def measure(self, mode: CellBackwardMode) -> CellFootprints:
-        """Return the footprints of the cells of every stage, in one backward mode."""
-        if mode not in self._cache:
-            devices = [CopyingCpu() for _ in range(self._num_stages)]
-            checkpoint = "always" if mode.recomputed else "never"
-            # With one micro-batch and one stage per rank, the schedule decides only whether the
-            # backward is split into I and W.
-            schedule = "zb-h1" if mode.split_backward else "naive"
+    def measure(self, ops: tuple[Op, ...]) -> CellFootprints:
+        """Return the footprints of the cells of every stage, if each goes through these ops."""
+        if ops not in self._cache:
+            stages = range(self._num_stages)
+            lanes = tuple(tuple(Compute(op, stage, 0) for op in ops) for stage in stages)
             pipe = self._checked.build_pipe(
-                schedule, self._num_stages, checkpoint, "inline", devices
+                Schedule(tuple(stages), 1, lanes),
+                self._num_stages,
+                "never",  # adds no R to those of the schedule
+                "inline",
+                [CopyingCpu() for _ in stages],
             )
-            self._cache[mode] = _derive_footprints(self._checked.measure_memory(pipe))
-        return self._cache[mode]
+            self._cache[ops] = _derive_footprints(self._checked.measure_memory(pipe))
+        return self._cache[ops]
 
 
 def _derive_footprints(measurement: Memory) -> CellFootprints:
@@ -150,17 +136,20 @@ def forecast_peak(program: Program, profiler: FootprintProfiler) -> tuple[int, .
     schedule, graph = program.schedule, program.graph
     last_actions = {lane[index] for lane in schedule.lanes for _, index in lifetimes(lane).values()}
     cells: dict[tuple[int, int], int] = {}  # bytes of each cell, by stage and micro-batch
+    cell_ops: dict[tuple[int, int], tuple[Op, ...]] = {}
+    for op, stage, microbatch in (action for lane in schedule.lanes for action in lane):
+        cell_ops[stage, microbatch] = (*cell_ops.get((stage, microbatch), ()), op)
     alive, peaks = [0] * schedule.ranks, [0] * schedule.ranks
 
     def get_footprints(stage: int, microbatch: int) -> CellFootprints:
-        return profiler.measure(CellBackwardMode.of_cell(schedule, stage, microbatch))
+        return profiler.measure(cell_ops[stage, microbatch])
 
     def get_message_bytes(message: Message) -> int:
         return get_footprints(message.src, message.microbatch).message_bytes[
             message.src, message.dst
         ]
 
-    for action in (span.action for span in play(program)):
+    for action in (program.lanes[rank][index] for rank, index in program.order):
         if not isinstance(action, Compute):
             continue
         op, stage, microbatch = action

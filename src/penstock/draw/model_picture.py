@@ -16,7 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw import style
 from penstock.draw.style import (
     DARK,
     FAINT,
@@ -29,7 +28,7 @@ from penstock.draw.style import (
 )
 from penstock.errors import MissingExtra
 from penstock.model_summary import ModelSummary, Transfer, UnitSummary
-from penstock.schedules.ir import Op
+from penstock.schedules.ir import OP_RULES, Op
 from penstock.text_format import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -437,7 +436,7 @@ def _draw_header(
     figure.text(left, 1 - 0.53 / top, note, size=8.5, color=FAINT)
     if outline.is_measured:
         figure.legend(
-            handles=[Patch(color=SHADES[op][0], label=style.OP_NAMES[op]) for op in OPS],
+            handles=[Patch(color=SHADES[op][0], label=OP_RULES[op].name) for op in OPS],
             loc="upper right",
             bbox_to_anchor=(1 - 0.2 / layout.width, 1 - 0.14 / top),
             ncols=3,

@@ -26,7 +26,7 @@ from penstock.draw.style import (
     save_figure,
 )
 from penstock.errors import MissingExtra
-from penstock.schedules.ir import Compute, Op
+from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.simulator import Span
 from penstock.schedules.timeline import Timeline
 from penstock.text_format import choose_time_unit, format_number
@@ -187,7 +187,7 @@ def _draw_legend(figure: Figure, layout: _TimelineLayout, timeline: Timeline, sk
     schedule = timeline.program.schedule
     used = {span.action.op for span in _visible_spans(timeline) if isinstance(span.action, Compute)}
     ops = [op for op in Op if op in used]
-    entries: dict[str, Any] = {style.OP_NAMES[op]: Patch(color=style.SHADES[op][0]) for op in ops}
+    entries: dict[str, Any] = {OP_RULES[op].name: Patch(color=style.SHADES[op][0]) for op in ops}
     if style.has_shared_ranks(schedule) and ops:
         shades = tuple(Patch(color=shade) for shade in style.SHADES[ops[0]])
         entries["a rank's stages, alternating"] = shades

@@ -54,14 +54,6 @@ def contrasting_ink(colour: str) -> str:
 
 # ---- words --------------------------------------------------------------------------------
 
-OP_NAMES: dict[Op, str] = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.R: "recompute",
-}
-
 
 def format_caption(timeline: Timeline) -> str:
     """Return the caption: makespan, bubble and peak memory."""

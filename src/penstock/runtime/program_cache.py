@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.runtime.worker import BoundAction, bind_lane
-from penstock.schedules.ir import Action, Compute, Op, Program, Schedule, StageGraph
+from penstock.schedules.ir import Action, Program, Schedule, StageGraph, is_forward
 from penstock.schedules.lowering import (
     forwards_first,
     join_split_backwards,
@@ -25,7 +25,6 @@ from penstock.schedules.lowering import (
     remove_recompute,
 )
 from penstock.schedules.registry import ScheduleFactory
-from penstock.schedules.simulator import play
 
 # ---- phases --------------------------------------------------------------------------------------
 
@@ -47,24 +46,9 @@ class Phase(NamedTuple):
 
 
 def bind_program(program: Program) -> Phase:
-    """Return a phase with all actions of a program."""
+    """Return a phase with all actions of a program that `lower` made."""
     lanes = tuple(bind_lane(program, rank) for rank in range(program.schedule.ranks))
-    order = tuple((span.rank, lanes[span.rank][span.step]) for span in play(program))
-    return Phase(lanes, order)
-
-
-def is_forward(action: Action) -> bool:
-    """Return whether an action is a forward, or a message that carries activations."""
-    if isinstance(action, Compute):
-        return action.op is Op.F
-    # Stages are numbered in topological order, so activations go to higher stages and gradients to
-    # lower ones.
-    return action.message.src < action.message.dst
-
-
-def is_backward(action: Action) -> bool:
-    """Return whether an action is part of the backward, recomputation included."""
-    return not is_forward(action)
+    return Phase(lanes, tuple((rank, lanes[rank][index]) for rank, index in program.order))
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -127,7 +111,7 @@ class ProgramCache:
             self._forward_backward_phases[key] = (
                 program,
                 phase.filter_actions(is_forward),
-                phase.filter_actions(is_backward),
+                phase.filter_actions(lambda action: not is_forward(action)),
             )
         return self._forward_backward_phases[key]
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import isclose
 
 from penstock.errors import ArgumentError
-from penstock.schedules.ir import Compute, Op, lifetimes
+from penstock.schedules.ir import OP_RULES, Compute, Op, lifetimes
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,13 @@ class Cost:
 
     @cached_property
     def _seconds_by_op(self) -> dict[Op, tuple[float, ...]]:
-        full = tuple(i + w for i, w in zip(self.I, self.W, strict=True))
-        return {Op.F: self.F, Op.B: full, Op.I: self.I, Op.W: self.W, Op.R: self.F}
+        return {
+            op: tuple(
+                sum(getattr(self, column)[stage] for column in rule.cost)
+                for stage in range(len(self.F))
+            )
+            for op, rule in OP_RULES.items()
+        }
 
 
 def exceeds(size: float, cap: float) -> bool:

@@ -17,12 +17,8 @@ from typing import NamedTuple
 
 from penstock.errors import ArgumentError
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, fits_in_memory
-from penstock.schedules.families.common import Placement, check_sizes, loop, vee
-from penstock.schedules.families.dualpipe import dualpipe_v
-from penstock.schedules.families.gpipe import looped_bfs, naive
-from penstock.schedules.families.one_f_one_b import eager_one_f_one_b, interleaved
-from penstock.schedules.families.v_shape import v_half, v_min, zb_v
-from penstock.schedules.families.zero_bubble import interleaved_zb, zb_h2
+from penstock.schedules.families import FAMILIES, make
+from penstock.schedules.families.common import Placement, check_sizes
 from penstock.schedules.ir import Compute, Op, Schedule, StageGraph, consumes, follows, produces
 from penstock.schedules.list_scheduler import (
     ActionChooser,
@@ -376,15 +372,14 @@ def _named_schedules(placement: Placement, chunks: int) -> Iterator[Schedule]:
     """Yield the named schedules of the same placement."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
-    if placement == vee(ranks):
-        for family in (zb_v, v_half, v_min, dualpipe_v):
-            yield family(ranks, chunks)
-    if placement == loop(ranks, per_rank):
-        for looped in (interleaved_zb, interleaved, naive, looped_bfs):
-            yield looped(ranks, chunks, per_rank)
-        if per_rank == 1:
-            yield eager_one_f_one_b(ranks, chunks)
-            yield zb_h2(ranks, chunks)
+    seen: set[Schedule] = set()  # with one stage per rank, some families are the same
+    for name, family in FAMILIES.items():
+        exists = family.free or family.stages_per_rank == per_rank
+        if family.trains and exists and family.placement(ranks, per_rank) == placement:
+            schedule = make(name, ranks, chunks, per_rank)
+            if schedule not in seen:
+                seen.add(schedule)
+                yield schedule
 
 
 def _choose_by_policy(policy: OrderPolicy) -> ActionChooser:

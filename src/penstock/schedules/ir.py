@@ -8,10 +8,10 @@ rule" below. The verifier, the lowering, the simulator and the drawings all use 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.errors import ArgumentError
 
@@ -19,7 +19,11 @@ from penstock.errors import ArgumentError
 
 
 class Op(StrEnum):
-    """The kinds of compute actions on one stage and one micro-batch."""
+    """The kinds of compute actions on one stage and one micro-batch.
+
+    `OP_RULES` says what each of them needs and makes. A new op needs a row there, colours in
+    `draw/style.py`, and a branch in `runtime/worker.py` that runs it.
+    """
 
     F = "F"  # forward
     B = "B"  # full backward: I and W in one
@@ -150,54 +154,74 @@ class StageGraph:
 
 
 # ---- the one rule -------------------------------------------------------------------------
-#
-#     op   needs messages from        makes messages for         comes after, on the same cell
-#     F    the stages before          the stages after           -
-#     R    -                          -                          F
-#     B    the stages after           the stages before          F, and R if there is one
-#     I    the stages after           the stages before          F, and R if there is one
-#     W    -                          -                          I
-#
-# A cell is one stage on one micro-batch.
+
+
+class OpRule(NamedTuple):
+    """What an op is called, needs, makes and costs. All other modules read it from here.
+
+    Attributes:
+        name: The name in legends.
+        is_forward: Whether it runs before the caller has the loss, in `loss = pipe(x)`.
+        carries: What its messages carry. Activations come from the stages before and go to the
+            stages after, gradients the other way round. None: it has no messages.
+        after: The ops that come first on the same cell, which is one stage on one micro-batch.
+        cost: The columns of `Cost` that add up to its seconds.
+        keeps: Whether the activations of its cell are alive from its start on, until the last
+            action of the cell ends.
+        optional: Whether a cell may do without it. It then holds nothing up.
+    """
+
+    name: str
+    is_forward: bool
+    carries: Literal["activations", "gradients"] | None
+    after: tuple[Op, ...]
+    cost: tuple[Literal["F", "I", "W"], ...]
+    keeps: bool = False
+    optional: bool = False
+
+
+OP_RULES: dict[Op, OpRule] = {
+    Op.F: OpRule("forward", True, "activations", (), cost=("F",), keeps=True),
+    Op.B: OpRule("backward", False, "gradients", (Op.F, Op.R), cost=("I", "W")),
+    Op.I: OpRule("input gradient", False, "gradients", (Op.F, Op.R), cost=("I",)),
+    Op.W: OpRule("weight gradient", False, None, (Op.I,), cost=("W",)),
+    Op.R: OpRule("recompute", False, None, (Op.F,), cost=("F",), keeps=True, optional=True),
+}
 
 
 def consumes(action: Compute, graph: StageGraph) -> list[Message]:
     """Return the messages that must have arrived before the action starts."""
-    if action.op is Op.F:
-        sources = graph.before(action.stage)
-    elif action.op is Op.B or action.op is Op.I:
-        sources = graph.after(action.stage)
-    else:
+    carries = OP_RULES[action.op].carries
+    if carries is None:
         return []
+    sources = (graph.before if carries == "activations" else graph.after)(action.stage)
     return [Message(src, action.stage, action.microbatch) for src in sources]
 
 
 def produces(action: Compute, graph: StageGraph) -> list[Message]:
     """Return the messages that the action makes."""
-    if action.op is Op.F:
-        targets = graph.after(action.stage)
-    elif action.op is Op.B or action.op is Op.I:
-        targets = graph.before(action.stage)
-    else:
+    carries = OP_RULES[action.op].carries
+    if carries is None:
         return []
+    targets = (graph.after if carries == "activations" else graph.before)(action.stage)
     return [Message(action.stage, dst, action.microbatch) for dst in targets]
 
 
 def follows(action: Compute) -> list[Compute]:
     """Return the actions that come first on the same stage and micro-batch.
 
-    The list includes R, which counts only if the schedule has that R.
+    The list includes those of optional ops, which count only if the schedule has them.
     """
-    return [Compute(op, action.stage, action.microbatch) for op in _FOLLOWS[action.op]]
+    return [Compute(op, action.stage, action.microbatch) for op in OP_RULES[action.op].after]
 
 
-_FOLLOWS: dict[Op, tuple[Op, ...]] = {
-    Op.F: (),
-    Op.R: (Op.F,),
-    Op.B: (Op.F, Op.R),
-    Op.I: (Op.F, Op.R),
-    Op.W: (Op.I,),
-}
+def is_forward(action: Action) -> bool:
+    """Return whether an action is part of the forward, or a message that carries activations."""
+    if isinstance(action, Compute):
+        return OP_RULES[action.op].is_forward
+    # Stages are numbered in topological order, so activations go to higher stages and gradients to
+    # lower ones.
+    return action.message.src < action.message.dst
 
 
 def lifetimes(lane: Sequence[Compute]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -210,7 +234,7 @@ def lifetimes(lane: Sequence[Compute]) -> dict[tuple[int, int], tuple[int, int]]
     for step, action in enumerate(lane):
         key = action.stage, action.microbatch
         # An R replaces the start that its F set: between the two, only the inputs are kept.
-        born = step if action.op is Op.F or action.op is Op.R else lives.get(key, (step, step))[0]
+        born = step if OP_RULES[action.op].keeps else lives.get(key, (step, step))[0]
         lives[key] = born, step
     return lives
 
@@ -267,6 +291,15 @@ class Schedule:
         return self.placement[message.src] != self.placement[message.dst]
 
     @cached_property
+    def optional_ops(self) -> dict[tuple[int, int], tuple[Op, ...]]:
+        """The optional ops of each (stage, micro-batch) pair that has some."""
+        ops: dict[tuple[int, int], tuple[Op, ...]] = {}
+        optional = {op for op, rule in OP_RULES.items() if rule.optional}
+        for op, stage, microbatch in (a for lane in self.lanes for a in lane if a.op in optional):
+            ops[stage, microbatch] = (*ops.get((stage, microbatch), ()), op)
+        return ops
+
+    @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs that have an R."""
         return self._cells(Op.R)
@@ -288,11 +321,14 @@ class Program:
         schedule: The schedule that was lowered.
         graph: The stage graph that says which messages there are.
         lanes: The compute, send and receive actions of each rank, in order.
+        order: An order in which one thread can run all actions, as pairs (rank, index in its
+            lane). `lower` writes it; a program that was read from a text has none.
     """
 
     schedule: Schedule
     graph: StageGraph
     lanes: tuple[tuple[Action, ...], ...]
+    order: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.lanes) != self.schedule.ranks:

@@ -180,7 +180,7 @@ def _build_queues(
     producers = {message: action for action in actions for message in produces(action, graph)}
     for action in actions:
         sources = [producers[message] for message in consumes(action, graph)]
-        sources += [earlier for earlier in follows(action) if earlier.op is not Op.R]
+        sources += [earlier for earlier in follows(action) if earlier.op in _OPS]
         node = nodes[action.op, action.stage]
         node.input_count = len(sources)
         for source in sources:

@@ -16,6 +16,7 @@ from itertools import count
 
 from penstock.errors import ArgumentError
 from penstock.schedules.ir import (
+    OP_RULES,
     Action,
     Compute,
     Message,
@@ -25,6 +26,7 @@ from penstock.schedules.ir import (
     Schedule,
     Send,
     StageGraph,
+    is_forward,
     produces,
 )
 from penstock.schedules.simulator import play
@@ -74,7 +76,7 @@ def forwards_first(schedule: Schedule) -> Schedule:
     A loss that the caller computes needs all outputs before there is the first gradient.
     """
     lanes = [
-        (*(a for a in lane if a.op is Op.F), *(a for a in lane if a.op is not Op.F))
+        (*(a for a in lane if is_forward(a)), *(a for a in lane if not is_forward(a)))
         for lane in schedule.lanes
     ]
     return Schedule(schedule.placement, schedule.chunks, tuple(lanes))
@@ -113,7 +115,8 @@ def recompute(schedule: Schedule, wanted: RecomputePredicate) -> Schedule:
         for action in lane:
             out.append(action)
             cell = (action.stage, action.microbatch)
-            if action.op in (Op.B, Op.I) and cell not in schedule.recomputed and wanted(*cell):
+            needs_r = Op.R in OP_RULES[action.op].after and cell not in schedule.recomputed
+            if needs_r and wanted(*cell):
                 # The R goes before a pair that may overlap, so that the pair stays together.
                 index = len(out) - 1
                 while index and (out[index - 1], out[index]) in schedule.overlaps:
@@ -157,19 +160,24 @@ def lower(schedule: Schedule, graph: StageGraph | None = None) -> Program:
     graph = graph or StageGraph.chain(schedule.stages)
     lanes: list[list[Action]] = [[] for _ in schedule.lanes]
     messages: list[tuple[float, int, Message]] = []  # a heap of (time made, order, message)
-    order = count()  # keeps messages of one time in the order in which they were made
+    made = count()  # keeps messages of one time in the order in which they were made
+    order: list[tuple[int, int]] = []
+
+    def write(rank: int, action: Action) -> None:
+        order.append((rank, len(lanes[rank])))
+        lanes[rank].append(action)
 
     def write_messages(until: float) -> None:
         while messages and messages[0][0] <= until:
             message = heappop(messages)[2]
-            lanes[schedule.placement[message.src]].append(Send(message))
-            lanes[schedule.placement[message.dst]].append(Recv(message))
+            write(schedule.placement[message.src], Send(message))
+            write(schedule.placement[message.dst], Recv(message))
 
     for span in play(schedule, graph):
         assert isinstance(span.action, Compute)
         write_messages(until=span.start)
-        lanes[span.rank].append(span.action)
+        write(span.rank, span.action)
         for message in filter(schedule.crosses, produces(span.action, graph)):
-            heappush(messages, (span.end, next(order), message))
+            heappush(messages, (span.end, next(made), message))
     write_messages(until=float("inf"))
-    return Program(schedule, graph, tuple(map(tuple, lanes)))
+    return Program(schedule, graph, tuple(map(tuple, lanes)), tuple(order))

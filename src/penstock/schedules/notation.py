@@ -109,7 +109,8 @@ def loads(text: str) -> Schedule | Program:
 
 # At most nine digits. A longer number is a typo, and int() refuses very long ones.
 _NUMBER = r"\d{1,9}"
-_COMPUTE = rf"{_NUMBER}[FBIWR]{_NUMBER}"
+_OPS = "".join(Op)
+_COMPUTE = rf"{_NUMBER}[{_OPS}]{_NUMBER}"
 _EDGE = rf"{_NUMBER}>{_NUMBER}"
 _match_action = re.compile(rf"{_COMPUTE}|[!?]{_EDGE}:{_NUMBER}").fullmatch
 _HEADERS = {
@@ -125,7 +126,7 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
 
 
 _ACTION_HELP = (
-    "actions look like 2F0 (stage 2, forward, micro-batch 0; also B, I, W, R), "
+    f"actions look like 2F0 (stage 2, forward, micro-batch 0; also {', '.join(_OPS[1:])}), "
     "!0>1:3 (send from stage 0 to 1, micro-batch 3) and ?0>1:3 (receive)"
 )
 
@@ -138,7 +139,7 @@ def _parse_action(word: str) -> Action:
 
 
 def _parse_compute(word: str) -> Compute:
-    stage, op, microbatch = re.split(r"([FBIWR])", word)
+    stage, op, microbatch = re.split(f"([{_OPS}])", word)
     return Compute(Op(op), int(stage), int(microbatch))
 
 

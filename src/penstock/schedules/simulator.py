@@ -17,6 +17,7 @@ from typing import NamedTuple
 from penstock.errors import ArgumentError, PenstockError
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import (
+    OP_RULES,
     Action,
     Compute,
     Message,
@@ -153,7 +154,9 @@ class _TransitionTable:
         self._graph, self._cost = graph, cost
         check_stages_match(self._schedule.placement, graph, cost)
         self._token_kinds: dict[tuple[int, Compute | Message], int] = {}
-        self._transition_cache: dict[tuple[str | type, int, int], tuple[_Transition, ...]] = {}
+        self._transition_cache: dict[
+            tuple[Op | type, int, int | tuple[Op, ...]], tuple[_Transition, ...]
+        ] = {}
 
     def transitions(self, action: Action) -> tuple[tuple[_Transition, ...], int]:
         """Return the transitions of an action, in order, and its micro-batch.
@@ -162,11 +165,11 @@ class _TransitionTable:
         """
         if isinstance(action, Compute):
             op, stage, microbatch = action
-            recomputed = (stage, microbatch) in self._schedule.recomputed
-            transitions = self._transition_cache.get((op, stage, recomputed))
+            optional = self._schedule.optional_ops.get((stage, microbatch), ())
+            transitions = self._transition_cache.get((op, stage, optional))
             if transitions is None:
-                transitions = (self._compute_transition(Compute(op, stage, 0), recomputed),)
-                self._transition_cache[op, stage, recomputed] = transitions
+                transitions = (self._compute_transition(Compute(op, stage, 0), optional),)
+                self._transition_cache[op, stage, optional] = transitions
         else:
             src, dst, microbatch = action.message
             transitions = self._transition_cache.get((type(action), src, dst))
@@ -196,7 +199,7 @@ class _TransitionTable:
     def _token(self, phase: int, thing: Compute | Message) -> int:
         return self._token_kinds.setdefault((phase, thing), len(self._token_kinds)) * _TOKEN_STRIDE
 
-    def _compute_transition(self, action: Compute, recomputed: bool) -> _Transition:
+    def _compute_transition(self, action: Compute, optional: tuple[Op, ...]) -> _Transition:
         if not 0 <= action.stage < self._schedule.stages:
             raise ArgumentError(
                 f"{action} names a stage that does not exist. Call verify to see where it is."
@@ -207,7 +210,7 @@ class _TransitionTable:
             if self._has_messages and self._schedule.crosses(message):
                 needs.append(self._token(_AWAITED, message))
         for earlier in follows(action):
-            if earlier.op is not Op.R or recomputed:
+            if not OP_RULES[earlier.op].optional or earlier.op in optional:
                 needs.append(self._token(_DONE, earlier))
         for message in produces(action, self._graph):
             if not self._schedule.crosses(message):

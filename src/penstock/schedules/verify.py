@@ -22,6 +22,7 @@ from itertools import islice
 from penstock.errors import InvalidScheduleError
 from penstock.schedules.cost import Cost, exceeds, expand_memory_caps, track_live_memory
 from penstock.schedules.ir import (
+    OP_RULES,
     Compute,
     Op,
     Program,
@@ -32,7 +33,6 @@ from penstock.schedules.ir import (
     produces,
     schedule_of,
 )
-from penstock.schedules.lowering import lower
 from penstock.schedules.simulator import Deadlock, Sends, check_stages_match, play
 
 
@@ -45,7 +45,7 @@ def verify(
     """Return every problem of a schedule or program.
 
     Args:
-        work: The schedule or program. A schedule is lowered first.
+        work: The schedule or program.
         graph: The stage graph of a schedule; a chain if it is left out. A program has its own.
         memory: The cap on the live activations, one number for all ranks or one per rank, in the
             units of `cost.activation`. Without a cap, memory is not checked.
@@ -129,10 +129,11 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
     """Yield the cells whose actions are missing or repeated.
 
     Each stage needs, for each micro-batch, one F and then one B, or one I and one W. It may have
-    one R. A schedule without any backward is for inference and needs only its Fs.
+    one of each optional op, such as R. A schedule without any backward is for inference and needs
+    only its Fs.
     """
     times = Counter(action for lane in schedule.lanes for action in lane)
-    trains = any(action.op in (Op.B, Op.I, Op.W) for action in times)
+    trains = any(action.op in _BACKWARD for action in times)
     for stage in range(schedule.stages):
         chunks = range(schedule.chunks)
         present = {a.microbatch for a in times if a.stage == stage and a.microbatch in chunks}
@@ -142,15 +143,20 @@ def find_incomplete_cells(schedule: Schedule) -> Iterator[str]:
             listed = ", ".join(map(str, missing)) + (f" and {more} more" if more > 0 else "")
             yield f"stage {stage}: nothing runs on micro-batch {listed}"
         for microbatch in sorted(present):
-            f, b, i, w, r = (times[Compute(op, stage, microbatch)] for op in Op)
+            counts = {op: times[Compute(op, stage, microbatch)] for op in Op}
             where = f"stage {stage}, micro-batch {microbatch}"
-            if f != 1:
-                yield f"{where}: F runs {_format_count(f)}, not once"
+            if counts[Op.F] != 1:
+                yield f"{where}: F runs {_format_count(counts[Op.F])}, not once"
+            b, i, w = (counts[op] for op in _BACKWARD)
             if trains and (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                counts = f"B {_format_count(b)}, I {_format_count(i)}, W {_format_count(w)}"
-                yield f"{where}: it needs B once, or I and W once, but has {counts}"
-            if r > 1:
-                yield f"{where}: R runs {_format_count(r)}, not at most once"
+                has = ", ".join(f"{op} {_format_count(counts[op])}" for op in _BACKWARD)
+                yield f"{where}: it needs B once, or I and W once, but has {has}"
+            for op, count in counts.items():
+                if OP_RULES[op].optional and count > 1:
+                    yield f"{where}: {op} runs {_format_count(count)}, not at most once"
+
+
+_BACKWARD = (Op.B, Op.I, Op.W)
 
 
 def _format_count(count: int) -> str:
@@ -236,23 +242,23 @@ def find_deadlocks(work: Schedule | Program, graph: StageGraph) -> Iterator[str]
     """Yield the ranks that wait forever, even if a send blocks until it is received (NCCL).
 
     Blocking sends only add waits. So a program that ends with them ends in any case, and one
-    simulation is enough for a sound program.
+    simulation is enough for a sound program. A schedule that ends is lowered to a program that
+    ends: see `lower`.
     """
-    try:
-        program = lower(work, graph) if isinstance(work, Schedule) else work
-    except Deadlock as deadlock:
-        yield from map(str, deadlock.waits)
-        return
-    if blocked := _find_waits(program, Sends.RENDEZVOUS):
+    if isinstance(work, Schedule):
+        yield from _find_waits(work, graph)
+    elif blocked := _find_waits(work, graph, Sends.RENDEZVOUS):
         # Simulate again to tell whether the program is stuck only because sends block.
-        always = _find_waits(program, Sends.BUFFERED)
+        always = _find_waits(work, graph)
         yield from always or (f"{w}, when sends block until they are received" for w in blocked)
 
 
-def _find_waits(program: Program, sends: Sends) -> list[str]:
+def _find_waits(
+    work: Schedule | Program, graph: StageGraph, sends: Sends = Sends.BUFFERED
+) -> list[str]:
     """Return the waits that never end, as text."""
     try:
-        for _ in play(program, sends=sends):
+        for _ in play(work, graph, sends=sends):
             pass
     except Deadlock as deadlock:
         return [str(wait) for wait in deadlock.waits]

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Pipe
+from penstock.runtime import program_cache
+from penstock.schedules import simulator
+from penstock.schedules.families import FAMILIES
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_first_step_builds_lowers_and_plays_the_schedule_once(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: str
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **options)
+
+        return call
+
+    family = FAMILIES["1f1b"]
+    monkeypatch.setitem(FAMILIES, "1f1b", replace(family, build=counted("build", family.build)))
+    monkeypatch.setattr(program_cache, "lower", counted("lower", program_cache.lower))
+    monkeypatch.setattr(simulator, "_run_lanes", counted("play", simulator._run_lanes))
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
+        chunks=4,
+        stages=2,
+        devices=["cpu", "cpu"],
+        schedule="1f1b",
+        checkpoint=checkpoint,
+        loss_fn=nn.functional.mse_loss,
+        runtime="inline",
+    )
+    for _ in range(2):
+        pipe.step(torch.randn(8, 3), target=torch.randn(8, 2))
+        assert calls == {"build": 1, "lower": 1, "play": 1}
