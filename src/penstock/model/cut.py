@@ -36,7 +36,6 @@ from penstock.model.partition import Partition
 from penstock.model.profiler import ModuleCall, profile_call, profile_calls
 from penstock.model.traced.build_stages import TracedModel, assign_calls, build_stages
 from penstock.model.traced.pytrees import unflatten
-from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.trace import NodeKind, Trace, ValueRef
 from penstock.model.traced.trace_model import trace_expanding_units
 from penstock.model.traced.traced_partition import CutSummary, UnitCost
@@ -50,6 +49,7 @@ from penstock.schedules.balance_problem import (
     check_cut,
 )
 from penstock.schedules.ir import StageGraph
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import is_compiled_wrapper
 
 # ---- choosing the cut ----------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from penstock.model.traced.trace import Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
 from penstock.stage.loss import TargetCounter
+from penstock.tensor_spec import TensorSpec
 
 # ---- the summary of a cut, for reports -----------------------------------------------------------
 
@@ -453,7 +454,7 @@ def _iter_members(
 def _make_leaf_key(leaf: Any) -> Any:
     """Return what of an input decides the path of a forward: metadata, or the object itself."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+        return TensorSpec.from_tensor(leaf)
     try:
         hash(leaf)
     except TypeError:

@@ -60,7 +60,6 @@ from penstock.model.traced.pytrees import (
     map_tensors,
     unflatten,
 )
-from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.torch_functions import (
     ASSERTIONS,
     BINCOUNT,
@@ -84,6 +83,7 @@ from penstock.model.traced.trace import (
     ValueRef,
 )
 from penstock.model.traced.value_table import EscapedTensor, RandomRange, ValueTable
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
     DISTRIBUTIONS_DIRECTORY,
     IS_ALL_TRUE,

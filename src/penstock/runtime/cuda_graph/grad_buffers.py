@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
+from penstock.tensor_spec import is_replaceable_by
 from penstock.torch_compat import foreach_copy_, foreach_zero_, get_storage_use_count
 
 DescribeParameter = Callable[[nn.Parameter], str]
@@ -126,7 +127,7 @@ class GradBufferPool:
     def _get_or_create(self, parameter: nn.Parameter) -> GradBuffer:
         """Return the parameter's buffer. An unshared `.grad` becomes one."""
         buffer = self._buffers.get(parameter)
-        if buffer is None or not _matches_parameter(buffer.tensor, parameter):
+        if buffer is None or not is_replaceable_by(buffer.tensor, parameter):
             buffer = _adopt_existing_grad(parameter) or GradBuffer(torch.zeros_like(parameter))
             self._buffers[parameter] = buffer
         return buffer
@@ -134,7 +135,7 @@ class GradBufferPool:
 
 def _adopt_existing_grad(parameter: nn.Parameter) -> GradBuffer | None:
     """Return `.grad` as a buffer, or None if something else refers to it or to its memory."""
-    if parameter.grad is None or not _matches_parameter(parameter.grad, parameter):
+    if parameter.grad is None or not is_replaceable_by(parameter.grad, parameter):
         return None
     buffer = GradBuffer(parameter.grad)
     is_unshared = (
@@ -142,11 +143,6 @@ def _adopt_existing_grad(parameter: nn.Parameter) -> GradBuffer | None:
         and buffer._expected_storage_uses <= _UNSHARED_STORAGE_USES
     )
     return buffer if is_unshared and not _is_partial_view(buffer.tensor) else None
-
-
-def _matches_parameter(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    specs = [(t.shape, t.dtype, t.device) for t in (tensor, parameter)]
-    return specs[0] == specs[1]
 
 
 def _is_partial_view(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
+from penstock.tensor_spec import is_replaceable_by
 
 DescribeModule = Callable[[nn.Module], str]
 
@@ -74,7 +75,7 @@ class ReassignedTensors:
                 value = table.get(attribute.name)
                 if value is static_tensor:
                     continue
-                if isinstance(value, Tensor) and _has_same_spec(value, static_tensor):
+                if isinstance(value, Tensor) and is_replaceable_by(value, static_tensor):
                     static_tensor.copy_(value)
                     table[attribute.name] = static_tensor
                 else:
@@ -88,7 +89,7 @@ class ReassignedTensors:
             old_value = before.get((module, attribute))
             if old_value is value:
                 continue
-            if old_value is not None and not _has_same_spec(value, old_value):
+            if old_value is not None and not is_replaceable_by(value, old_value):
                 raise CaptureError(
                     _describe_reassignment(describe(module), attribute.name, old_value, value)
                 )
@@ -114,7 +115,7 @@ class ReassignedTensors:
             if (
                 old_value is None
                 or attribute not in self._static_tensors.get(module, ())
-                or not _has_same_spec(value, old_value)
+                or not is_replaceable_by(value, old_value)
             ):
                 raise CaptureError(
                     _describe_reassignment(describe(module), attribute.name, old_value, value)
@@ -122,10 +123,6 @@ class ReassignedTensors:
             # The old value is the static tensor: it was put back into the module before the step.
             old_value.copy_(value)
             attribute.get_table(module)[attribute.name] = old_value
-
-
-def _has_same_spec(first: Tensor, second: Tensor) -> bool:
-    return (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
 
 
 def _describe_reassignment(layer: str, name: str, old: Tensor | None, new: Tensor) -> str:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.stage_inputs import InputsByStage, StageInputs
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import foreach_copy_, pytree
 
-# shape, stride, dtype, device, requires_grad
-InputSpec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+InputSpec = tuple[TensorSpec, torch.device]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _flatten_unsplit(tensors: tuple[Tensor, ...]) -> FlatInputs | None:
     specs = tuple(map(_build_input_spec, tensors))
     indices = tuple(range(len(tensors)))
     aliases, has_overlap = _find_aliases(tensors, specs)
-    if has_overlap or aliases != indices or any(spec[-1] for spec in specs):
+    if has_overlap or aliases != indices or any(spec.requires_grad for spec, _ in specs):
         return None
     return FlatInputs(
         tensors, specs, indices, aliases, False, (), _TensorCounts(()), is_unsplit=True
@@ -124,7 +124,7 @@ def _build_input_spec(tensor: Tensor) -> InputSpec:
             f"an input is a {type(tensor).__name__} with layout {tensor.layout}. Pass a plain, "
             "dense tensor"
         )
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return TensorSpec.from_tensor(tensor), tensor.device
 
 
 def _find_aliases(
@@ -138,25 +138,16 @@ def _find_aliases(
     spans: list[tuple[int, int]] = []
     aliases: list[int] = []
     # Most micro-batches have the same spec: compute the size once per spec, not per tensor.
-    sizes = {spec: _count_spanned_bytes(spec) for spec in set(specs)}
-    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+    sizes = {spec: spec.spanned_bytes for spec, _ in set(specs)}
+    for index, (tensor, (spec, device)) in enumerate(zip(tensors, specs, strict=True)):
         address = tensor.data_ptr()
         # A conjugate or negative view has the same memory and other numbers.
         lazy_bits = tensor.is_conj(), tensor.is_neg()
-        aliases.append(first_index.setdefault((address, *spec[:4], *lazy_bits), index))
+        aliases.append(first_index.setdefault((address, device, *spec[:3], *lazy_bits), index))
         if aliases[-1] == index and (size := sizes[spec]):
             spans.append((address, address + size))
     spans.sort()
     return tuple(aliases), any(a[1] > b[0] for a, b in pairwise(spans))
-
-
-def _count_spanned_bytes(spec: InputSpec) -> int:
-    """Return the bytes from the first to the last element, gaps included."""
-    shape, stride, dtype, *_ = spec
-    if not all(shape):
-        return 0
-    last = sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
-    return (last + 1) * dtype.itemsize
 
 
 class StaticInputs:

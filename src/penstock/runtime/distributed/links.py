@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from penstock.device.device import Device, Gpu, record_stream
-from penstock.runtime.distributed.payload_codec import WireTensorSpec, flatten_dense
+from penstock.runtime.distributed.payload_codec import flatten_dense
+from penstock.tensor_spec import TensorSpec
 
 MAX_IN_FLIGHT = 4  # messages to one receiver that may be under way at once
 
@@ -63,7 +64,7 @@ class Links(Protocol):
         one. The caller calls it, so that it can tell the watchdog first.
         """
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Start to receive tensors. Return a function that waits for them and returns them."""
 
     def flush(self) -> None:
@@ -90,7 +91,7 @@ class HostLinks:
                 flat_tensors.append(flat)
         return self._in_flight.add(peer, works, flat_tensors)
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive into new CPU tensors."""
         buffers = [spec.allocate("cpu") for spec in tensor_specs]
         works = [
@@ -165,7 +166,7 @@ class StagedLinks:
             finally:
                 self._free_slots.release()
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive into pinned memory. The wait copies from there to the GPU."""
         gpu = self._gpu
         buffers = [spec.allocate("cpu", pinned=True) for spec in tensor_specs]
@@ -237,7 +238,7 @@ class NcclLinks:
                     flat = flatten_dense(tensor)
                     in_flight.append((group.send([flat], 1, 0), flat))
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive on the stream of NCCL. The compute stream waits for it, the host does not."""
         group = self._communicators[peer, self._rank]
         with self._gpu.activate():
@@ -290,7 +291,7 @@ def _wait_all(works: Iterable[Any], tensors: object) -> None:
 
 
 def _copy_to_pinned(tensor: Tensor) -> Tensor:
-    host = WireTensorSpec.from_tensor(tensor).allocate("cpu", pinned=True)
+    host = TensorSpec.of_packed(tensor).allocate("cpu", pinned=True)
     host.copy_(tensor, non_blocking=True)
     return host
 
