@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, relu
 
-from penstock.model.profiler import build_cost_key
+from penstock.fingerprint import build_cost_key
 
 CONFIG = object()
 

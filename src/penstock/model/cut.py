@@ -35,11 +35,11 @@ from penstock.model.huggingface import (
 from penstock.model.partition import Partition
 from penstock.model.profiler import ModuleCall, profile_call, profile_calls
 from penstock.model.traced.build_stages import TracedModel, assign_calls, build_stages
-from penstock.model.traced.pytrees import unflatten
 from penstock.model.traced.trace import NodeKind, Trace, ValueRef
 from penstock.model.traced.trace_model import trace_expanding_units
 from penstock.model.traced.traced_partition import CutSummary, UnitCost
 from penstock.model.traced.units import UnitSelector, has_layer_list, is_expandable, parameter_bytes
+from penstock.nested_values import unflatten
 from penstock.schedules.balance import balance_costs, find_best_cut
 from penstock.schedules.balance_problem import (
     CutProblem,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as for_all
 
-from penstock.runtime.cuda_graph.fingerprint import (
+from penstock.fingerprint import (
     ModuleSnapshot,
     fingerprint_attributes,
     fingerprint_tensor,

@@ -256,16 +256,6 @@ def _all_identical(current: tuple[Any, ...], previous: tuple[Any, ...] | None) -
     return all(a is b for a, b in zip(current, previous or (), strict=True))
 
 
-def iter_captured_values(function: FunctionType) -> Iterator[Any]:
-    """Yield the default arguments of a function and the variables that it closes over."""
-    yield from function.__defaults__ or ()
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell: the variable has no value yet
-            continue
-
-
 def _rebind_cell(cell: CellType, replacements: Replacements, depth: int) -> CellType:
     """Return a closure cell with rebound contents, or the cell itself if nothing changes."""
     try:
