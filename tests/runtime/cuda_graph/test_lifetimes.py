@@ -107,8 +107,7 @@ def test_recorded_graphs_are_freed_with_their_pipe(monkeypatch: pytest.MonkeyPat
     emulate(monkeypatch)
     pair = pipe_pair(stack(nn.Dropout(0.2), nn.BatchNorm1d(8)))
     for number, rows in enumerate([11, 11, 11, 8, 8]):
-        x, y = batch(number, rows)
-        pair.step(x, target=y)
+        pair.train(1, number, rows)
     refs = refs_of(pair.graph)
     assert len(refs) > 5
     gc.collect()

@@ -95,7 +95,7 @@ def test_capture_refuses_a_host_tensor() -> None:
     pipe = pipe_of(model, "1f1b", nn.MSELoss(), "never")
     x = torch.empty(8, 8, device="meta")
     pipe.step(x, target=x)
-    text = r"layer 1 \(Forgotten\), .*test_host_rng.py:\d+: it computes with a tensor in host"
+    text = r"layer 1 \(Forgotten\), .*test_meta_device.py:\d+: it computes with a tensor in host"
     with pytest.raises(CaptureError, match=text):
         pipe.step(x, target=x)
 
