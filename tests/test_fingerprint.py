@@ -23,6 +23,8 @@ from penstock.fingerprint import (
     fingerprint_tensors_by_column,
 )
 
+WAY = {"at": 1}  # held by a closure, and by no module
+
 
 def chosen_by(way: dict[str, int]) -> Callable[[], int]:
     return lambda: way["at"]
@@ -43,8 +45,7 @@ class Layer(nn.Module):
         self.mask = torch.ones(2)
         self.masks = [torch.ones(2)]
         self.options = SimpleNamespace(deep={"a": 1})
-        self.way = {"at": 1}
-        self.chosen, self.part = chosen_by(self.way), partial(nothing, self.sizes)
+        self.chosen, self.part = chosen_by(WAY), partial(nothing, [1])
         self.handle = self.inner.register_forward_hook(nothing)
         self.linear.weight.register_hook(nothing)
         self.last = "of all"
@@ -77,7 +78,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     "a renamed attribute": rename,
     "a value in a list": lambda m: m.sizes[1].append(3),
     "a value in an object": lambda m: m.options.deep.update(a=2),
-    "a value in a closure": lambda m: m.way.update(at=2),
+    "a value in a closure": lambda m: WAY.update(at=WAY["at"] + 1),
     "an argument of a partial": lambda m: m.part.args[0].append(1),
     "a tensor in a list": lambda m: m.masks.__setitem__(0, torch.ones(2)),
     "a tensor": lambda m: setattr(m, "mask", torch.ones(2)),

@@ -29,14 +29,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
-from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.nested_values import iter_captured_values
+from penstock.nested_values import are_same_objects, iter_captured_values
 from penstock.tensor_spec import TensorSpec
 
 _VALUE_TYPES = (str, int, type(None), Enum, torch.dtype, torch.device, type)
@@ -352,11 +351,6 @@ def _collect_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
         for table in (attributes["_parameters"], attributes["_buffers"], attributes):
             tensors.update((id(v), v) for v in table.values() if isinstance(v, Tensor))
     return list(tensors.values())
-
-
-def are_same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Return whether two sequences hold the same objects in the same order."""
-    return len(first) == len(second) and all(map(is_, first, second))
 
 
 # ---- cost keys ------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -185,3 +186,8 @@ def iter_captured_values(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # an empty cell: the variable has no value yet
             continue
+
+
+def are_same_objects(first: Collection[Any], second: Collection[Any]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(first) == len(second) and all(map(is_, first, second))

@@ -28,11 +28,11 @@ from penstock.fingerprint import (
     Fingerprinter,
     ModuleSnapshot,
     ObjectIdentity,
-    are_same_objects,
     fingerprint_attributes,
     fingerprint_tensors_and_hooks,
 )
 from penstock.model.partition import Partition
+from penstock.nested_values import are_same_objects
 from penstock.runtime.cuda_graph.capture_guard import CaptureError
 from penstock.runtime.cuda_graph.static_buffers import FlatInputs
 from penstock.runtime.step_request import PreparedStep
