@@ -9,7 +9,7 @@ import pytest
 
 from penstock.device.device import Cpu
 from penstock.draw.style import SHADES
-from penstock.runtime.worker import CellIO, Worker
+from penstock.runtime.worker import BoundAction, CellIO, Worker
 from penstock.schedules.cost import Cost
 from penstock.schedules.ir import OP_RULES, Compute, Op
 from penstock.schedules.notation import dumps, loads
@@ -28,5 +28,5 @@ def test_every_op_has_a_rule_a_text_a_cost_a_colour_and_a_way_to_run(op: Op) -> 
 
     stage_runner = MagicMock()
     worker = Worker(0, Cpu(), {2: stage_runner}, MagicMock(), CellIO())
-    worker._compute(action, {}, ())
+    worker.execute(BoundAction(0, action, (), ()))
     assert [call for call in stage_runner.method_calls if action.microbatch in call.args]

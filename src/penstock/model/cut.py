@@ -44,12 +44,11 @@ from penstock.model.traced.build_stages import (
     build_partition,
 )
 from penstock.model.traced.local_model import LocalMembers, build_local_model
-from penstock.model.traced.pytrees import unflatten
-from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.trace import NodeKind, Trace, ValueRef
 from penstock.model.traced.trace_model import trace_expanding_units
 from penstock.model.traced.traced_partition import CutSummary, StageOwnership, UnitCost
 from penstock.model.traced.units import UnitSelector, has_layer_list, is_expandable, parameter_bytes
+from penstock.nested_values import unflatten
 from penstock.schedules.balance import balance_costs, find_best_cut
 from penstock.schedules.balance_problem import (
     CutProblem,
@@ -59,6 +58,7 @@ from penstock.schedules.balance_problem import (
     check_cut,
 )
 from penstock.stage.stage import Stage
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import is_compiled_wrapper
 
 # ---- choosing the cut ----------------------------------------------------------------------------

@@ -12,14 +12,10 @@ Blocks of a model are mostly equal, so calls with equal cost keys are measured o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass
-from functools import partial
 from statistics import median
 from time import perf_counter
-from types import FunctionType, MethodType
 from typing import Any
 from weakref import ref
 
@@ -28,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RunError
+from penstock.fingerprint import build_cost_key
 from penstock.model.isolation import (
     DeviceLike,
     StructureCopier,
@@ -36,7 +33,6 @@ from penstock.model.isolation import (
     iter_module_tensors,
     preserve_global_state,
 )
-from penstock.model.traced.pytrees import IdentityKey
 from penstock.model.traced.traced_partition import UnitCost
 from penstock.stage.aux_loss import added_losses
 from penstock.stage.cell_graph import CellGraph, GraphInputs, find_gradient_edge
@@ -44,139 +40,6 @@ from penstock.stage.stage import OUTSIDE
 from penstock.stage.weight_grad import PendingWeightGrad, accumulate_weight_grads
 from penstock.stage.weight_grad_ops import WeightGradDeferral
 from penstock.torch_compat import get_storage_address
-
-# ---- cost keys -----------------------------------------------------------------------------------
-#
-# Two calls have equal keys if their modules have the same structure, classes, attributes and hooks,
-# and their arguments the same shapes. Two things are left out, because they differ between blocks
-# of one model and do not change the cost:
-#
-#   numbers and names of blocks     `layer_idx = 3`
-#   the exact value of a float      `p = 0.1`; only whether it is zero counts
-
-_IDENTITY_ATTRIBUTE = re.compile(r"(^|_)(idx|index|id|number|name)$")
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))  # training, hooks, parameters: handled below
-
-
-def build_cost_key(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Hashable:
-    """Return a key that is equal for two calls only if one measurement holds for both.
-
-    >>> x = torch.ones(2, 4)
-    >>> build_cost_key(nn.Linear(4, 4), (x,)) == build_cost_key(nn.Linear(4, 4), (x + 1,))
-    True
-    >>> build_cost_key(nn.Linear(4, 4), (x,)) == build_cost_key(nn.Linear(4, 4, bias=False), (x,))
-    False
-    """
-    # Numbers tensors in the order in which they are found, by id. Tied weights get one number, so
-    # a module with tied weights has another key than one without.
-    numbers: dict[int, int] = {}
-    parts = tuple(_fingerprint_module(name, part, numbers) for name, part in module.named_modules())
-    return (
-        parts,
-        _fingerprint_value(tuple(args), set()),
-        _fingerprint_value(dict(kwargs or {}), set()),
-    )
-
-
-def _fingerprint_module(name: str, module: nn.Module, tensor_numbers: dict[int, int]) -> Hashable:
-    attributes = {
-        attribute: _fingerprint_value(value, set())
-        for attribute, value in vars(module).items()
-        if attribute not in _MODULE_INTERNALS and _affects_cost(attribute, value)
-    }
-    tensors = {**module._parameters, **module._buffers}
-    shared = tuple(tensor_numbers.setdefault(id(t), len(tensor_numbers)) for t in tensors.values())
-    return (
-        name,
-        type(module),
-        module.training,
-        tuple(attributes.items()),
-        tuple((key, _fingerprint_value(tensor, set())) for key, tensor in tensors.items()),
-        shared,
-        tuple(_fingerprint_hooks(module)),
-    )
-
-
-def _fingerprint_hooks(module: nn.Module) -> Iterator[Hashable]:
-    for kind, hooks in vars(module).items():
-        if (
-            kind in _MODULE_INTERNALS
-            and isinstance(hooks, dict)
-            and kind.endswith("hooks")
-            and hooks
-        ):
-            yield kind, tuple(_fingerprint_hook(hook) for hook in hooks.values())
-
-
-def _fingerprint_hook(hook: Any) -> Hashable:
-    """Return a fingerprint of a hook.
-
-    Functions count by their code. A closure that was made for each block, with the block's number
-    in it, is then the same hook in every block.
-    """
-    return hook.__code__ if isinstance(hook, FunctionType) else _fingerprint_value(hook, set())
-
-
-def _affects_cost(name: Any, value: Any) -> bool:
-    """Return whether an attribute is more than the number or name of a block."""
-    is_identity = isinstance(name, str) and _IDENTITY_ATTRIBUTE.search(name)
-    return not (is_identity and isinstance(value, int | str))
-
-
-def _fingerprint_value(value: Any, enclosing_ids: set[int]) -> Hashable:
-    """Return a fingerprint of any value.
-
-    `enclosing_ids` are the ids of the containers around it, which end the recursion in a container
-    that contains itself.
-    """
-    if isinstance(value, Tensor):
-        return _fingerprint_tensor(value)
-    if isinstance(value, float):
-        return float, value == 0
-    if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
-        return type(value), value
-    if isinstance(value, MethodType):
-        return IdentityKey(value.__func__)
-    if isinstance(value, partial):
-        return (
-            IdentityKey(value.func),
-            _fingerprint_value(value.args, enclosing_ids),
-            _fingerprint_value(value.keywords, enclosing_ids),
-        )
-    if is_dataclass(value) and not isinstance(value, type | dict) and hasattr(value, "__dict__"):
-        return type(value), _fingerprint_value(vars(value), enclosing_ids)
-    if isinstance(value, list | tuple | dict | set | frozenset):
-        if id(value) in enclosing_ids:
-            return type(value), len(value)
-        inside = enclosing_ids | {id(value)}
-        if isinstance(value, dict):
-            items = ((k, v) for k, v in value.items() if _affects_cost(k, v))
-            return type(value), tuple(
-                (_fingerprint_value(k, inside), _fingerprint_value(v, inside)) for k, v in items
-            )
-        if isinstance(value, set | frozenset):
-            return type(value), frozenset(_fingerprint_value(entry, inside) for entry in value)
-        return type(value), tuple(_fingerprint_value(entry, inside) for entry in value)
-    if isinstance(value, nn.Module):
-        return type(value), IdentityKey(value)
-    # An unknown object is equal to itself only. At worst a call is measured once more.
-    return IdentityKey(value)
-
-
-def _fingerprint_tensor(tensor: Tensor) -> Hashable:
-    # Strides count, because kernels for other memory formats take another time.
-    layout = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    return (
-        type(tensor),
-        tuple(tensor.shape),
-        layout,
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
-
 
 # ---- measuring -----------------------------------------------------------------------------------
 

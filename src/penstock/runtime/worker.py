@@ -165,7 +165,7 @@ class Worker:
             op, stage, microbatch = action
             stage_runner = self.stage_runners[stage]
             try:
-                payloads = COMPUTATIONS[op](self, stage_runner, microbatch, received)
+                payloads = _COMPUTATIONS[op](self, stage_runner, microbatch, received)
             except BaseException as error:
                 # The error keeps its type and its traceback. The location is added as an
                 # attribute, for `RemoteError`, and as a note, for people.
@@ -236,7 +236,7 @@ class Worker:
 
 
 # How a worker computes each op: from the payloads that the action consumes to those it produces.
-COMPUTATIONS: dict[
+_COMPUTATIONS: dict[
     Op, Callable[[Worker, StageRunner, int, dict[int, Payload]], dict[int, Payload]]
 ] = {
     Op.F: Worker._forward,

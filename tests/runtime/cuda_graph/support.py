@@ -90,6 +90,12 @@ class PipePair:
         for pipe in self.both:
             do(pipe)
 
+    def train(self, count: int, first: int = 0, rows: int = 11, **named: Any) -> None:
+        """Take steps on the batches of a range of seeds."""
+        for number in range(first, first + count):
+            x, y = batch(number, rows)
+            self.step(x, target=y, seed=number, **named)
+
     def step(
         self,
         *inputs: Any,

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.stage.deferred_batchnorm import DeferredStatsBatchNorm
-from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings, stack
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
+from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, stack
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_captured_batchnorm(checkpoint: str) -> None:
     pair = pipe_pair(stack(nn.BatchNorm1d(8)), checkpoint=checkpoint)
     for number in range(5):
-        x, y = batch(number)
-        pair.step(x, target=y)
+        pair.train(1, number)
         tracked = dict(pair.graph.named_buffers())["1.num_batches_tracked"]
         assert tracked == 4 * (number + 1)
     assert recordings(pair.graph) == [4]
@@ -95,13 +89,11 @@ def test_captured_dropout_when_its_rate_or_the_training_mode_changes() -> None:
     for number, p in enumerate([0.4, 0.4, 0.4, 0.8, 0.8, 0.8, 0.4, 0.0, 0.0, 0.8]):
         for pipe in pair.both:
             pipe[1].p = p
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number)
+        pair.train(1, number)
     assert sum(recordings(pair.graph)) == 7
     for number in range(6):
         pair.each(lambda pipe: pipe.train(number % 3 == 0))  # noqa: B023
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number)
+        pair.train(1, number)
 
 
 class Mean(nn.Module):
@@ -130,8 +122,7 @@ def test_captured_layer_that_rebinds_a_buffer_or_tensor_attribute(plain: bool) -
         if number == 4:  # the user replaces it, too
             for pipe in pair.both:
                 pipe[1].mean = torch.ones(8, dtype=torch.float64)
-        x, y = batch(number)
-        pair.step(x, target=y)
+        pair.train(1, number)
         assert torch.equal(pair.graph[1].other, pair.inline[1].other)
     assert recordings(pair.graph) == [5]
 
@@ -139,8 +130,7 @@ def test_captured_layer_that_rebinds_a_buffer_or_tensor_attribute(plain: bool) -
 def test_captured_rebound_tensors_across_alternating_batch_sizes() -> None:
     pair = pipe_pair(stack(Mean(True)))
     for number, rows in enumerate([11, 11, 11, 8, 11, 8, 8, 11]):
-        x, y = batch(number, rows)
-        pair.step(x, target=y)
+        pair.train(1, number, rows)
         assert torch.equal(pair.graph[1].other, pair.inline[1].other)
     assert sorted(recordings(pair.graph)) == [2, 4]
 
@@ -181,7 +171,5 @@ def test_captured_layers_that_draw_random_numbers(checkpoint: str) -> None:
             return self.inner(x[:, None])[:, 0]
 
     pair = pipe_pair(stack(Noisy(), Rows()), checkpoint=checkpoint)
-    for number in range(4):
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number)
+    pair.train(4)
     assert recordings(pair.graph) == [3]

@@ -9,26 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.cuda_graph.support import (
-    PipePair,
     batch,
     captures_of,
-    emulate,
     pipe_pair,
     recordings,
     same_state,
     stack,
 )
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
-
-
-def some_steps(pair: PipePair, first: int, count: int = 1, **named: Any) -> None:
-    for number in range(first, first + count):
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number, **named)
 
 
 @pytest.mark.parametrize("zero", ["none", "to_none", "to_zero"])
@@ -37,7 +24,7 @@ def test_captured_gradients_are_zeroed_or_accumulated(zero: str) -> None:
     for number in range(5):
         if zero != "none":
             pair.each(lambda pipe: pipe.zero_grad(set_to_none=zero == "to_none"))
-        some_steps(pair, number)
+        pair.train(1, number)
     assert recordings(pair.graph) == [4]
 
 
@@ -47,10 +34,10 @@ def test_gradient_without_other_references_becomes_the_grad_buffer() -> None:
     That happened on PyTorch versions that count references differently.
     """
     pair = pipe_pair(stack())
-    some_steps(pair, 0)
+    pair.train(1, 0)
     kept = pair.graph[0].weight.grad
     places = [p.grad.data_ptr() for p in pair.graph.parameters() if p.grad is not None]
-    some_steps(pair, 1, 2)
+    pair.train(2, 1)
     (captured,) = captures_of(pair.graph)._history.graphs.values()
     buffers = [captured.grad_buffers[p].tensor for p in pair.graph.parameters()]
     assert [buffer.data_ptr() == place for buffer, place in zip(buffers, places, strict=True)] == [
@@ -62,13 +49,13 @@ def test_gradient_without_other_references_becomes_the_grad_buffer() -> None:
 @pytest.mark.parametrize("since", [0, 1, 3])
 def test_grad_tensor_assigned_by_the_caller_is_kept(since: int) -> None:
     pair = pipe_pair(stack())
-    some_steps(pair, 0, since)
+    pair.train(since)
     own = {}
     for pipe in pair.both:
         for p in pipe.parameters():
             p.grad = own[p] = torch.ones_like(p)
     for number in range(since, since + 4):
-        some_steps(pair, number)
+        pair.train(1, number)
         assert all(p.grad is own[p] for pipe in pair.both for p in pipe.parameters())
     views = {}
     flat = torch.zeros(sum(p.numel() for p in pair.graph.parameters()), dtype=torch.float64)
@@ -79,7 +66,7 @@ def test_grad_tensor_assigned_by_the_caller_is_kept(since: int) -> None:
     ):
         p.grad = views[p] = part.view_as(p)
     pair.inline.zero_grad()
-    some_steps(pair, 10, 2)
+    pair.train(2, 10)
     assert all(p.grad is views[p] for p in pair.graph.parameters())
 
 
@@ -88,7 +75,7 @@ def test_gradients_kept_by_the_caller_are_not_overwritten() -> None:
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
     for number in range(6):
         pair.each(nn.Module.zero_grad)
-        some_steps(pair, number)
+        pair.train(1, number)
         found = [p.grad for p in pair.graph.parameters() if p.grad is not None]
         kept.append((found, [g.clone() for g in found]))
     for found, copies in kept:
@@ -99,7 +86,7 @@ def test_gradients_kept_by_the_caller_are_not_overwritten() -> None:
 def test_gradients_of_an_early_step_kept_by_the_caller_are_not_overwritten() -> None:
     pair = pipe_pair(stack())
     for number in range(5):
-        some_steps(pair, number)
+        pair.train(1, number)
         if number == 1:
             kept = [p.grad for p in pair.graph.parameters() if p.grad is not None]
             copies = [g.clone() for g in kept]
@@ -115,7 +102,7 @@ def test_views_of_gradients_kept_by_the_caller_are_not_overwritten(view: Any, si
     kept: list[Any] = []
     for number in range(8):
         pair.each(nn.Module.zero_grad)
-        some_steps(pair, number)
+        pair.train(1, number)
         if since <= number < since + 2:
             found = [view(p.grad) for p in pair.graph.parameters()]
             kept += [(one, one.clone() if isinstance(one, Tensor) else one.copy()) for one in found]
@@ -134,7 +121,7 @@ class Unused(nn.Module):
 
 def test_unused_parameters_have_no_gradient() -> None:
     pair = pipe_pair(stack(Unused().double()))
-    some_steps(pair, 0, 4)
+    pair.train(4)
     names = [name for name, p in pair.graph.named_parameters() if p.grad is None]
     assert names == ["1.unused.weight", "1.unused.bias"]
 
@@ -146,7 +133,7 @@ def test_freezing_parameters_between_captured_steps() -> None:
             pipe[1].weight.requires_grad_(not frozen)
         if number % 2:
             pair.each(nn.Module.zero_grad)
-        some_steps(pair, number)
+        pair.train(1, number)
     assert len(recordings(pair.graph)) == 2
 
 
@@ -159,14 +146,14 @@ def test_replacing_parameter_data_or_parameters_between_captured_steps() -> None
         if number == 6:
             for pipe in pair.both:
                 pipe[2].weight = nn.Parameter(pipe[2].weight.detach() * 2)
-        some_steps(pair, number)
+        pair.train(1, number)
     assert len(recordings(pair.graph)) == 3
 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_between_captured_steps(assign: bool) -> None:
     pair = pipe_pair(stack(nn.BatchNorm1d(8)))
-    some_steps(pair, 0, 3)
+    pair.train(3)
     torch.manual_seed(5)
     other = {
         name: torch.rand_like(v) if v.is_floating_point() else v.clone()
@@ -175,13 +162,13 @@ def test_load_state_dict_between_captured_steps(assign: bool) -> None:
     for pipe in pair.both:
         copied = {name: value.clone() for name, value in other.items()}
         pipe.load_state_dict(copied, assign=assign)
-    some_steps(pair, 3, 3)
+    pair.train(3, 3)
     assert len(recordings(pair.graph)) == 1 + assign
 
 
 def test_casting_the_pipe_between_captured_steps() -> None:
     pair = pipe_pair(stack())
-    some_steps(pair, 0, 2)
+    pair.train(2)
     pair.each(lambda pipe: pipe.float())
     pair.each(nn.Module.zero_grad)
     for number in range(3):
@@ -189,29 +176,29 @@ def test_casting_the_pipe_between_captured_steps() -> None:
         pair.step(x.float(), target=y.float())
     pair.each(lambda pipe: pipe.double())
     pair.each(nn.Module.zero_grad)
-    some_steps(pair, 2, 3)
+    pair.train(3, 2)
 
 
 def test_replacing_a_submodule_between_captured_steps() -> None:
     pair = pipe_pair(stack(Unused().double()))
-    some_steps(pair, 0, 3)
+    pair.train(3)
     for pipe in pair.both:
         torch.manual_seed(3)
         pipe[1].used = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()
-    some_steps(pair, 3, 4)
+    pair.train(4, 3)
     assert sum(recordings(pair.graph)) == 5
 
 
 def test_captured_parameter_hooks_run_per_micro_batch() -> None:
     """A hook runs once per micro-batch: the sum of clamped gradients is not the clamped sum."""
     pair = pipe_pair(stack())
-    some_steps(pair, 0, 2)
+    pair.train(2)
     for pipe in pair.both:
         pipe[1].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    some_steps(pair, 2, 3)
+    pair.train(3, 2)
     for pipe in pair.both:
         pipe[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
-    some_steps(pair, 5, 3)
+    pair.train(3, 5)
     assert len(recordings(pair.graph)) == 3
 
 
@@ -219,7 +206,7 @@ def test_optimizer_step_after_captured_steps() -> None:
     pair = pipe_pair(stack())
     optimizers = [torch.optim.Adam(pipe.parameters(), 0.01) for pipe in pair.both]
     for number in range(5):
-        some_steps(pair, number)
+        pair.train(1, number)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -237,8 +224,8 @@ def test_captured_pipes_that_share_parameters() -> None:
         two.inline[int(name)].weight = one.inline[int(name)].weight
         two.inline[int(name)].bias = one.inline[int(name)].bias
     for number in range(6):
-        some_steps(shared, number)
-        some_steps(two, number)
+        shared.train(1, number)
+        two.train(1, number)
         if number == 3:
             one.each(nn.Module.zero_grad)
     assert recordings(one.graph) == recordings(two.graph) == [5]
@@ -248,9 +235,9 @@ def test_captured_tied_weights_over_ranks() -> None:
     model = stack()
     model[2].weight = model[1].weight
     pair = pipe_pair(model)
-    some_steps(pair, 0, 3)
+    pair.train(3)
     pair.each(nn.Module.zero_grad)
-    some_steps(pair, 3, 2)
+    pair.train(2, 3)
     assert recordings(pair.graph) == [4]
 
 

@@ -102,13 +102,11 @@ def refs_of(pipe: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(one) for one in found]
 
 
-def test_recorded_graphs_are_freed_with_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_graphs_are_freed_with_their_pipe() -> None:
     """They are freed at once: GPU memory must not wait for the garbage collector."""
-    emulate(monkeypatch)
     pair = pipe_pair(stack(nn.Dropout(0.2), nn.BatchNorm1d(8)))
     for number, rows in enumerate([11, 11, 11, 8, 8]):
-        x, y = batch(number, rows)
-        pair.step(x, target=y)
+        pair.train(1, number, rows)
     refs = refs_of(pair.graph)
     assert len(refs) > 5
     gc.collect()
@@ -121,10 +119,7 @@ def test_recorded_graphs_are_freed_with_their_pipe(monkeypatch: pytest.MonkeyPat
         gc.enable()
 
 
-def test_recorded_graph_keeps_no_batch_and_no_loss_alive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    emulate(monkeypatch)
+def test_recorded_graph_keeps_no_batch_and_no_loss_alive() -> None:
     pair = pipe_pair(stack())
     kept: list[weakref.ref[Any]] = []
     for number in range(4):
@@ -137,8 +132,7 @@ def test_recorded_graph_keeps_no_batch_and_no_loss_alive(
     assert [ref() for ref in kept if ref() is not None] == []
 
 
-def test_graph_keys_keep_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
+def test_graph_keys_keep_no_tensor_alive() -> None:
     pair = pipe_pair(stack(), loss_fn=None)
     kept: list[weakref.ref[Tensor]] = []
     alive: list[Tensor] = []
@@ -154,8 +148,7 @@ def test_graph_keys_keep_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> Non
             assert kept[-1]() is None or number == 3
 
 
-def test_failed_capture_keeps_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
+def test_failed_capture_keeps_no_tensor_alive() -> None:
     made: list[weakref.ref[Tensor]] = []
 
     class Asks(nn.Module):
@@ -197,8 +190,7 @@ def test_old_graphs_are_dropped_before_a_new_one_is_recorded(
     assert most == 2
 
 
-def test_replay_has_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
+def test_replay_has_a_timeline() -> None:
     pair = pipe_pair(stack())
     results = []
     for number in range(4):

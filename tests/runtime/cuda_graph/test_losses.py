@@ -17,17 +17,11 @@ from torch.nn import functional
 from penstock import add_loss
 from tests.runtime.cuda_graph.support import (
     batch,
-    emulate,
     pipe_pair,
     recordings,
     same_state,
     stack,
 )
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
 
 
 def classes(seed: int, rows: int = 11) -> tuple[Tensor, Tensor]:
@@ -80,13 +74,9 @@ def test_captured_loss_weights_and_metrics(checkpoint: str) -> None:
 
 def test_captured_sum_reduction() -> None:
     pair = pipe_pair(stack(), loss_fn=nn.MSELoss(reduction="sum"))
-    for number in range(4):
-        x, y = batch(number)
-        pair.step(x, target=y)
+    pair.train(4)
     pair.each(lambda pipe: setattr(pipe, "reduction", "mean"))
-    for number in range(3):
-        x, y = batch(number)
-        pair.step(x, target=y)
+    pair.train(3)
     assert recordings(pair.graph) == [3, 2]
 
 
@@ -178,8 +168,7 @@ def test_captured_loss_module_whose_attributes_change() -> None:
     for number in range(8):
         loss_fn.power = 3 if number in (3, 4, 6) else 2
         loss_fn.weight.mul_(1.1)
-        x, y = batch(number)
-        pair.step(x, target=y)
+        pair.train(1, number)
     assert sum(recordings(pair.graph)) == 6
 
 

@@ -17,7 +17,6 @@ from penstock import PenstockError
 from penstock.runtime.cuda_graph.capture_guard import CaptureError, is_capturing
 from tests.runtime.cuda_graph.support import (
     batch,
-    emulate,
     pipe_pair,
     recordings,
     same_state,
@@ -27,11 +26,6 @@ from tests.runtime.cuda_graph.support import (
 )
 
 FILE = "test_refusals.py"
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
 
 
 class Asks(nn.Module):
@@ -102,9 +96,7 @@ def test_uncapturable_layer_warns_once_and_falls_back_to_threads(name: str) -> N
     assert recordings(pair.graph) == []
     for pipe in pair.both:
         pipe[1].forward = lambda x: x
-    for number in range(3):
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number)
+    pair.train(3)
     assert recordings(pair.graph) == [2]
 
 
@@ -149,9 +141,7 @@ def test_layer_error_during_capture_is_raised_unchanged() -> None:
                 pair.graph.step(x, target=y)
         assert any("stage 0" in note for note in found.value.__notes__)
         Refuses.bad = False
-        for number in range(2):
-            x, y = batch(number)
-            pair.step(x, target=y)
+        pair.train(2)
         assert recordings(pair.graph) == [2]
 
 
@@ -195,9 +185,7 @@ def test_interrupt_during_capture(error: type[BaseException]) -> None:
         pair.graph.step(x, target=y)
     assert not _get_current_dispatch_mode_stack()
     same_state(*pair.both)
-    for number in range(3):
-        x, y = batch(number)
-        pair.step(x, target=y)
+    pair.train(3)
     assert recordings(pair.graph) == [3]
 
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_full_backward_pre_hook
 
 from penstock.runtime.cuda_graph.capture_guard import is_capturing
-from tests.runtime.cuda_graph.support import batch, emulate, pipe_pair, recordings, stack, steps
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
+from tests.runtime.cuda_graph.support import batch, pipe_pair, recordings, stack, steps
 
 
 class Counts(nn.Module):
@@ -139,9 +132,7 @@ def test_captured_hook_that_consumes_the_gradient() -> None:
 
     for pipe in pair.both:
         pipe[3].weight.register_post_accumulate_grad_hook(take)
-    for number in range(4):
-        x, y = batch(number)
-        pair.step(x, target=y)
+    pair.train(4)
 
 
 def test_hook_that_consumes_the_gradient_only_during_capture_falls_back_to_threads() -> None:
@@ -154,25 +145,6 @@ def test_hook_that_consumes_the_gradient_only_during_capture_falls_back_to_threa
     for pipe in pair.both:
         pipe[3].weight.register_post_accumulate_grad_hook(take)
     steps(pair, "gttt", "the gradient of 3.weight is replaced instead of being added to .grad")
-
-
-def doubled(_: nn.Module, gradients: Any) -> Any:
-    return tuple(2 * gradient for gradient in gradients)
-
-
-# PyTorch warns for the first layer
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_global_backward_pre_hook_selects_another_recording() -> None:
-    """The fingerprint did not include hooks that run before a backward, so replays ignored them."""
-    pair = pipe_pair(stack())
-    for number in range(7):
-        x, y = batch(number)
-        if number == 3:
-            handle = register_module_full_backward_pre_hook(doubled)
-        if number == 6:
-            handle.remove()
-        pair.step(x, target=y)
-    assert sorted(recordings(pair.graph)) == [2, 3]
 
 
 def test_layer_that_builds_a_table_in_its_first_step_is_captured_later() -> None:
@@ -190,7 +162,5 @@ def test_layer_that_builds_a_table_in_its_first_step_is_captured_later() -> None
             return x + self.table[: len(x), None]
 
     pair = pipe_pair(stack(Lazy()))
-    for number in range(5):
-        x, y = batch(number)
-        pair.step(x, target=y)
+    pair.train(5)
     assert recordings(pair.graph) == [3]

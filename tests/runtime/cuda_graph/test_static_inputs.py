@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from penstock import Chunk, NoChunk, Pipe
 from tests.runtime.cuda_graph.support import (
     batch,
-    emulate,
     pipe_pair,
     recordings,
     same_state,
@@ -22,16 +21,10 @@ from tests.runtime.cuda_graph.support import (
 )
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
-
-
 def test_graph_cache_reuses_recordings_of_earlier_batch_sizes() -> None:
     pair = pipe_pair(stack())
     for number, rows in enumerate([11, 11, 8, 11, 8, 5, 8, 11]):
-        x, y = batch(number, rows)
-        pair.step(x, target=y)
+        pair.train(1, number, rows)
     assert recordings(pair.graph) == [2, 3]
 
 
@@ -42,8 +35,7 @@ def test_graph_cache_reuses_recordings_of_earlier_settings() -> None:
         chunks, checkpoint = settings[number % 3]
         for pipe in pair.both:
             pipe.chunks, pipe.checkpoint = chunks, checkpoint
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number)
+        pair.train(1, number)
     assert recordings(pair.graph) == [2, 2, 2]
 
 
@@ -52,8 +44,7 @@ def test_deterministic_algorithms_select_another_recording() -> None:
     try:
         for number in range(6):
             torch.use_deterministic_algorithms(number > 2)
-            x, y = batch(number)
-            pair.step(x, target=y)
+            pair.train(1, number)
     finally:
         torch.use_deterministic_algorithms(False)
     assert recordings(pair.graph) == [2, 2]
@@ -65,8 +56,7 @@ def test_graph_cache_drops_old_recordings_and_captures_them_again(
     monkeypatch.setattr("penstock.runtime.cuda_graph.graph_cache.MAX_GRAPHS", 2)
     pair = pipe_pair(stack())
     for number, rows in enumerate([8, 8, 9, 9, 10, 10, 8, 8, 10]):
-        x, y = batch(number, rows)
-        pair.step(x, target=y)
+        pair.train(1, number, rows)
         assert len(recordings(pair.graph)) <= 2
     # for 8 rows, recorded again after it was dropped, and for 10
     assert recordings(pair.graph) == [2, 2]
@@ -227,26 +217,20 @@ def test_captured_steps_with_fewer_ranks_than_stages(stages: int, ranks: int) ->
     pair = pipe_pair(
         stack(nn.Dropout(0.2)), stages=stages, devices=["cpu"] * ranks, schedule=schedule
     )
-    for number in range(4):
-        x, y = batch(number)
-        pair.step(x, target=y, seed=number)
+    pair.train(4)
     assert recordings(pair.graph) == [3]
 
 
 def test_deepcopy_and_pickle_of_a_pipe_drop_its_recordings() -> None:
     pair = pipe_pair(stack(nn.BatchNorm1d(8)))
-    for number in range(3):
-        x, y = batch(number)
-        pair.step(x, target=y)
+    pair.train(3)
     for made in (copy.deepcopy(pair.graph), pickle.loads(pickle.dumps(pair.graph))):
         assert recordings(made) == []
         assert all(map(torch.equal, made.parameters(), pair.graph.parameters()))
         made.zero_grad()
         mine = type(pair)(made, copy.deepcopy(pair.inline))
         mine.inline.zero_grad()
-        for number in range(3):
-            x, y = batch(number)
-            mine.step(x, target=y)
+        mine.train(3)
         assert recordings(made) == [2]
     x, y = batch(5)
     pair.step(x, target=y)

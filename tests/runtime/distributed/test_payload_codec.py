@@ -11,12 +11,12 @@ from penstock import PenstockTypeError
 from penstock.model.sequential_stage import SideInputs
 from penstock.runtime.distributed.payload_codec import (
     PayloadSpec,
-    WireTensorSpec,
     decode_spec,
     encode_spec,
     flatten_dense,
 )
 from penstock.stage.payload import Payload, flatten_values, unflatten_values
+from penstock.tensor_spec import TensorSpec
 
 
 class Pair(NamedTuple):
@@ -74,7 +74,7 @@ TENSORS: list[Tensor] = [
 )
 def test_tensor_survives_the_wire_format(tensor: Tensor) -> None:
     """Values are sent in memory order; the order of dims is kept, gaps are not."""
-    there = WireTensorSpec.from_tensor(tensor).allocate("cpu")
+    there = TensorSpec.of_packed(tensor).allocate("cpu")
     flatten_dense(there).copy_(flatten_dense(tensor).reshape(flatten_dense(there).shape))
     assert torch.equal(there, tensor)
     if tensor.is_contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else False:

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
+from penstock.nested_values import are_same_objects
+
 _CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)  # attributes of PyTorch, such as `_buffers`
 _HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks")
@@ -165,12 +167,9 @@ def has_same_contents(container: Any, snapshot: Any) -> bool:
         return bool(container == snapshot)
     if is_state_object(container):
         return has_same_contents(vars(container), vars(snapshot))
-    if len(container) != len(snapshot):
-        return False
-    pairs = zip(container, snapshot, strict=True)
     if isinstance(container, dict):
-        pairs = zip([*container, *container.values()], [*snapshot, *snapshot.values()], strict=True)
-    return all(a is b for a, b in pairs)
+        return are_same_objects([*container, *container.values()], [*snapshot, *snapshot.values()])
+    return are_same_objects(container, snapshot)
 
 
 def _copy_container(value: Any, depth: int = 3) -> Any:
@@ -233,7 +232,7 @@ def rebind_function(function: Any, replacements: Replacements, depth: int = 6) -
             key: _rebind_value(arg, replacements, depth) for key, arg in function.keywords.items()
         }
         current, previous = (inner, *args, *keywords.values()), (function.func, *function.args)
-        is_same = _all_identical(current, (*previous, *function.keywords.values()))
+        is_same = are_same_objects(current, (*previous, *function.keywords.values()))
         return function if is_same else partial(inner, *args, **keywords)
     if not isinstance(function, FunctionType):
         return function
@@ -241,8 +240,8 @@ def rebind_function(function: Any, replacements: Replacements, depth: int = 6) -
     defaults = tuple(
         _rebind_value(default, replacements, depth) for default in function.__defaults__ or ()
     )
-    if _all_identical(cells, function.__closure__) and _all_identical(
-        defaults, function.__defaults__
+    if are_same_objects(
+        (*cells, *defaults), (*(function.__closure__ or ()), *(function.__defaults__ or ()))
     ):
         return function
     rebound = FunctionType(
@@ -250,20 +249,6 @@ def rebind_function(function: Any, replacements: Replacements, depth: int = 6) -
     )
     rebound.__kwdefaults__ = function.__kwdefaults__
     return rebound
-
-
-def _all_identical(current: tuple[Any, ...], previous: tuple[Any, ...] | None) -> bool:
-    return all(a is b for a, b in zip(current, previous or (), strict=True))
-
-
-def iter_captured_values(function: FunctionType) -> Iterator[Any]:
-    """Yield the default arguments of a function and the variables that it closes over."""
-    yield from function.__defaults__ or ()
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell: the variable has no value yet
-            continue
 
 
 def _rebind_cell(cell: CellType, replacements: Replacements, depth: int) -> CellType:
@@ -286,7 +271,7 @@ def _rebind_value(value: Any, replacements: Replacements, depth: int) -> Any:
             if depth > 1
             else list(value)
         )
-        return value if _all_identical(tuple(items), tuple(value)) else type(value)(items)
+        return value if are_same_objects(items, value) else type(value)(items)
     return rebind_function(value, replacements, depth - 1)
 
 

@@ -35,9 +35,10 @@ from penstock.model.meta_init import (
     initialize_module,
 )
 from penstock.model.traced.containers import call_tracking_containers, preserve_containers
-from penstock.model.traced.pytrees import FunctionCall, flatten, unflatten
+from penstock.model.traced.interception import FunctionCall
 from penstock.model.traced.torch_functions import find_unversioned_writes, is_in_place
 from penstock.model.traced.trace import Trace
+from penstock.nested_values import flatten, unflatten
 from penstock.stage.rng import get_shared_rng_states
 from penstock.torch_compat import (
     DataDependentOutputException,

@@ -5,8 +5,8 @@ A trace holds for every micro-batch on which the forward takes the same path. Th
     | what                                     | compared by                                      |
     |------------------------------------------|--------------------------------------------------|
     | shapes, dtypes, non-tensor arguments     | the cache key (`TracedPartition`)                |
-    | `training`, attributes, configurations   | `read_model_settings`, part of the cache key     |
-    | grad mode, autocast, default dtype       | `read_torch_state`, part of the cache key        |
+    | `training`, attributes, configurations   | `fingerprint.read_model_settings`, in that key   |
+    | grad mode, autocast, default dtype       | `read_torch_state`, in that key                  |
     | values of input tensors                  | `InputGuards`: `mask.all()`, `int(lengths.max())`|
 
 `InputGuards` runs the few nodes again that lead from the inputs to a host read, and compares what
@@ -18,55 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.device.accelerator import list_autocast_types
-from penstock.model.traced.pytrees import flatten, iter_tensors, unflatten
 from penstock.model.traced.trace import Trace, TraceNode, ValueLeaf, ValueRef
+from penstock.nested_values import flatten, iter_tensors, map_tensors, unflatten
 from penstock.stage.loss import DEFAULT_IGNORE_INDEX, extract_model_loss
 
-# ---- settings: parts of the cache key ------------------------------------------------------------
-
-# Types of attributes that Python code branches on, and that compare by value.
-_SETTING_TYPES = (
-    *(bool, int, float, str, type(None), Enum, torch.dtype, torch.device),
-    *(type, FunctionType, BuiltinFunctionType),
-)
-
-ModelSettings = tuple[Any, ...]
-
-
-def read_model_settings(parents: Iterable[nn.Module]) -> ModelSettings:
-    """Return `training` and the plain attributes of modules and of their `config` objects.
-
-    Tensors and other objects are left out: Python code rarely branches on them. Where it does, the
-    interpreter notices that the forward takes another path.
-    """
-    seen_configs: set[int] = set()  # the parents of a transformers model share one config
-    settings: list[Any] = []
-    for module in parents:
-        settings.append(tuple(_find_settings(module.__dict__)))
-        config = module.__dict__.get("config")
-        if config is not None and id(config) not in seen_configs and hasattr(config, "__dict__"):
-            seen_configs.add(id(config))
-            settings.append(tuple(_find_settings(vars(config))))
-    return tuple(settings)
-
-
-def _find_settings(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in attributes.items():
-        if isinstance(value, _SETTING_TYPES):
-            yield key, value
-        elif isinstance(value, tuple | list) and all(
-            isinstance(item, _SETTING_TYPES) for item in value
-        ):
-            yield key, tuple(value)
+# ---- modes of PyTorch: a part of the cache key ---------------------------------------------------
 
 
 def read_torch_state() -> tuple[Any, ...]:
@@ -144,7 +107,9 @@ class TraceReplay:
         with torch.no_grad():
             for index in self._node_indices:
                 node = self._trace.nodes[index]
-                args, kwargs = _substitute_values(node.arg_template, resolver)
+                args, kwargs = map_tensors(
+                    node.arg_template, lambda ref: resolver(ref.value), ValueRef
+                )
                 result = node.call(*args, **kwargs)
                 for old, new in node.mutations.items():
                     resolver.computed[new] = resolver(old)
@@ -180,21 +145,6 @@ def _find_dependencies(trace: Trace, goal_nodes: Iterable[int]) -> list[int]:
         inputs = [trace.values[value] for value in trace.nodes[index].inputs]
         pending += [v.producer for v in inputs if v.producer is not None and v.input_only]
     return sorted(node_indices)
-
-
-def _substitute_values(arguments: Any, resolve: Callable[[int], Tensor]) -> Any:
-    """Return arguments in which every `ValueRef` is replaced by its tensor."""
-    if isinstance(arguments, ValueRef):
-        return resolve(arguments.value)
-    if type(arguments) in (tuple, list):
-        return type(arguments)(_substitute_values(item, resolve) for item in arguments)
-    if type(arguments) is dict:
-        return {key: _substitute_values(item, resolve) for key, item in arguments.items()}
-    if isinstance(arguments, slice):
-        return slice(
-            *(_substitute_values((arguments.start, arguments.stop, arguments.step), resolve))
-        )
-    return arguments
 
 
 # ---- guards on the values of inputs --------------------------------------------------------------

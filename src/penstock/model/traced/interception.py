@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock import torch_compat
 from penstock.model.traced.containers import ReboundHooks, rebind_function
+from penstock.nested_values import iter_tensors, map_tensors
 from penstock.torch_compat import (
     TORCH_DIRECTORY,
     CallHandler,
@@ -200,3 +202,18 @@ def _has_contents(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A function with its arguments, and the tensors among the arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: Callable[..., Any]
+    tensors: list[Tensor]
+
+    def call_with_mapped_tensors(self, transform: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
+        """Call the function with each tensor transformed. Return the result and the new tensors."""
+        args, kwargs = map_tensors((self.args, self.kwargs), transform)
+        return self.call(*args, **kwargs), list(iter_tensors((args, kwargs)))

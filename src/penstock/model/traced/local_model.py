@@ -35,7 +35,8 @@ from penstock.model.traced.proxies import (
     get_remote_members,
     holds_module,
 )
-from penstock.model.traced.remote_tensor import RemoteTensor, TensorSpec
+from penstock.model.traced.remote_tensor import RemoteTensor
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import mark_as_parameter
 
 # ---- remote units --------------------------------------------------------------------------------
@@ -90,9 +91,7 @@ def _make_fake(tensor: RemoteTensor, fake_factory: FakeTensorFactory) -> Tensor:
     """Return a fake tensor, or parameter, with the metadata of a remote one."""
     spec = TensorSpec.from_tensor(tensor)
     with fake_factory.mode:
-        fake = torch.empty_strided(
-            spec.shape, spec.strides, dtype=spec.dtype, device=fake_factory.device
-        )
+        fake = spec.allocate(fake_factory.device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, spec.requires_grad)
     return fake
@@ -169,7 +168,7 @@ def _cast_tensor(tensor: Tensor, cast_fn: TensorCast) -> Tensor:
     # Casting an empty tensor shows the new dtype.
     dtype = cast_fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
     remote_tensor = RemoteTensor.from_spec(
-        replace(TensorSpec.from_tensor(tensor), dtype=dtype), tensor.device, NO_VALUE
+        TensorSpec.from_tensor(tensor)._replace(dtype=dtype), tensor.device, NO_VALUE
     )
     mark_as_parameter(remote_tensor, isinstance(tensor, nn.Parameter))
     return remote_tensor

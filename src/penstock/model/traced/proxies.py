@@ -31,13 +31,14 @@ from penstock.model.traced.containers import (
     ContainerCopy,
     ReboundHooks,
     is_state_object,
-    iter_captured_values,
     iter_containers,
     iter_lru_cached_methods,
     rebind_function,
 )
 from penstock.model.traced.interception import get_current_interceptor
-from penstock.model.traced.remote_tensor import RemoteTensor, TensorSpec
+from penstock.model.traced.remote_tensor import RemoteTensor
+from penstock.nested_values import iter_captured_values
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import COMPILED_CALL_ATTRIBUTE, mark_as_parameter
 
 NO_VALUE = -1  # the value index of a remote tensor that stands for a parameter or buffer

@@ -10,56 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import disabled_torch_function, make_wrapper_subclass
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The metadata of a tensor, without its device: that is the device of the stage."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    @staticmethod
-    def from_tensor(tensor: Tensor) -> TensorSpec:
-        """Return the metadata of a tensor.
-
-        A tensor without strides (a sparse one) is described with contiguous strides.
-        """
-        shape = tuple(tensor.shape)
-        strides = (
-            tuple(tensor.stride()) if tensor.layout is torch.strided else _contiguous_strides(shape)
-        )
-        return TensorSpec(shape, strides, tensor.dtype, tensor.requires_grad)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensor's data in bytes."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 class _ForwardCounter(threading.local):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CutError
+from penstock.fingerprint import ModelSettings
 from penstock.model.traced.containers import (
     OutputWithContainerUpdates,
     apply_container_updates,
@@ -33,7 +34,6 @@ from penstock.model.traced.containers import (
     wrap_with_hooks,
 )
 from penstock.model.traced.dry_run import make_shape_placeholder
-from penstock.model.traced.guards import ModelSettings
 from penstock.model.traced.interception import (
     HookSkipped,
     NullHookHandle,
@@ -42,13 +42,6 @@ from penstock.model.traced.interception import (
     without_interception,
 )
 from penstock.model.traced.proxies import ProxyModel, sync_attributes
-from penstock.model.traced.pytrees import (
-    flatten,
-    iter_tensors,
-    map_call_tensors,
-    map_tensors,
-    unflatten,
-)
 from penstock.model.traced.remote_tensor import FORWARD_COUNTER, RemoteTensor
 from penstock.model.traced.stage_program import Instruction, StageProgram
 from penstock.model.traced.torch_functions import (
@@ -61,6 +54,13 @@ from penstock.model.traced.torch_functions import (
 )
 from penstock.model.traced.trace import ArgumentLeaf, NodeKind, TraceNode, ValueLeaf
 from penstock.model.traced.traced_partition import ForwardRequest
+from penstock.nested_values import (
+    flatten,
+    iter_tensors,
+    map_call_tensors,
+    map_tensors,
+    unflatten,
+)
 from penstock.stage.recompute import is_recomputing
 from penstock.stage.stage import OUTSIDE
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.torch_functions import get_function_name
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import pytree
 
 

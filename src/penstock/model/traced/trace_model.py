@@ -38,7 +38,6 @@ from penstock.model.traced.interception import (
 )
 from penstock.model.traced.local_model import fake_remote_tensors, is_remote_unit
 from penstock.model.traced.proxies import ProxyModel, build_unit_proxy
-from penstock.model.traced.pytrees import flatten, iter_tensors, unflatten
 from penstock.model.traced.remote_tensor import RemoteTensor
 from penstock.model.traced.torch_functions import (
     HOOK_REGISTRATION,
@@ -49,6 +48,7 @@ from penstock.model.traced.trace import ArgumentLeaf, NodeKind, Trace, TraceNode
 from penstock.model.traced.tracer import Tracer
 from penstock.model.traced.units import UnitSelector, find_units, is_expandable
 from penstock.model.traced.value_table import EscapedTensor
+from penstock.nested_values import flatten, iter_tensors, unflatten
 
 # ---- the consistency check ---------------------------------------------------------------------
 #

@@ -15,7 +15,7 @@ later traces must find every unit, parameter and written buffer on the stage tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, CutError, RunError
+from penstock.fingerprint import (
+    Fingerprinter,
+    ModelSettings,
+    ObjectIdentity,
+    read_model_settings,
+)
 from penstock.microbatch import MicrobatchRows, check_inputs, move_to_device, scatter
 from penstock.model.huggingface import build_default_kwargs
 from penstock.model.partition import Partition
@@ -36,20 +42,19 @@ from penstock.model.traced.assignment import (
 from penstock.model.traced.guards import (
     InputGuards,
     LossTargets,
-    ModelSettings,
     TraceReplay,
     find_loss_targets,
-    read_model_settings,
     read_torch_state,
 )
 from penstock.model.traced.local_model import LocalModel, TensorCast, is_remote_unit
-from penstock.model.traced.pytrees import IdentityKey, flatten
 from penstock.model.traced.stage_program import StageProgram, build_stage_program
 from penstock.model.traced.trace import NodeKind, Trace, UnitCall
 from penstock.model.traced.trace_model import trace_model
 from penstock.model.traced.value_table import EscapedTensor
+from penstock.nested_values import flatten
 from penstock.schedules.ir import StageGraph
 from penstock.stage.loss import TargetCounter
+from penstock.tensor_spec import TensorSpec
 
 # ---- the summary of a cut, for reports -----------------------------------------------------------
 
@@ -152,6 +157,12 @@ class ForwardRequest:
     tree_spec: Any
     settings: ModelSettings
     destinations: Mapping[int, tuple[int, ...]]
+
+    def fingerprint_by(self, fingerprint: Fingerprinter) -> Hashable:
+        """Return the fingerprint of the request: a graph depends on the programs it was made of."""
+        programs, plain_leaves = ObjectIdentity(self.programs), fingerprint(self.plain_leaves)
+        positions, structure = self.tensor_positions, str(self.tree_spec)
+        return programs, plain_leaves, positions, structure, self.settings
 
 
 @dataclass(frozen=True)
@@ -611,10 +622,9 @@ def _iter_members(
 def _make_leaf_key(leaf: Any) -> Any:
     """Return what of an input decides the path of a forward: metadata, or the object itself."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+        return TensorSpec.from_tensor(leaf)
     try:
         hash(leaf)
     except TypeError:
-        # The key keeps the object alive, so that no other object gets the same id.
-        return type(leaf), IdentityKey(leaf)
+        return type(leaf), ObjectIdentity(leaf)
     return type(leaf), leaf

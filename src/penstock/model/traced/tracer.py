@@ -46,21 +46,12 @@ from penstock.model.traced.dry_run import (
 )
 from penstock.model.traced.guards import CROSS_ENTROPY_FUNCTIONS
 from penstock.model.traced.interception import (
+    FunctionCall,
     NullHookHandle,
     OpInterceptor,
     get_source_location,
     without_interception,
 )
-from penstock.model.traced.pytrees import (
-    FunctionCall,
-    flatten,
-    format_literals,
-    iter_hidden_tensors,
-    iter_tensors,
-    map_tensors,
-    unflatten,
-)
-from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.torch_functions import (
     ASSERTIONS,
     BINCOUNT,
@@ -84,6 +75,14 @@ from penstock.model.traced.trace import (
     ValueRef,
 )
 from penstock.model.traced.value_table import EscapedTensor, RandomRange, ValueTable
+from penstock.nested_values import (
+    flatten,
+    iter_hidden_tensors,
+    iter_tensors,
+    map_tensors,
+    unflatten,
+)
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import (
     DISTRIBUTIONS_DIRECTORY,
     IS_ALL_TRUE,
@@ -92,6 +91,7 @@ from penstock.torch_compat import (
     REGISTER_PYTREE_NODE,
     FakeTensor,
     is_functorch_active,
+    pytree,
 )
 
 # ---- checks: operations that cannot be divided among stages ------------------------------------
@@ -158,6 +158,20 @@ def _iter_ancestor_nodes(
         visited.add(index)
         yield nodes[index]
         pending += [values[v].producer for v in nodes[index].inputs]
+
+
+def format_literals(arguments: Any) -> str:
+    """Return the numbers, strings and booleans among the arguments of an operation as text.
+
+    The text is the same on every rank. It is part of the names of values.
+
+    >>> format_literals((("x", 2), {"dim": -1}))
+    "'x' 2 -1"
+    """
+    leaves = pytree.tree_leaves(arguments)
+    parts = [(v.start, v.stop, v.step) if isinstance(v, slice) else (v,) for v in leaves]
+    plain = (bool, int, float, str)
+    return " ".join(repr(item) for part in parts for item in part if isinstance(item, plain))
 
 
 def check_no_hidden_fakes(leaf: Any, description: str, location: str) -> None:

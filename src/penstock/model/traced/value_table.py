@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.model.traced.dry_run import FakeTensorFactory
 from penstock.model.traced.interception import get_source_location
-from penstock.model.traced.remote_tensor import TensorSpec
 from penstock.model.traced.torch_functions import SIZE_QUERIES
 from penstock.model.traced.trace import TracedValue
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import FakeTensor, get_storage_address
 
 

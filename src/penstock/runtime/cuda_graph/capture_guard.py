@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import MissingExtra, RunError
+from penstock.nested_values import iter_tensors
 from penstock.stage.compile_support import has_compiled_module, skip_dynamo_tracing
 from penstock.stage.rng import is_deterministic_call
 from penstock.torch_compat import (
@@ -34,7 +35,6 @@ from penstock.torch_compat import (
     CompileFriendlyDispatchMode,
     get_dispatch_modes,
     get_generator_address,
-    pytree,
 )
 
 # PyTorch marks with these tags the operators that read values on the device: those that return a
@@ -113,7 +113,7 @@ class CaptureGuard(CompileFriendlyDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(iter_tensors((args, kwargs)))
         device_tensors = [t for t in tensors if t.device.type in self._device_types]
         if device_tensors and _needs_host_sync(func, args, kwargs):
             raise CaptureError(
@@ -136,8 +136,8 @@ class CaptureGuard(CompileFriendlyDispatchMode):
             return fill_constant_on_device(args[0], **kwargs)
         out = func(*args, **kwargs)
         # All host inputs were constants, so the host outputs are constants, too.
-        for output in pytree.tree_iter(out):
-            if isinstance(output, Tensor) and output.device.type not in self._device_types:
+        for output in iter_tensors(out):
+            if output.device.type not in self._device_types:
                 self._host_constants[output] = True
         return out
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from penstock.device.device import Device, GraphTimestamp, Timestamp
 from penstock.device.nvidia import GraphTimestamps, ReplayTimestamps
+from penstock.fingerprint import fingerprint_attributes
 from penstock.model.partition import Partition
 from penstock.runtime.cuda_graph.capture_guard import (
     CaptureError,
@@ -34,38 +35,35 @@ from penstock.runtime.cuda_graph.capture_guard import (
     locate_capture_errors,
 )
 from penstock.runtime.cuda_graph.capture_transport import CaptureTransport
-from penstock.runtime.cuda_graph.fingerprint import (
-    check_attributes_unchanged,
-    fingerprint_attributes,
-)
-from penstock.runtime.cuda_graph.grad_buffers import (
-    GradBufferMap,
-    GradBufferPool,
-    GradUpdateDetector,
-    check_dense_grads,
-    find_viewed_grads,
-    redirect_grads_for_replay,
-)
 from penstock.runtime.cuda_graph.graph_key import (
     GraphKey,
     PreparedStep,
     StepModules,
     build_graph_key,
+    check_attributes_unchanged,
     check_optimizer_numbers_unchanged,
     get_optimizer_numbers,
 )
 from penstock.runtime.cuda_graph.graph_rng import GraphGenerators, HostRngGuard, RngUsage
-from penstock.runtime.cuda_graph.reassigned_tensors import (
-    ModuleTablesSnapshot,
-    ReassignedTensors,
-    collect_module_tensors,
-)
 from penstock.runtime.cuda_graph.recorded_graph import (
     GraphMemoryPools,
     RecordedCudaGraph,
     RecordedGraph,
 )
-from penstock.runtime.cuda_graph.static_inputs import FlatInputs, StaticInputs, flatten_inputs
+from penstock.runtime.cuda_graph.static_buffers import (
+    FlatInputs,
+    GradBufferMap,
+    GradBufferPool,
+    GradUpdateDetector,
+    ModuleTablesSnapshot,
+    ReassignedTensors,
+    StaticInputs,
+    check_dense_grads,
+    collect_module_tensors,
+    find_viewed_grads,
+    flatten_inputs,
+    redirect_grads_for_replay,
+)
 from penstock.runtime.execution import CaptureOverrides, LaneExecutor, MeasuredRun
 from penstock.runtime.inline import InlineExecutor
 from penstock.runtime.step import StepResult

@@ -16,25 +16,26 @@ The last three are computed once for `StepModules`, and again only when a module
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.model.partition import Partition
-from penstock.model.stage_inputs import StageInputs
-from penstock.runtime.cuda_graph.capture_guard import CaptureError
-from penstock.runtime.cuda_graph.fingerprint import (
+from penstock.fingerprint import (
+    AttributeFingerprints,
     CachedHash,
     Fingerprinter,
     ModuleSnapshot,
     ObjectIdentity,
-    are_same_objects,
     fingerprint_attributes,
     fingerprint_tensors_and_hooks,
 )
-from penstock.runtime.cuda_graph.static_inputs import FlatInputs
+from penstock.model.partition import Partition
+from penstock.model.stage_inputs import StageInputs
+from penstock.nested_values import are_same_objects
+from penstock.runtime.cuda_graph.capture_guard import CaptureError
+from penstock.runtime.cuda_graph.static_buffers import FlatInputs
 from penstock.runtime.request import Request
 from penstock.stage.caller_context import CallerContext
 from penstock.torch_compat import get_global_hook_ids
@@ -110,6 +111,25 @@ class StepModules:
 
 def _list_roots(partition: Partition, loss_fn: Any) -> list[nn.Module]:
     return [*partition.roots(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+
+
+def check_attributes_unchanged(
+    before: AttributeFingerprints, now: AttributeFingerprints, describe: Callable[[nn.Module], str]
+) -> None:
+    """Raise `CaptureError` if a step has changed an attribute of a module: a replay would not."""
+    for module, attributes in now.items():
+        attributes_before = before.get(module, attributes)
+        if attributes_before == attributes:
+            continue
+        names = [
+            name
+            for name in (*attributes_before, *attributes)
+            if attributes_before.get(name, attributes_before) != attributes.get(name, attributes)
+        ]
+        raise CaptureError(
+            f"{describe(module)}: it changes its attribute '{names[0]}' in every step, and a "
+            "replay would not. Keep the value in a buffer, as a tensor"
+        )
 
 
 # ---- the key --------------------------------------------------------------------------------

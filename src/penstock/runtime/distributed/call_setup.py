@@ -39,13 +39,13 @@ from penstock.runtime.distributed.control_channel import (
     check_ranks_agree,
     sample_tensors,
 )
-from penstock.runtime.distributed.payload_codec import WireTensorSpec
 from penstock.runtime.distributed.process_groups import ProcessGroups
 from penstock.runtime.request import Request
 from penstock.schedules.ir import Message
 from penstock.stage.payload import Payload
 from penstock.stage.rng import peek_seed
 from penstock.stage.stage import OUTSIDE
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import pytree
 
 
@@ -133,7 +133,7 @@ def _describe_leaf(leaf: Any) -> str:
         return f"Chunk({_describe_leaf(leaf.tensor)}, dim={leaf.dim})"
     if isinstance(leaf, Tensor):
         suffix = ", requires grad" if leaf.requires_grad else ""
-        return f"{WireTensorSpec.from_tensor(leaf)}{suffix}"
+        return f"{TensorSpec.from_tensor(leaf)}{suffix}"
     return repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
 
 

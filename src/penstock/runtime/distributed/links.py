@@ -36,7 +36,8 @@ from penstock.device.accelerator import (
     is_collective_available,
 )
 from penstock.device.device import Device
-from penstock.runtime.distributed.payload_codec import WireTensorSpec, flatten_dense
+from penstock.runtime.distributed.payload_codec import flatten_dense
+from penstock.tensor_spec import TensorSpec
 from penstock.torch_compat import connect_nccl_eagerly
 
 MAX_IN_FLIGHT = 4  # messages to one receiver that may be under way at once
@@ -77,7 +78,7 @@ class Links(Protocol):
         one. The caller calls it, so that it can tell the watchdog first.
         """
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Start to receive tensors. Return a function that waits for them and returns them."""
 
     def flush(self) -> None:
@@ -104,7 +105,7 @@ class HostLinks:
                 flat_tensors.append(flat)
         return self._in_flight.add(peer, works, flat_tensors)
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive into new CPU tensors."""
         buffers = [spec.allocate("cpu") for spec in tensor_specs]
         works = [
@@ -155,7 +156,7 @@ class StagedLinks:
     def send(self, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Copy to host memory beside the computation, and queue that for the sender thread."""
         self._free_slots.acquire()
-        staged = self._allocate(map(WireTensorSpec.from_tensor, tensors))
+        staged = self._allocate(map(TensorSpec.of_packed, tensors))
         copied = self._device.copy_to_host(tensors, staged)
         if self._sender_thread is None:
             self._sender_thread = Thread(target=self._run_sender, name="penstock-send", daemon=True)
@@ -176,7 +177,7 @@ class StagedLinks:
             finally:
                 self._free_slots.release()
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive into host memory. The wait copies from there to the device."""
         buffers = self._allocate(tensor_specs)
         works = [
@@ -192,7 +193,7 @@ class StagedLinks:
 
         return wait_for_tensors
 
-    def _allocate(self, tensor_specs: Iterable[WireTensorSpec]) -> list[Tensor]:
+    def _allocate(self, tensor_specs: Iterable[TensorSpec]) -> list[Tensor]:
         pinned = self._device.has_streams
         return [spec.allocate("cpu", pinned=pinned) for spec in tensor_specs]
 
@@ -245,7 +246,7 @@ class NcclLinks:
                     flat = flatten_dense(tensor)
                     in_flight.append((group.send([flat], 1, 0), flat))
 
-    def recv(self, peer: int, tag: int, tensor_specs: Sequence[WireTensorSpec]) -> ReceiveWait:
+    def recv(self, peer: int, tag: int, tensor_specs: Sequence[TensorSpec]) -> ReceiveWait:
         """Receive on the stream of NCCL. The compute stream waits for it, the host does not."""
         group = self._communicators[peer, self._rank]
         with self._device.activate():

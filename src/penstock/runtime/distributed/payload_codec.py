@@ -21,43 +21,14 @@ from torch import Tensor
 
 from penstock.errors import PenstockTypeError
 from penstock.stage.payload import Payload, PayloadLayout
+from penstock.tensor_spec import TensorSpec, is_dense
 from penstock.torch_compat import pytree
-
-
-class WireTensorSpec(NamedTuple):
-    """The dtype, shape and strides of a tensor as the receiver allocates it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @staticmethod
-    def from_tensor(tensor: Tensor) -> WireTensorSpec:
-        """Return the spec of the tensor that arrives at the receiver.
-
-        A dense tensor keeps its strides (for example channels_last). A tensor with gaps in its
-        memory arrives contiguous.
-        """
-        if tensor.is_contiguous() or not _is_dense(tensor):
-            return WireTensorSpec(
-                tensor.dtype, tuple(tensor.shape), _contiguous_strides(tensor.shape)
-            )
-        return WireTensorSpec(tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    def allocate(self, device: torch.device | str, pinned: bool = False) -> Tensor:
-        """Return an uninitialised tensor with this spec."""
-        return torch.empty_strided(
-            self.shape, self.strides, dtype=self.dtype, device=device, pin_memory=pinned
-        )
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 class PayloadSpec(NamedTuple):
     """A payload without the data of its tensors. None stands for a tensor that is not sent."""
 
-    tensor_specs: tuple[WireTensorSpec | None, ...]
+    tensor_specs: tuple[TensorSpec | None, ...]
     needs_grad: tuple[bool, ...]
     shared: frozenset[int]
     layout: PayloadLayout | None
@@ -66,15 +37,18 @@ class PayloadSpec(NamedTuple):
     def from_payload(payload: Payload) -> PayloadSpec:
         """Return the spec of a payload."""
         tensor_specs = tuple(
-            [None if t is None else WireTensorSpec.from_tensor(t) for t in payload.tensors]
+            [None if t is None else TensorSpec.of_packed(t) for t in payload.tensors]
         )
         return PayloadSpec(tensor_specs, tuple(payload.needs_grad), payload.shared, payload.layout)
 
     def matches(self, payload: Payload) -> bool:
         """Return whether the payload has this spec."""
         # This runs for every message. Comparing plain tuples decides the usual case without
-        # building a WireTensorSpec for each tensor.
-        shapes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in payload.tensors]
+        # building a TensorSpec for each tensor.
+        shapes = [
+            None if t is None else (t.shape, t.stride(), t.dtype, False, torch.strided)
+            for t in payload.tensors
+        ]
         exact = tuple(shapes), payload.needs_grad, payload.shared, payload.layout
         return exact == self or PayloadSpec.from_payload(payload) == self
 
@@ -95,30 +69,9 @@ def flatten_dense(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
-    if _is_dense(tensor):
+    if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous()
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill a block of memory without gaps, in any order of dims."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 # ---- encoding as JSON text ----------------------------------------------------------------
@@ -148,7 +101,7 @@ def decode_spec(text: str) -> PayloadSpec:
     """
     encoded_specs, needs_grad, shared, encoded_layout = json.loads(text)
     tensor_specs = tuple(
-        None if s is None else WireTensorSpec(_parse_dtype(s[0]), tuple(s[1]), tuple(s[2]))
+        None if s is None else TensorSpec(tuple(s[1]), tuple(s[2]), _parse_dtype(s[0]))
         for s in encoded_specs
     )
     layout = None

@@ -1,19 +1,22 @@
-"""Nested arguments and outputs, flattened into leaves and put together again.
+"""Nested values: find or replace the tensors in them, take them apart and put them together.
 
-There are two kinds of tree walks:
+| function | looks into | for |
+|---|---|---|
+| `flatten`, `unflatten` | pytrees, dataclasses, `UserDict` | a traced model and its units |
+| `iter_tensors`, `map_tensors` | tuples, lists, dicts, slices | operations between units |
+| `iter_hidden_tensors` | any object with attributes | tensors that cannot be sent |
+| `iter_captured_values` | closure and default values of a function | hooks, loss functions |
 
-- `flatten` and `unflatten` use PyTorch's pytrees. They handle everything that may be passed to a
-  unit: registered classes, dataclasses, `UserDict`. They serve units and the model's own inputs and
-  output.
-- `iter_tensors` and `map_tensors` are cheaper and handle what PyTorch functions take: tuples,
-  lists, dicts and slices. They run for every operation between units.
+Code that needs pytrees and nothing else uses `torch_compat.pytree`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -144,35 +147,22 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         yield from iter_tensors((value.start, value.stop, value.step))
 
 
-def map_tensors(value: Any, transform: Callable[[Tensor], Any]) -> Any:
-    """Return the arguments of an operation with each tensor transformed."""
-    if isinstance(value, Tensor):
+def map_tensors(value: Any, transform: Callable[[Any], Any], leaf_type: type = Tensor) -> Any:
+    """Return the arguments of an operation with each tensor, or other leaf, transformed."""
+    if isinstance(value, leaf_type):
         return transform(value)
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([map_tensors(item, transform) for item in value])
+        return kind([map_tensors(item, transform, leaf_type) for item in value])
     if kind is dict:
-        return {key: map_tensors(item, transform) for key, item in value.items()}
+        return {key: map_tensors(item, transform, leaf_type) for key, item in value.items()}
     if kind is slice:
-        return slice(*map_tensors((value.start, value.stop, value.step), transform))
+        return slice(*map_tensors((value.start, value.stop, value.step), transform, leaf_type))
     if isinstance(value, tuple | list | dict):  # a named tuple, torch.Size, ...
-        leaves, spec = pytree.tree_flatten(value)
-        return pytree.tree_unflatten([map_tensors(leaf, transform) for leaf in leaves], spec)
+        leaves, spec = pytree.tree_flatten(value, lambda item: isinstance(item, leaf_type))
+        mapped = [map_tensors(leaf, transform, leaf_type) for leaf in leaves]
+        return pytree.tree_unflatten(mapped, spec)
     return value
-
-
-def format_literals(arguments: Any) -> str:
-    """Return the numbers, strings and booleans among the arguments of an operation as text.
-
-    The text is the same on every rank. It is part of the names of values.
-
-    >>> format_literals((("x", 2), {"dim": -1}))
-    "'x' 2 -1"
-    """
-    leaves = pytree.tree_leaves(arguments)
-    parts = [(v.start, v.stop, v.step) if isinstance(v, slice) else (v,) for v in leaves]
-    plain = (bool, int, float, str)
-    return " ".join(repr(item) for part in parts for item in part if isinstance(item, plain))
 
 
 def iter_hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -188,35 +178,16 @@ def iter_hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[Tensor]:
         yield from iter_hidden_tensors(list(vars(leaf).values()), depth)
 
 
-class IdentityKey:
-    """A dict key that is equal only to a key of the same object.
-
-    It serves for functions, and for objects that are not hashable or whose own `==` is not known.
-    The key holds a reference to the object, so that its id is not reused.
-    """
-
-    __slots__ = ("_of",)
-
-    def __init__(self, target: Any) -> None:
-        self._of = target
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, IdentityKey) and other._of is self._of
-
-    def __hash__(self) -> int:
-        return id(self._of)
+def iter_captured_values(function: FunctionType) -> Iterator[Any]:
+    """Yield the default arguments of a function and the variables that it closes over."""
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell: the variable has no value yet
+            continue
 
 
-@dataclasses.dataclass(frozen=True)
-class FunctionCall:
-    """A function with its arguments, and the tensors among the arguments."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: Callable[..., Any]
-    tensors: list[Tensor]
-
-    def call_with_mapped_tensors(self, transform: Callable[[Tensor], Any]) -> tuple[Any, list[Any]]:
-        """Call the function with each tensor transformed. Return the result and the new tensors."""
-        args, kwargs = map_tensors((self.args, self.kwargs), transform)
-        return self.call(*args, **kwargs), list(iter_tensors((args, kwargs)))
+def are_same_objects(first: Collection[Any], second: Collection[Any]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(first) == len(second) and all(map(is_, first, second))
