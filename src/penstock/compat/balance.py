@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.compat.legacy_pipe import DeviceLike, chunk_on_dim_zero
-from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
+from penstock.model.profiler import measure_layer_bytes, measure_layer_times
 from penstock.schedules.balance import balance_costs
 
 __all__ = ["balance_by_size", "balance_by_time"]

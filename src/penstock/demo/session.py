@@ -18,7 +18,7 @@ from penstock.demo.model import ByteBatch, move_batch, next_byte_loss
 from penstock.device.device import Device, resolve_device
 from penstock.device.virtual_gpu import virtual_devices
 from penstock.errors import ArgumentError, MissingExtra
-from penstock.model.sequential_profiler import measure_layer_times
+from penstock.model.profiler import measure_layer_times
 from penstock.pipe import Pipe
 from penstock.runtime.train_step import StepResult
 from penstock.schedules.balance import balance_costs

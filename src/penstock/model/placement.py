@@ -36,6 +36,7 @@ from penstock.model.describe import measure_transfer_bytes
 from penstock.model.meta_init import UninitializedTensors, has_meta_tensors, materialize
 from penstock.model.partition import Partition, SequentialLayout
 from penstock.model.process_share import build_process_share, decide_cut
+from penstock.model.profiler import measure_layer_bytes, measure_layer_times
 from penstock.model.sequential import (
     PipeSequential,
     check_model,
@@ -44,7 +45,6 @@ from penstock.model.sequential import (
     is_plain_sequential,
     list_module_tensors,
 )
-from penstock.model.sequential_profiler import measure_layer_bytes, measure_layer_times
 from penstock.model.tied import (
     TiedTensor,
     describe_tied_parameters,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from penstock.device.device import Device, GraphTimestamp, Timestamp
 from penstock.device.gpu_timestamps import GraphTimestamps, ReplayTimestamps
+from penstock.model.isolation import ModuleSnapshot
 from penstock.model.partition import Partition
 from penstock.runtime.cuda_graph.capture_guard import (
     CaptureError,
@@ -55,7 +56,6 @@ from penstock.runtime.cuda_graph.graph_key import (
 )
 from penstock.runtime.cuda_graph.graph_rng import GraphGenerators, HostRngGuard, RngUsage
 from penstock.runtime.cuda_graph.reassigned_tensors import (
-    ModuleTablesSnapshot,
     ReassignedTensors,
     collect_module_tensors,
 )
@@ -321,7 +321,8 @@ class GraphCache:
         """Capture the step and store its graph. On an error, leave everything as it was."""
         history, modules_before, host_rng = (
             self._history,
-            ModuleTablesSnapshot(step_modules.modules),
+            # Without the values of tensors: a capture computes nothing.
+            ModuleSnapshot(step_modules.modules, copy_value=lambda _: False),
             HostRngGuard(),
         )
         # Old graphs go first, so that their memory is free for the new one.
