@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from math import inf
@@ -361,17 +361,8 @@ class _CallProfiler(Skips):
     `WeightGradDeferral`), so that their overhead is part of the measurement.
 
     It is the store of skips during a forward: what the module pops is an input, and what it
-    stashes is an output.
-
-    Args:
-        module: The module.
-        arguments: The positional and keyword arguments, which the module may change.
-        copy_tensor: Copies a tensor.
-        skips: The values that earlier layers stashed.
-        counted: The storages that earlier layers keep. They are not counted again.
-
-    Attributes:
-        output: The output of the first run, detached.
+    stashes is an output. `skips` has the values that earlier layers stashed. `counted` are the
+    storages that earlier layers keep, which are not counted again.
     """
 
     def __init__(
@@ -389,9 +380,8 @@ class _CallProfiler(Skips):
         self._is_first_run = True
         self._input_refs: list[ReferenceType[Tensor]] = []
         self._stashed: list[Any] = []
-        self.output: Any = None
-        self._deferral = WeightGradDeferral(list(module.modules()))
-        self._can_split_backward = True
+        self.output: Any = None  # of the first run, detached
+        self._deferral: WeightGradDeferral | None = WeightGradDeferral(list(module.modules()))
         tensors = (*_collect_tensors(arguments), *iter_module_tensors(module))
         self._accelerators = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
 
@@ -402,7 +392,7 @@ class _CallProfiler(Skips):
         self._time_backward(self._first_graph, [])
         seconds: list[tuple[float, float, float]] = []
         while not seconds or (len(seconds) < runs and perf_counter() < end):
-            seconds.append(self._measure_seconds())
+            seconds.append(self._time_run())
         forward, input_grad, weight_grad = map(median, zip(*seconds, strict=True))
         return saved_bytes, (forward, input_grad, weight_grad)
 
@@ -436,29 +426,27 @@ class _CallProfiler(Skips):
         self._counted.update(saved)
         return sum(storage.nbytes() for storage in saved)
 
-    def _measure_seconds(self) -> tuple[float, float, float]:
+    def _time_run(self) -> tuple[float, float, float]:
         """Return the seconds of F, I and W of one run.
 
         Some modules cannot run with a deferred weight gradient, for example if their forward
         computes a gradient itself. Then W is 0 and I is the whole backward.
         """
-        if self._can_split_backward:
-            try:
-                return self._time_run(split_backward=True)
-            except RunError:
-                self._can_split_backward = False
-        return self._time_run(split_backward=False)
-
-    def _time_run(self, split_backward: bool) -> tuple[float, float, float]:
         args, kwargs = self._start_graph(self._arguments)
         outputs: list[Any] = []
-        pending: list[PendingWeightGrad] = []
-        with ExitStack() as stack:
-            if split_backward:
-                pending = stack.enter_context(self._deferral.activate())
-            forward = self._time(lambda: outputs.append(self._run_module(args, kwargs)))
-        # `pop` lets go of the outputs, so that the backward can free the graph as it goes.
-        return forward, *self._time_backward(self._build_graph(outputs.pop()), pending)
+        deferral: AbstractContextManager[list[PendingWeightGrad]] = (
+            nullcontext([]) if self._deferral is None else self._deferral.activate()
+        )
+        try:
+            with deferral as pending:
+                forward = self._time(lambda: outputs.append(self._run_module(args, kwargs)))
+            # `pop` lets go of the outputs, so that the backward can free the graph as it goes.
+            return forward, *self._time_backward(self._build_graph(outputs.pop()), pending)
+        except RunError:
+            if self._deferral is None:
+                raise
+            self._deferral = None
+            return self._time_run()
 
     def _time_backward(
         self, graph: _BackwardGraph, pending_weight_grads: list[PendingWeightGrad]
