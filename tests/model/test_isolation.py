@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock import Pipe, split
 from penstock.model.isolation import isolated_step
+from penstock.model.profiler import profile_call
 
 
 class Busy(nn.Module):
@@ -34,6 +36,8 @@ class Busy(nn.Module):
         self.recent, self.kinds = deque([0], maxlen=3), {"a"}
         self.notes = SimpleNamespace(count=0)
         self.generator = torch.Generator().manual_seed(3)
+        self.own, self.array = random.Random(0), np.zeros(2)
+        self.numpy_generator = np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
         x.add_(1)
@@ -48,6 +52,9 @@ class Busy(nn.Module):
         self.kinds.add("b")
         self.notes.count += 1
         self.late = 1
+        self.linear.eval()
+        self.linear.register_buffer("more", torch.ones(1))
+        self.array += self.own.random() + self.numpy_generator.random() + np.random.random()
         noise = torch.rand(2, generator=self.generator) + torch.rand(2) + random.random()
         y: Tensor = self.linear(x) + noise
         return y
@@ -56,8 +63,10 @@ class Busy(nn.Module):
 def state(model: Busy) -> list[Any]:
     held = (model.mean, model.replaced, model.plain, model.generator.get_state())
     counted = (model.calls, model.seen, model.table, [*model.recent], model.kinds)
-    drawn = torch.get_rng_state().tolist(), random.getstate()
-    more = model.notes.count, hasattr(model, "late"), *drawn
+    drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()
+    own = model.own.getstate(), model.numpy_generator.bit_generator.state, model.array.tolist()
+    linear = model.linear.training, sorted(model.linear._buffers)
+    more = model.notes.count, hasattr(model, "late"), *drawn, *own, *linear
     return repr([[t.tolist() for t in held], counted, more])  # type: ignore[return-value]
 
 
@@ -79,6 +88,20 @@ def test_isolated_step_restores_all_state_in_the_same_objects() -> None:
     assert model.linear.weight.grad is gradient
     assert gradient.tolist() == [[1, 1], [1, 1]]
     assert model.linear.bias.grad is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_profiler_restores_all_state_in_the_same_objects(fails: bool) -> None:
+    model = Busy()
+    if fails:
+        model.linear.register_forward_hook(lambda *_: 1 / 0)
+    objects = [model.seen, model.table, model.notes, model.linear, model._buffers, model.mean]
+    before = state(model)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        profile_call(model, (torch.ones(1, 2),))
+    assert state(model) == before
+    now = [model.seen, model.table, model.notes, model.linear, model._buffers, model.mean]
+    assert all(a is b for a, b in zip(now, objects, strict=True))
 
 
 def test_isolated_step_restores_state_after_an_error() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,6 +154,15 @@ def test_profile_call_of_a_layer_that_cannot_defer_weight_gradients() -> None:
     assert found.weight_grad < found.input_grad
 
 
+def test_profile_call_of_a_layer_that_adds_a_loss() -> None:
+    class Penalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            add_loss(super().forward(x).mean())
+            return super().forward(x)
+
+    assert profile_call(Penalised(3, 3), (needing(2, 3),)).seconds > 0
+
+
 # ---- bytes ----------------------------------------------------------------------------------
 
 
@@ -298,87 +305,6 @@ def test_profile_call_leaves_modules_unchanged(module: nn.Module, args: tuple[Te
     assert lazy == any(nn.parameter.is_lazy(p) for p in module.parameters())
 
 
-class Memory:
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.latest = torch.zeros(3)
-
-
-class Forgetful(nn.Module):
-    """A module that changes all of its state and draws from every generator."""
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(3))
-        self.number = 0
-        self.history: list[Any] = [{"deep": []}]
-        self.memory = Memory()
-        self.generator = torch.Generator()
-        self.own = random.Random(0)
-        self.array = np.random.default_rng(0)
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.number += 1
-        self.fresh = self.history
-        self.history[0]["deep"].append(self.number)
-        self.memory.seen.append(self.number)
-        self.memory.latest += 1
-        self.inner.eval()
-        self.inner.register_buffer("more", torch.ones(1))
-        torch.rand(1, generator=self.generator)
-        torch.rand(1)
-        random.random()
-        np.random.random()
-        self.own.random()
-        self.array.random()
-        add_loss(self.inner(x).mean())
-        y: Tensor = self.inner(x)
-        return y
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_profile_call_restores_attributes_and_random_states(fails: bool) -> None:
-    module = Forgetful()
-    if fails:
-        module.inner.register_forward_hook(lambda *_: 1 / 0)
-
-    def state() -> list[Any]:
-        return [
-            module.number,
-            repr(module.history),
-            list(module.memory.seen),
-            module.memory.latest.tolist(),
-            sorted(vars(module)),
-            sorted(module.inner._buffers),
-            module.inner.training,
-            torch.get_rng_state().tolist(),
-            module.generator.get_state().tolist(),
-            random.getstate(),
-            repr(np.random.get_state()),
-            module.own.getstate(),
-            repr(module.array.bit_generator.state),
-            [t.tolist() for t in module.state_dict().values()],
-        ]
-
-    parts = [module.history, module.memory, module.inner, module._buffers, module.count]
-    before = state()
-    if fails:
-        with pytest.raises(ZeroDivisionError) as error:
-            profile_call(module, (torch.ones(2, 3),))
-        assert error.value.__notes__ == [
-            "This happened while Penstock measured a Forgetful on the example."
-        ]
-    else:
-        profile_call(module, (torch.ones(2, 3),))
-    assert state() == before
-    after = [module.history, module.memory, module.inner, module._buffers, module.count]
-    assert all(a is b for a, b in zip(after, parts, strict=True))
-
-
 def test_profile_call_keeps_gradients_of_borrowed_parameters() -> None:
     parameter = torch.ones(3, requires_grad=True)
     gradient = parameter.grad = torch.full((3,), 7.0)
@@ -410,14 +336,6 @@ def test_profile_call_of_a_meta_model() -> None:
         profile_call(module, (torch.zeros(8, dtype=torch.long),)).resident_bytes
         == found.resident_bytes
     )
-
-
-def test_profile_call_on_another_device() -> None:
-    module = nn.Linear(4, 4)
-    assert (
-        profile_call(module, (torch.ones(10, 4),), device="meta").activation_bytes == 10 * 4 * FLOAT
-    )
-    assert module.weight.device.type == "cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

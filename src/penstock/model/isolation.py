@@ -75,8 +75,8 @@ def _get_numpy_state() -> Any:
 def preserve_rng(device: DeviceLike = None) -> Iterator[None]:
     """Restore all global random generators afterwards: of Python, NumPy and every device.
 
-    Accelerators that nothing has used yet are left alone, because reading their state starts them.
-    That is no reason if `device`, on which the caller is going to compute, is one of them.
+    Reading the state of an accelerator starts it. One that nothing has used yet is therefore left
+    alone, unless `device`, on which the caller is going to compute, is an accelerator.
     """
     host_state, cpu_state = HostRngState(), torch.get_rng_state()
     accelerator = torch.accelerator.current_accelerator()
